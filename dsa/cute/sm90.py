@@ -24,6 +24,12 @@ def warp_and_lane() -> tuple[Int32, Int32]:
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
 
+def cluster_sync() -> None:
+    """Barrier of all threads of a cluster, which makes writes to distributed shared memory visible."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
 @cute.jit
 def opaque(x: Int32):
     """x, opaque to ptxas, which then cannot hoist expressions of x out of a loop and keep them in registers."""

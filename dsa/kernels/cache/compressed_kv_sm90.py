@@ -38,7 +38,7 @@ from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.cute.quantize import hadamard, quantize, quantize_group, round_to
 from dsa.cute.reductions import reduce_sum, warp_inclusive_scan
 from dsa.cute.registers import converted, filled
-from dsa.cute.sm90 import LOG2E, WARP
+from dsa.cute.sm90 import LOG2E, WARP, cluster_sync
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
 from dsa.kernels.cache.kv_row import Fp8Row
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
@@ -138,26 +138,18 @@ class WriteCompressedKvSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         scheduler = static_persistent_scheduler()
-
-        @cute.struct
-        class Storage:
-            work_tile: cute.struct.MemRange[Int32, len(WorkTileInfo._fields)]
-            total: cute.struct.MemRange[Int32, 1]
-            squares: cute.struct.MemRange[Float32, 2 * SQUARES]
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.width], 16]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        found = storage.work_tile.get_tensor(cute.make_layout((len(WorkTileInfo._fields), 1)))
-        totals = storage.total.get_tensor(cute.make_layout(1))
-        squares = storage.squares.get_tensor(cute.make_layout((SQUARES, 2)))
-        parts = storage.parts.get_tensor(cute.make_layout((self.width, 3, self.groups)))
+        smem = cutlass.memory.SmemAllocator()
+        found = smem.allocate_tensor(Int32, cute.make_layout((len(WorkTileInfo._fields), 1)))
+        totals = smem.allocate_tensor(Int32, cute.make_layout(1))
+        squares = smem.allocate_tensor(Float32, cute.make_layout((SQUARES, 2)))
+        parts = smem.allocate_tensor(Float32, cute.make_layout((self.width, 3, self.groups)), 16)
         if const_expr(self.slices > 1):
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
         if const_expr(self.slices > 1):
             # All CTAs of the cluster have started, so their shared memory may be written to.
             cute.arch.cluster_wait()
-        rank, turn = scheduler.first % self.slices, Int32(0)
+        rank, buffer = scheduler.first % self.slices, Int32(0)
         index = scheduler.first // self.slices
         total = index + 1
         while index < total:
@@ -177,9 +169,9 @@ class WriteCompressedKvSm90:
                 for n in cutlass.range(begin, end, unroll=1):
                     self.entry(
                         *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
-                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, rank, turn, tid),
+                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, rank, buffer, tid),
                     )
-                    turn = 1 - turn
+                    buffer = 1 - buffer
                 if number == 0:
                     # All threads have read the state before the barriers of `entry`, so it may be overwritten now. If
                     # there was no entry, the epilogue's warps take part.
@@ -258,11 +250,11 @@ class WriteCompressedKvSm90:
         state_rows,
         eps,
         rank,
-        turn,
+        buffer,
         tid,
     ):
         """Compute and store entry `number` of a sequence, whose new tokens begin at row `low` and position `start`.
-        turn: alternates between 0 and 1 over the entries of a CTA."""
+        buffer: alternates between 0 and 1 over the entries of a CTA."""
         group, own = tid // self.row_threads, tid % self.row_threads
         at = rank * self.row_threads + own  # index of this thread's vector of CHANNELS in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
@@ -295,28 +287,27 @@ class WriteCompressedKvSm90:
         cute.arch.sync_threads()
         if tid < self.epilogue_threads:
             self.merge(parts, acc, own)
-            self.share_square(acc, squares[None, turn], rank, tid)
+            self.share_square(acc, squares[None, buffer], rank, tid)
         # After this barrier all threads have read `parts`, so the next entry may overwrite them. Squares are read after
         # it. The next entry uses the other buffer, and its barriers protect this one from the entry after the next.
         if const_expr(self.slices > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            cluster_sync()
         else:
             cute.arch.sync_threads()
         if tid < self.epilogue_threads:
             square = Float32(0.0)
             for i in cutlass.range_constexpr(self.squares):
-                square += squares[i, turn]
+                square += squares[i, buffer]
             self.store(acc, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid)
 
     @cute.jit
     def ask(self, weight, cos, sin, slots, gain, angle, slot, token, tokens, at):
         """Load the epilogue's operands for the entry that `token` ends."""
         cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (at,)), gain)
-        turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
-        if turned >= 0:
+        rotated = at - (self.dim - ROPE_CHANNELS) // CHANNELS
+        if rotated >= 0:
             for n, numbers in enumerate((cos, sin)):
-                source = cute.local_tile(numbers[token, None], (CHANNELS // 2,), (turned,))
+                source = cute.local_tile(numbers[token, None], (CHANNELS // 2,), (rotated,))
                 cute.autovec_copy(source, angle[None, n])
         # The two words of an int64 slot, or an int32 slot twice.
         words = 2 if slots.shape[0] != tokens else 1
@@ -400,8 +391,8 @@ class WriteCompressedKvSm90:
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
-        turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
-        if turned >= 0:
+        rotated = at - (self.dim - ROPE_CHANNELS) // CHANNELS
+        if rotated >= 0:
             for i in cutlass.range_constexpr(CHANNELS // 2):
                 a, b, c, s = v[2 * i], v[2 * i + 1], angle[i, 0], angle[i, 1]
                 v[2 * i], v[2 * i + 1] = a * c - b * s, a * s + b * c
@@ -426,13 +417,13 @@ class WriteCompressedKvSm90:
             scale = quantize_group(step, 16, True)
             if exists:
                 values, scales, rope = self.row.parts(cache, page, offset)
-                if turned < 0:
+                if rotated < 0:
                     self.put(step, values, at)
                     if at % 16 == 0:
                         scales[at // 16] = Uint8(scale.bitcast(Uint32) >> 23)
                 else:
-                    self.put(v, rope, turned)
-                    if turned == 0:
+                    self.put(v, rope, rotated)
+                    if rotated == 0:
                         scales[7] = Uint8(0)
         else:
             if exists:

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Uint8, const_expr
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
+from dsa.cute.registers import filled, loaded
 from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
@@ -58,15 +59,13 @@ class IndexerCacheSm90:
             values, scales = page_planes(cache, page, page_size, self.dim, Uint8)
             row = cute.local_tile(k[t, None], (BYTES,), (lane,))
             place = cute.local_tile(values[offset, None], (BYTES,), (lane,))
-            part = cute.make_rmem_tensor((BYTES,), Uint8)
             if const_expr(self.write):
                 if exists:
-                    cute.autovec_copy(row, part)
-                    cute.autovec_copy(part, place)
+                    cute.autovec_copy(loaded(row), place)
                     if lane == 0:
                         scales[offset] = k_scale[t]
             else:
-                part.fill(0)
+                part = filled((BYTES,), 0, Uint8)
                 scale = Float32(0.0)
                 if exists:
                     cute.autovec_copy(place, part)

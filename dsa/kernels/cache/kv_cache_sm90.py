@@ -23,7 +23,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.registers import load_vectors, loaded, store_vectors
+from dsa.cute.registers import converted, load_vectors, loaded, store_vectors
 from dsa.cute.rounded import multiply_rounded, rotate_pair
 from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
@@ -71,9 +71,7 @@ def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
     """v converted to another dtype through fp32, or v itself if the dtype is the same."""
     if const_expr(v.element_type is dtype):
         return v
-    out = cute.make_rmem_tensor(v.shape, dtype)
-    out.store(v.load().to(Float32).to(dtype))
-    return out
+    return converted(converted(v, Float32), dtype)
 
 
 class RowsSm90:
@@ -234,7 +232,7 @@ class WriteMlaCacheSm90:
                 for i in cutlass.range_constexpr(2):
                     pair[i] = pair[i] * inverse * gain_pair[i]
                 round_to(pair, kv.element_type)
-            self.turn(pair, c, s, lane)
+            self.rotate(pair, c, s, lane)
             round_to(pair, kv.element_type)
 
             if const_expr(self.quantizes):
@@ -263,16 +261,16 @@ class WriteMlaCacheSm90:
         return out
 
     @cute.jit
-    def turn(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
+    def rotate(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
         """Apply RoPE to this lane's two channels."""
         if const_expr(self.interleaved):
             pair[0], pair[1] = rotate_pair(pair[0], pair[1], cos[0], sin[0])
         else:
             for i in cutlass.range_constexpr(2):
-                turned = multiply_rounded(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
+                partner = multiply_rounded(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
                 if lane < WARP // 2:
-                    turned = -turned
-                pair[i] = multiply_rounded(pair[i], cos[i]) + turned
+                    partner = -partner
+                pair[i] = multiply_rounded(pair[i], cos[i]) + partner
 
 
 def _cache(layout: str, channels) -> cute.Tensor:

@@ -79,8 +79,8 @@ class Fp8Row(WarpRow):
         row = cache[page, offset, None].iterator.align(16)
         values = cute.make_tensor(cute.recast_ptr(row, dtype=Float8E4M3FN), cute.make_layout(self.nope))
         if const_expr(self.is_v4):
-            behind = cache[page, 0, None].iterator + cache.shape[1] * cache.shape[2] + offset * 8
-            scales = cute.make_tensor(behind, cute.make_layout(8))
+            after_rows = cache[page, 0, None].iterator + cache.shape[1] * cache.shape[2] + offset * 8
+            scales = cute.make_tensor(after_rows, cute.make_layout(8))
             rope = row + self.nope
         else:
             scales = cute.make_tensor(cute.recast_ptr(row + self.nope, dtype=Float32), cute.make_layout(4))

@@ -156,11 +156,15 @@ def compile_slot_mapping(cached_tokens: bool, ring: bool):
     """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] or, without cached_tokens, None, slots [T]
     int64, contiguous, page_size, ratio); all but slots are int32; B, max_pages > 0, T, page_size and ratio from 1 to
     MAX_MAPPED."""
-    batch, stream = cute.sym_int(), fake_stream()
-    lengths = _int32(batch) if cached_tokens else None
-    slots = fake_contiguous(Int64, cute.sym_int())
-    table, starts = _int32(batch, cute.sym_int()), _int32(cute.sym_int())
-    return compile_sm90(SlotMappingSm90(cached_tokens, ring), table, starts, lengths, slots, Int32(1), Int32(1), stream)
+    batch = cute.sym_int()
+    return compile_sm90(
+        SlotMappingSm90(cached_tokens, ring),
+        _int32(batch, cute.sym_int()),
+        _int32(cute.sym_int()),
+        _int32(batch) if cached_tokens else None,
+        fake_contiguous(Int64, cute.sym_int()),
+        *(Int32(1), Int32(1), fake_stream()),
+    )
 
 
 def shipped_variants() -> Variants:

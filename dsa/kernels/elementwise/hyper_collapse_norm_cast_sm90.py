@@ -40,8 +40,7 @@ from dsa.kernels.elementwise.hyper_arithmetic import (
     sigmoid,
     weighted_sum,
 )
-from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
-from dsa.kernels.elementwise.limits import HYPER_STREAMS
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
@@ -118,8 +117,8 @@ class HyperCollapseNormCastSm90:
         smem = cutlass.memory.SmemAllocator()
         squares = smem.allocate_tensor(Float32, cute.make_layout((self.all_warps, MAX_TOKENS)), 16)
         logits = smem.allocate_tensor(Float32, cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)), 16)
-        layout = cute.make_layout((self.warps, MAX_TOKENS), stride=(1, max(self.warps, 4)))
-        sums = smem.allocate_tensor(Float32, layout, 16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((max(self.warps, 4), MAX_TOKENS)), 16)
+        sums = cute.local_tile(sums, (self.warps, MAX_TOKENS), (0, 0))
         first = block * together
         count = cutlass.min(together, streams.shape[0] - first)
         if tid == 0 and block == 0:

@@ -197,9 +197,9 @@ class HyperExpandSm90:
             cute.autovec_copy(cute.local_tile(y[t, None], (self.width,), (at,)), raw[None, HYPER_STREAMS])
             given, weights = loaded(post[t, None]), loaded(comb[t, None])
             for k in cutlass.range_constexpr(HYPER_STREAMS):
-                of_stream = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-                for j in cutlass.range_constexpr(HYPER_STREAMS):
-                    of_stream[j] = weights[j * HYPER_STREAMS + k]
+                of_stream = cute.make_tensor(
+                    weights.iterator + k, cute.make_layout(HYPER_STREAMS, stride=HYPER_STREAMS)
+                )
                 acc = new_stream(raw[None, HYPER_STREAMS], raw, given[k], of_stream)
                 cute.autovec_copy(converted(acc, self.dtype), cute.local_tile(out[t, k, None], (self.width,), (at,)))
 
@@ -259,7 +259,8 @@ def compile_hyper_expand(dtype: str):
 
 def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
-    tiled = compile_hyper_collapse, compile_hyper_head
-    return [(compiled, (dtype, *tile)) for compiled in tiled for dtype in DTYPES for tile in HYPER_TILES] + [
-        (compile_hyper_expand, (dtype,)) for dtype in DTYPES
+    return [
+        *((compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
+        *((compile_hyper_head, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
+        *((compile_hyper_expand, (dtype,)) for dtype in DTYPES),
     ]

@@ -29,7 +29,6 @@ from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.slices import slice_start
 from dsa.cute.sm90 import WARP, warp_and_lane
 from dsa.kernels.elementwise.hyper_arithmetic import WORDS, new_stream
-from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -42,7 +41,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     prefetch_slice,
     sum_of_group,
 )
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, EXPAND_MIX_TOKENS, HYPER_STREAMS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 AT_ONCE = 4  # tokens whose loads are in flight together

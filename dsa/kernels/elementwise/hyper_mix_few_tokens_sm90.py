@@ -23,10 +23,10 @@ from cutlass import BFloat16, Float32, Uint32
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
-from dsa.cute.few_rows_product import send
 from dsa.cute.registers import filled
 from dsa.cute.slices import slice_start
-from dsa.cute.sm90 import WARP, warp_and_lane
+from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
+from dsa.cute.small_m_product import send
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -92,8 +92,7 @@ class HyperMixFewTokensSm90:
         cute.arch.cluster_wait()
         if tid < self.pairs:
             send(received, rank, tid, *sum_of_group(slices, tid))
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        cluster_sync()
         add_groups(received, out, rank, tile * self.rows, column * OUTPUTS, 1, tid, THREADS)
 
     @cute.jit

@@ -31,12 +31,12 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from dsa.cute.copies import partition, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
-from dsa.cute.few_rows_product import send
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.registers import loaded
 from dsa.cute.shared_memory import load_registers
 from dsa.cute.slices import SLICES, slice_start
-from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, thread_and_cta
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, cluster_sync, thread_and_cta
+from dsa.cute.small_m_product import send
 from dsa.cute.wgmma import k_major_layout
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
@@ -163,14 +163,12 @@ class HyperMixSm90:
                 self.load_blocks(pipeline, v_copy, w_copy, mv.shape[0], mv.shape[1] // BLOCK)
             if const_expr(self.clustered):
                 cute.arch.cluster_wait()
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                cluster_sync()
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2][0])
             self.multiply(storage, pipeline, out, mv.shape[0], mv.shape[1] // BLOCK, warp, tid)
             if const_expr(self.clustered):
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                cluster_sync()
                 received, rank, token = self.received(storage), cta % CTAS, cta // CTAS * self.rows
                 add_groups(received, out, rank, token, Int32(0), OUTPUT_OCTETS, tid, CONSUMERS)
 
@@ -386,8 +384,12 @@ def compile_hyper_mix(rows: int):
 def compile_hyper_mix_persistent(rows: int):
     """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs). halves is scratch; the other arguments are those of
     `compile_hyper_mix`."""
-    halves = fake_rows(Float32, MIX_HALVES, cute.sym_int(), MIX_OUTPUTS)
-    return compile_sm90(HyperMixPersistentSm90(rows), *_operands(), halves, _result(), Int32(1), fake_stream())
+    return compile_sm90(
+        HyperMixPersistentSm90(rows),
+        *_operands(),
+        fake_rows(Float32, MIX_HALVES, cute.sym_int(), MIX_OUTPUTS),
+        *(_result(), Int32(1), fake_stream()),
+    )
 
 
 def _operands() -> list[cute.Tensor]:

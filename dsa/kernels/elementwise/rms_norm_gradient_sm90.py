@@ -64,8 +64,8 @@ class RmsNormGradientSm90:
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
-        turns = cute.ceil_div(rows, self.rows_of_cta * ctas)
-        self.kernel(grad, x, weight, dx, parts, eps, share, inner, rows, turns).launch(
+        steps = cute.ceil_div(rows, self.rows_of_cta * ctas)
+        self.kernel(grad, x, weight, dx, parts, eps, share, inner, rows, steps).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -81,7 +81,7 @@ class RmsNormGradientSm90:
         share: Float32,
         inner: cute.FastDivmodDivisorV2,
         rows: Int32,
-        turns: Int32,
+        steps: Int32,
     ):
         tid, block = thread_and_cta()
         ctas, _, _ = cute.arch.grid_dim()
@@ -94,8 +94,8 @@ class RmsNormGradientSm90:
             load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         total = filled((self.width, self.vectors), 0.0)
         raw_x, raw_g = [filled((self.width, self.vectors), 0.0, x.element_type) for _ in range(2)]
-        for turn in cutlass.range(turns):
-            row = turn * ctas * self.rows_of_cta + part
+        for step in cutlass.range(steps):
+            row = step * ctas * self.rows_of_cta + part
             a, b = divmod(cutlass.min(row, rows - 1), inner)
             load_vectors(x[a, b, None], raw_x, lane, self.lanes, vectors_of_row)
             load_vectors(grad[a, b, None], raw_g, lane, self.lanes, vectors_of_row)
@@ -105,9 +105,9 @@ class RmsNormGradientSm90:
                 for i in cutlass.range_constexpr(self.width):
                     square = cute.math.fma(v[i], v[i], square)
                     product = cute.math.fma(g[i] * gain[i, n], v[i], product)
-            square, product = self.sums_of_row(square, product, sums, tid, turn % 2)
+            square, product = self.sums_of_row(square, product, sums, tid, step % 2)
             inverse = cute.math.rsqrt(square * share + eps)
-            turned = inverse * inverse * (product * share)
+            correction = inverse * inverse * (product * share)
             for n in cutlass.range_constexpr(self.vectors):
                 at = lane + n * self.lanes
                 v, g = converted(raw_x[None, n], Float32), converted(raw_g[None, n], Float32)
@@ -115,7 +115,7 @@ class RmsNormGradientSm90:
                     for i in cutlass.range_constexpr(self.width):
                         total[i, n] = cute.math.fma(g[i], v[i] * inverse, total[i, n])
                 for i in cutlass.range_constexpr(self.width):
-                    v[i] = (g[i] * gain[i, n] - v[i] * turned) * inverse
+                    v[i] = (g[i] * gain[i, n] - v[i] * correction) * inverse
                 packed = converted(v, x.element_type)
                 if at < vectors_of_row and row < rows:
                     cute.autovec_copy(packed, cute.local_tile(dx[a, b, None], (self.width,), (at,)))
@@ -150,12 +150,13 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
     up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-    grad, x, dx = (fake_rows(element, outer, inner, dim) for _ in range(3))
-    weight = fake_rows(Float32, dim) if weighted else None
-    parts = fake_rows(Float32, cute.sym_int(), dim) if weighted else None
     return compile_sm90(
         RmsNormGradientSm90(element, config),
-        *(grad, x, weight, dx, parts, Float32(0.0), Int32(1), fake_stream()),
+        *(fake_rows(element, outer, inner, dim) for _ in range(2)),
+        fake_rows(Float32, dim) if weighted else None,
+        fake_rows(element, outer, inner, dim),
+        fake_rows(Float32, cute.sym_int(), dim) if weighted else None,
+        *(Float32(0.0), Int32(1), fake_stream()),
     )
 
 

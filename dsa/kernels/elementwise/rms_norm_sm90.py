@@ -129,13 +129,13 @@ class RmsNormSm90:
             load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         if const_expr(cos is not None):
             # The first vector that RoPE rotates, and the angles of this thread's vectors.
-            turning = vectors_of_row - 2 * cos.shape[1] // self.width
+            first_rotated = vectors_of_row - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(self.vectors):
                 at = lane + n * self.lanes
-                if at >= turning and at < vectors_of_row:
+                if at >= first_rotated and at < vectors_of_row:
                     for source, angles in ((cos, c), (sin, s)):
-                        part = cute.local_tile(source[a, None], (self.width // 2,), (at - turning,))
+                        part = cute.local_tile(source[a, None], (self.width // 2,), (at - first_rotated,))
                         cute.autovec_copy(part, angles[None, n])
 
         square = Float32(0.0)
@@ -165,7 +165,7 @@ class RmsNormSm90:
                 if const_expr(weight is not None):
                     v[i] = v[i] * gain[i, n if self.early else 0]
             if const_expr(cos is not None):
-                if at >= turning:
+                if at >= first_rotated:
                     round_to(v, x.element_type)
                     for i in cutlass.range_constexpr(self.width // 2):
                         v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i, n], s[i, n])
@@ -245,9 +245,13 @@ def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
     `max_channels(dtype)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-    x, out = (fake_rows(element, outer, inner, dim) for _ in range(2))
-    weight = fake_rows(Float32, dim) if weighted else None
-    return compile_sm90(RmsNormSm90(element, config), x, weight, out, Float32(0.0), fake_stream())
+    return compile_sm90(
+        RmsNormSm90(element, config),
+        fake_rows(element, outer, inner, dim),
+        fake_rows(Float32, dim) if weighted else None,
+        fake_rows(element, outer, inner, dim),
+        *(Float32(0.0), fake_stream()),
+    )
 
 
 @cached
@@ -257,11 +261,15 @@ def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
     of 16 bytes."""
     element = cute_dtype(dtype)
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-    x, out = (fake_rows(element, tokens, heads, dim) for _ in range(2))
     half = cute.sym_int(divisibility=CHANNEL_MULTIPLE // 2)
-    cos, sin = (fake_rows(Float32, tokens, half) for _ in range(2))
-    weight = fake_rows(Float32, dim) if weighted else None
-    return compile_sm90(RmsNormRotarySm90(element, config), x, weight, cos, sin, out, Float32(0.0), fake_stream())
+    return compile_sm90(
+        RmsNormRotarySm90(element, config),
+        fake_rows(element, tokens, heads, dim),
+        fake_rows(Float32, dim) if weighted else None,
+        *(fake_rows(Float32, tokens, half) for _ in range(2)),
+        fake_rows(element, tokens, heads, dim),
+        *(Float32(0.0), fake_stream()),
+    )
 
 
 @cached
@@ -270,13 +278,17 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
     `summed`, out [T, D], q [T, D] e4m3, scale [T, D / 128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to
     `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
-    rows, dim, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
-    x, residual, total, out = (fake_rows(element, rows, dim) for _ in range(4))
-    weight, scale = fake_rows(Float32, dim), fake_rows(Float32, rows, groups, align=4)
+    rows, dim = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     return compile_sm90(
         RmsNormCastSm90(element, config, use_ue8m0),
-        *(x, residual if summed else None, weight, total if summed else None, out),
-        *(fake_rows(Float8E4M3FN, rows, dim), scale, Float32(0.0), fake_stream()),
+        fake_rows(element, rows, dim),
+        fake_rows(element, rows, dim) if summed else None,
+        fake_rows(Float32, dim),
+        fake_rows(element, rows, dim) if summed else None,
+        fake_rows(element, rows, dim),
+        fake_rows(Float8E4M3FN, rows, dim),
+        fake_rows(Float32, rows, cute.sym_int(), align=4),
+        *(Float32(0.0), fake_stream()),
     )
 
 

@@ -67,7 +67,7 @@ from dsa.kernels.gemm.grouped_tiles import (
 )
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.operand_loads import tiled_mma, tiles_of
-from dsa.kernels.gemm.turned_tile import store_turned
+from dsa.kernels.gemm.swap_ab_tile import add_scaled, store_swap_ab
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 BLOCKS = 4  # of GROUP channels per stage
@@ -146,7 +146,7 @@ class StageScales(NamedTuple):
     of_blocks: cute.Tensor
 
 
-class Fp8Fp4GemmFewRowsSm90:
+class Fp8Fp4GemmSmallMSm90:
     def __init__(self, cfg: Fp8Fp4GemmFewRowsConfig):
         self.cfg = cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
@@ -244,8 +244,7 @@ class Fp8Fp4GemmFewRowsSm90:
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == self.consumer_warps:
-                operands = b_atom, mb, b_scale_32, b_scale
-                self.load_weights(*operands, tiles, total, sb, ring, pipeline, work_tiles, lane)
+                self.load_weights(b_atom, mb, b_scale_32, b_scale, tiles, total, sb, ring, pipeline, work_tiles, lane)
             else:
                 number = warp - self.consumer_warps - 1
                 self.gather_rows(a, a_scale, rows, total, ring, pipeline, work_tiles, number, lane)
@@ -274,12 +273,12 @@ class Fp8Fp4GemmFewRowsSm90:
         """The warp that loads the codes and scales of the weights, and the scales of the blocks. It passes the work
         tiles on to the other warps."""
         scheduler = static_persistent_scheduler()
-        state, told, e = start(), start(), Int32(0)
+        state, tile_state, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
         pitch = Int64(b_scale_32.stride[1])
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
             info = tiles.rows_first(index, e, lane)
-            told = work_tiles.publish(told, info)
+            tile_state = work_tiles.publish(tile_state, info)
             e, column = info.matrix, info.column
             tbs, tbg = tiles_of(b_atom, sb, mb, (self.columns, BOX), e * columns + column)
             # Weight rows past the last column are not stored. Their scales may have any value; zeros are written.
@@ -318,13 +317,13 @@ class Fp8Fp4GemmFewRowsSm90:
         """Gathering warp `number`: copies every third row of activations, one word per lane. Warp 0 also copies the
         scales of all rows."""
         scheduler = static_persistent_scheduler()
-        state, told = start(), start()
+        state, tile_state = start(), start()
         sources, channels = a.shape
         place = ordered_place(lane)
         chunk, word = place // 4, place % 4
         for _ in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            info = work_tiles.current(told)
-            told = work_tiles.release(told)
+            info = work_tiles.current(tile_state)
+            tile_state = work_tiles.release(tile_state)
             row, end = info.row, info.end
             count = cutlass.min(end - row, self.rows)
             own = cutlass.min(row + lane, end - 1)
@@ -378,13 +377,13 @@ class Fp8Fp4GemmFewRowsSm90:
         scales = StageScales(*(cute.make_rmem_tensor((count,), Uint32) for count in (2 * BLOCKS, BLOCKS)))
         own_row = lane % 4 * 2
         scheduler = static_persistent_scheduler()
-        state, told = start(), start()
+        state, tile_state = start(), start()
         if scheduler.first < total:
             self.await_stage(scales, ring, pipeline, state, warp, lane)
             self.widen_block(0, widened[0], scales, ring, tables, state, warp, lane)
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            info = work_tiles.current(told)
-            told = work_tiles.release(told)
+            info = work_tiles.current(tile_state)
+            tile_state = work_tiles.release(tile_state)
             row, end = info.row, info.end
             sums.fill(0.0)
             factors.fill(1.0)
@@ -405,7 +404,7 @@ class Fp8Fp4GemmFewRowsSm90:
             for i in cutlass.range_constexpr(self.rows // 2):
                 sums[i] = sums[i] * factors[i // 4 * 2 + i % 2]
             rows_end = cutlass.min(row + self.rows, end)
-            store_turned(sums, out, row, rows_end, info.column + warp * OWN_ROWS, staged, lane)
+            store_swap_ab(sums, out, row, rows_end, info.column + warp * OWN_ROWS, staged, lane)
 
     @cute.jit
     def add_stage(
@@ -450,10 +449,7 @@ class Fp8Fp4GemmFewRowsSm90:
         cute.arch.sync_warp()
         pipeline.consumer_release(state)
         for block in cutlass.range_constexpr(BLOCKS):
-            factors = [x[block].bitcast(Float32) * of_blocks[block] for x in of_rows]
-            products = cute.make_tensor(acc[block].iterator, cute.make_layout(self.rows // 2))
-            for i in cutlass.range_constexpr(self.rows // 2):
-                sums[i] += products[i] * factors[i // 4 * 2 + i % 2]
+            add_scaled(sums, acc[block], [x[block].bitcast(Float32) * of_blocks[block] for x in of_rows])
 
     @cute.jit
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
@@ -511,7 +507,7 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)
     return compile_sm90(
-        Fp8Fp4GemmFewRowsSm90(config),
+        Fp8Fp4GemmSmallMSm90(config),
         fake_rows(Float8E4M3FN, sources, channels),
         fake_rows(Float32, sources, blocks),
         fake_contiguous(Int32, cute.sym_int()),

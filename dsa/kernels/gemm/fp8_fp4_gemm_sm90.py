@@ -43,7 +43,6 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, 
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP, warp_and_lane
-from dsa.cute.wgmma import k_major_layout
 from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
 from dsa.kernels.gemm.fp8_gemm_config import (
@@ -137,16 +136,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         stream,
     ):
         results = out, of_rows, None
-        a_layout = k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages)
-        b_layout = k_major_layout(Float8E4M3FN, self.columns, GROUP, self.stages)
+        a_layout, b_layout, as_layout, bs_layout = self.layouts()
         slots = self.config.scale_slots
         # The codes of a converter warp are at the beginning of the warp's part of a stage.
         boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
-        as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
         es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))
-        # Slots are aligned to 128 bytes, as TMA requires.
-        bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
         loads = [
             tile_load(a, a_layout, (self.rows, GROUP)),
             tile_load(a_scale, as_layout, (self.rows, SCALES)),
@@ -365,12 +360,14 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     4 with finite scales and any bytes in b_scale_32. Rows of all tensors except ends and weights are aligned to 16
     bytes.
     """
-    out_type = cute_dtype(out_dtype)
-    rows = cute.sym_int()
-    out = fake_rows(out_type, rows, cute.sym_int())
-    weights = fake_contiguous(Float32, rows) if weighted else None
-    epilogue = LateResultEpilogue(out_type, config, weighted)
-    return compile_sm90(Fp8Fp4GemmSm90(config, epilogue), *_operands(), out, weights, Int32(1), fake_stream())
+    out_type, rows = cute_dtype(out_dtype), cute.sym_int()
+    return compile_sm90(
+        Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted)),
+        *_operands(),
+        fake_rows(out_type, rows, cute.sym_int()),
+        fake_contiguous(Float32, rows) if weighted else None,
+        *(Int32(1), fake_stream()),
+    )
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:

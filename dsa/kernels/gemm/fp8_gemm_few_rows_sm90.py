@@ -62,11 +62,11 @@ from dsa.kernels.gemm.operand_loads import (
     prefetch_blocks,
     tiles_of,
 )
-from dsa.kernels.gemm.turned_tile import store_turned
+from dsa.kernels.gemm.swap_ab_tile import add_scaled, store_swap_ab
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
-class GroupedFp8GemmFewRowsSm90:
+class GroupedFp8GemmSmallMSm90:
     grouped = True
 
     def __init__(self, cfg: FewRowsConfig):
@@ -214,13 +214,13 @@ class GroupedFp8GemmFewRowsSm90:
                 scales = self.scales(ss, s_of_b, state, lane)
                 for i in cutlass.range_constexpr(SCALES):
                     cute.nvgpu.warpgroup.wait_group(SCALES - 1 - i)
-                    add_scaled(sums, acc[i], scales, i)
+                    add_scaled(sums, acc[i], [of_row[i] for of_row in scales])
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
             # With 32 columns, two of the warps have no results.
             if warp * 16 < self.columns:
-                store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
+                store_swap_ab(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
@@ -236,7 +236,7 @@ class GroupedFp8GemmFewRowsSm90:
         return scales
 
 
-class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
+class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
     """The product with one matrix."""
 
     grouped = False
@@ -245,16 +245,7 @@ class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
     def __call__(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor, out, ctas, stream):
         tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
         operands = a, a_scale, b, b_scale, out, None
-        GroupedFp8GemmFewRowsSm90.__call__(self, *operands, cutlass.min(ctas, tiles), stream)
-
-
-@cute.jit
-def add_scaled(sums, acc, scales, block: cutlass.Constexpr):
-    """sums += acc, scaled. Four consecutive accumulators are two rows in one column, then the same rows in the column 8
-    further on."""
-    products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        sums[i] += products[i] * scales[i // 4 * 2 + i % 2][block]
+        GroupedFp8GemmSmallMSm90.__call__(self, *operands, cutlass.min(ctas, tiles), stream)
 
 
 def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
@@ -279,14 +270,14 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     and at most 64 with split-K. Rows are aligned to 16 bytes.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
-    return compile_sm90(split or Fp8GemmFewRowsSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
+    return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
 
 
 @cached
 def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
     ctas), with the rules of `compile_fp8_gemm_few_rows`; E up to 1024."""
-    kernel = GroupedFp8GemmFewRowsSm90(config)
+    kernel = GroupedFp8GemmSmallMSm90(config)
     matrices = cute.sym_int()
     operands = *fake_operands(out_dtype, matrices), fake_contiguous(Int32, matrices)
     return compile_sm90(kernel, *operands, Int32(1), fake_stream())

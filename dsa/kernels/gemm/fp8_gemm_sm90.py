@@ -6,7 +6,8 @@ Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). Finding it requires counting the tiles of all matrices
   first, 0.6 us before the first load; a product with one matrix skips that. Rows that a tile loads beyond its matrix
   are not stored, and a warpgroup whose 64 rows all lie beyond it multiplies nothing. With dynamic scheduling, tiles of
-  up to 32 rows swap A/B (turned_tile.py), and only those boxes of 64 rows of a are loaded that have rows of the matrix.
+  up to 32 rows swap A/B (swap_ab_tile.py), and only those boxes of 64 rows of a are loaded that have rows of the
+  matrix.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. If `rows`
   selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A consumer warpgroup
   owns 64 rows of a work tile, or of each wave of it.
@@ -51,14 +52,14 @@ from dsa.cute.wgmma import k_major_layout, multiply
 from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp8_gemm_config import (
     CONFIGS,
-    DRAWN_CONFIGS,
+    DYNAMIC_CONFIGS,
     GATHERING_CONFIGS,
     ONE_MATRIX_CONFIGS,
     SCALES,
+    SWAP_AB_CONFIGS,
+    SWAP_AB_COUNTS,
+    SWAP_AB_ROWS,
     SWIGLU_CONFIGS,
-    TURNED_CONFIGS,
-    TURNED_COUNTS,
-    TURNED_ROWS,
     WARP_ROWS,
     Fp8GemmConfig,
 )
@@ -66,8 +67,8 @@ from dsa.kernels.gemm.grouped_tiles import WorkTileInfo, next_index, tiles_of_ma
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.operand_loads import scales_of, tiled_mma, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
+from dsa.kernels.gemm.swap_ab_tile import load_floats, swap_ab_blocks
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
-from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
@@ -79,25 +80,36 @@ BOX_ROWS = 64  # rows of a per TMA load if boxes without rows are skipped
 
 
 class Fp8GemmSm90:
-    """epilogue: computes results from the sums, and stores them. gathered: `rows` selects the rows of a. turned: work
+    """epilogue: computes results from the sums, and stores them. gathered: `rows` selects the rows of a. swap_ab: work
     tiles with few rows swap A/B."""
 
     def __init__(
-        self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, turned: bool = False
+        self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, swap_ab: bool = False
     ):
-        self.config, self.gathered, self.epilogue, self.turned = config, gathered, epilogue, turned
+        self.config, self.gathered, self.epilogue, self.swap_ab = config, gathered, epilogue, swap_ab
         self.rows, self.columns, self.stages = config.rows, config.columns, config.stages
         self.groups, self.waves, self.parts = config.groups, config.waves, epilogue.parts
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
         # Rows of a per TMA load. If tiles with few rows swap A/B, only boxes that have rows are loaded.
-        self.box_rows = BOX_ROWS if turned else self.rows
+        self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
         self.registers = LOADING_REGISTERS
         if gathered:
             # One consumer warpgroup leaves enough registers to the warps that gather.
             self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
+
+    def layouts(self):
+        """The shared-memory layouts of a, b and their scales."""
+        slots = self.config.scale_slots
+        return (
+            k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages),
+            k_major_layout(Float8E4M3FN, self.columns, GROUP, self.stages),
+            cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES)),
+            # Slots are aligned to 128 bytes, as TMA requires.
+            cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32)),
+        )
 
     @cute.jit
     def __call__(
@@ -116,12 +128,7 @@ class Fp8GemmSm90:
         stream,
     ):
         results = out, of_rows, limit
-        a_layout = k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages)
-        b_layout = k_major_layout(Float8E4M3FN, self.columns, GROUP, self.stages)
-        slots = self.config.scale_slots
-        as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
-        # Slots are aligned to 128 bytes, as TMA requires.
-        bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
+        a_layout, b_layout, as_layout, bs_layout = self.layouts()
         # A stage has the rows of b of each part, one part after the other.
         b_box = k_major_layout(Float8E4M3FN, self.width, GROUP, 1)
         loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
@@ -129,7 +136,6 @@ class Fp8GemmSm90:
             a_box = k_major_layout(Float8E4M3FN, self.box_rows, GROUP, 1)
             loads += [tile_load(a, a_box, (self.box_rows, GROUP)), tile_load(a_scale, as_layout, (self.rows, SCALES))]
         stores = self.epilogue.tma_stores(results)
-        count = out.shape[0]
 
         @cute.struct
         class Storage:
@@ -137,7 +143,7 @@ class Fp8GemmSm90:
             work_tiles: work_tile_storage(WorkTileInfo)
             tiles: tiles_storage(ends is not None)
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
-            b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * slots * 32], 128]
+            b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * self.config.scale_slots * 32], 128]
             staged: cute.struct.Align[
                 cute.struct.MemRange[Int32, self.consumer_warps * self.epilogue.warp_bytes // 4], 1024
             ]
@@ -146,7 +152,8 @@ class Fp8GemmSm90:
 
         self.storage = Storage
         self.kernel(
-            *(a, a_scale, rows, loads, ends, results, stores, counter, count, a_layout, b_layout, as_layout, bs_layout)
+            *(a, a_scale, rows, loads, ends, results, stores, counter),
+            *(out.shape[0], a_layout, b_layout, as_layout, bs_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -240,14 +247,14 @@ class Fp8GemmSm90:
                 ]
                 # The number of boxes that have rows.
                 used = Int32(1)
-                if const_expr(self.turned):
+                if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
             following = info  # a gathering warp lacks the registers to find the next tile before its last loads
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
                     block = group * SCALES + i
-                    more = (used - 1) * (self.box_rows * GROUP) if const_expr(self.turned) else 0
+                    more = (used - 1) * (self.box_rows * GROUP) if const_expr(self.swap_ab) else 0
                     pipeline.producer_acquire(state, size + more + (of_scales if const_expr(i == 0) else 0))
                     full = pipeline.producer_barrier(state)
                     if const_expr(i == 0):
@@ -365,9 +372,9 @@ class Fp8GemmSm90:
         while info.end > 0:
             tile_state = work_tiles.release(tile_state)
             own = operands, sums, scales
-            if const_expr(self.turned):
-                if info.end - info.row <= TURNED_ROWS:
-                    state, slot = self.turned_tile(
+            if const_expr(self.swap_ab):
+                if info.end - info.row <= SWAP_AB_ROWS:
+                    state, slot = self.swap_ab_tile(
                         *(info, results, memory, blocks, staged, pipeline, state, slot, group, warp, lane)
                     )
                 else:
@@ -386,13 +393,13 @@ class Fp8GemmSm90:
         """Compute a work tile. -> the pipeline state and scale slot after it."""
         operands, sums, scales = own
         high = 64 * self.groups
-        behind = self.epilogue.pieces_behind(info.column)
+        in_next_block = self.epilogue.pieces_in_next_block(info.column)
         left = info.end - info.row - group * 64
         if left > high * (self.waves - 1):
             for product in cutlass.range_constexpr(self.waves * self.parts):
                 sums[product].fill(0.0)
             for _ in cutlass.range(blocks // SCALES, unroll=1):
-                state, slot = self.four_blocks(len(sums), operands, sums, scales, behind, pipeline, state, slot)
+                state, slot = self.four_blocks(len(sums), operands, sums, scales, in_next_block, pipeline, state, slot)
             for wave in cutlass.range_constexpr(self.waves):
                 row = info.row + wave * high + warp * WARP_ROWS
                 of_wave = sums[wave * self.parts : (wave + 1) * self.parts]
@@ -402,7 +409,7 @@ class Fp8GemmSm90:
                 # The second wave has no rows.
                 sums[0].fill(0.0)
                 for _ in cutlass.range(blocks // SCALES, unroll=1):
-                    state, slot = self.four_blocks(1, operands, sums, scales, behind, pipeline, state, slot)
+                    state, slot = self.four_blocks(1, operands, sums, scales, in_next_block, pipeline, state, slot)
                 self.epilogue.store(sums[:1], results, stores, info, info.row + warp * WARP_ROWS, staged, lane)
         else:
             for _ in cutlass.range(blocks, unroll=1):
@@ -413,25 +420,27 @@ class Fp8GemmSm90:
         return state, slot
 
     @cute.jit
-    def turned_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
+    def swap_ab_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
         """Compute a work tile with few rows with swapped operands. -> the pipeline state and scale slot after it."""
         sa, sas, sb, sbs = memory
         count = info.end - info.row
         operands = sa, sb, group
         scales = sas.iterator.toint() + lane % 4 * 2 * SCALE_BYTES, sbs.iterator.toint()
         sizes = self.rows * SCALE_BYTES, SCALE_BLOCKS * 128, 128
-        for i in cutlass.range_constexpr(len(TURNED_COUNTS)):
-            least, most = (0, *TURNED_COUNTS)[i], TURNED_COUNTS[i]
+        for i in cutlass.range_constexpr(len(SWAP_AB_COUNTS)):
+            least, most = (0, *SWAP_AB_COUNTS)[i], SWAP_AB_COUNTS[i]
             if count > least and count <= most:
                 sums = [cute.make_rmem_tensor((most // 2,), Float32) for _ in range(self.parts)]
-                state, slot = turned_blocks(
+                state, slot = swap_ab_blocks(
                     *(most, sums, operands, (*scales, *sizes), blocks, self.config.scale_slots, pipeline, state, slot)
                 )
-                self.epilogue.store_turned(sums, results, info, staged, warp, lane)
+                self.epilogue.store_swap_ab(sums, results, info, staged, warp, lane)
         return state, slot
 
     @cute.jit
-    def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, behind, pipeline: Pipeline, state, slot):
+    def four_blocks(
+        self, products: cutlass.Constexpr, operands, sums, scales, in_next_block, pipeline: Pipeline, state, slot
+    ):
         """Add SCALES blocks of channels to the sums of the first `products` products. -> the pipeline state and scale
         slot after them."""
         acc, ra, rb = operands
@@ -469,7 +478,7 @@ class Fp8GemmSm90:
                         pipeline.consumer_release(states[i])
                     half_piece = self.piece // 2
                     for j in cutlass.range_constexpr(self.width // self.piece):
-                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], behind)
+                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], in_next_block)
                         both = [of_rows[2 * wave + half][first + i] * of for half in range(2)]
                         multiplied = cute.make_tensor(acc[i].iterator + half_piece * j, cute.make_layout(half_piece))
                         add_scaled(sums[product], half_piece * j, multiplied, *both)
@@ -515,10 +524,13 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas), with the
     rules of `compile_grouped_fp8_gemm` for one matrix that has all rows."""
     out_type = cute_dtype(out_dtype)
-    out = fake_rows(out_type, cute.sym_int(), cute.sym_int())
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
-    kernel = Fp8GemmOneMatrixSm90(config, False, ResultEpilogue(out_type, config, weighted=False))
-    return compile_sm90(kernel, a, a_scale, b, b_scale, out, Int32(1), fake_stream())
+    return compile_sm90(
+        Fp8GemmOneMatrixSm90(config, False, ResultEpilogue(out_type, config, weighted=False)),
+        *(a, a_scale, b, b_scale),
+        fake_rows(out_type, cute.sym_int(), cute.sym_int()),
+        *(Int32(1), fake_stream()),
+    )
 
 
 @cached
@@ -533,15 +545,18 @@ def compile_grouped_fp8_gemm(
     rounded up to a multiple of 4 with finite scales. Rows of all tensors except ends, rows and weights are aligned to
     16 bytes.
     """
-    out_type = cute_dtype(out_dtype)
-    out_rows = cute.sym_int()
-    out = fake_rows(out_type, out_rows, cute.sym_int())
-    weights = fake_contiguous(Float32, out_rows) if weighted else None
-    turned = dynamic and config in TURNED_CONFIGS
-    epilogue = LateResultEpilogue if turned else ResultEpilogue
-    kernel = Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), turned)
-    counter = fake_tile_counter() if dynamic else None
-    return compile_sm90(kernel, *_grouped_operands(gathered), out, weights, None, counter, Int32(1), fake_stream())
+    out_type, rows = cute_dtype(out_dtype), cute.sym_int()
+    swap_ab = dynamic and config in SWAP_AB_CONFIGS
+    epilogue = LateResultEpilogue if swap_ab else ResultEpilogue
+    return compile_sm90(
+        Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), swap_ab),
+        *_grouped_operands(gathered),
+        fake_rows(out_type, rows, cute.sym_int()),
+        fake_contiguous(Float32, rows) if weighted else None,
+        None,
+        fake_tile_counter() if dynamic else None,
+        *(Int32(1), fake_stream()),
+    )
 
 
 @cached
@@ -552,12 +567,15 @@ def compile_fp8_gemm_swiglu(
     if `limited` or None, counter if `dynamic` or None, ctas), with the rules of `compile_grouped_fp8_gemm`; I is a
     multiple of 128."""
     rows = cute.sym_int()
-    q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
-    scale = fake_rows(Float32, rows, cute.sym_int(), align=4)
-    kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), turned=dynamic)
-    limit = Float32(1.0) if limited else None
-    counter = fake_tile_counter() if dynamic else None
-    return compile_sm90(kernel, *_grouped_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())
+    return compile_sm90(
+        Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), swap_ab=dynamic),
+        *_grouped_operands(gathered),
+        fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1)),
+        fake_rows(Float32, rows, cute.sym_int(), align=4),
+        Float32(1.0) if limited else None,
+        fake_tile_counter() if dynamic else None,
+        *(Int32(1), fake_stream()),
+    )
 
 
 def shipped_variants() -> Variants:
@@ -567,8 +585,8 @@ def shipped_variants() -> Variants:
     both = (False, True)
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]
     gathered = [(config, True, weighted, False) for config in GATHERING_CONFIGS for weighted in both]
-    drawn = [(config, False, weighted, True) for config in DRAWN_CONFIGS for weighted in both]
-    kinds = plain + gathered + drawn
+    dynamic = [(config, False, weighted, True) for config in DYNAMIC_CONFIGS for weighted in both]
+    kinds = plain + gathered + dynamic
     products = [(compile_grouped_fp8_gemm, (dtype, *kind)) for dtype in OUT_DTYPES for kind in kinds]
     kinds = [(config, gathered, False) for config in SWIGLU_CONFIGS for gathered in both]
     kinds += [(SWIGLU_CONFIGS[-1], False, True)]

@@ -30,7 +30,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storage, start
-from dsa.cute.sm90 import WARP, warp_and_lane
+from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
@@ -172,8 +172,7 @@ class Fp8GemmSplitChannelsSm90:
                 self.load_scales(a_scale, down * self.rows, of_columns, scales, scales_loaded, lane)
             cute.arch.cluster_wait()
             self.multiply_blocks(rank, groups, sa, sb, products, pipeline, warp, lane)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        cluster_sync()
         if warp < CONSUMER_WARPS:
             scales_loaded.wait(0)
             for first in cutlass.range_constexpr(0, self.slabs, CONSUMER_WARPS):

@@ -1,6 +1,6 @@
 """Small-M products with a matrix of 16-bit numbers, with fp32 results.
 
-Plan: the small-M product of dsa/cute/few_rows_product.py. A cluster or a CTA computes a tile, see
+Plan: the small-M product of dsa/cute/small_m_product.py. A cluster or a CTA computes a tile, see
 linear_fp32_limits.py.
 """
 
@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
-from dsa.cute.few_rows_product import ROUND, FewRowsProduct
+from dsa.cute.small_m_product import ROUND, SmallMProduct
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
@@ -23,7 +23,7 @@ def compile_linear_fp32(dtype: str, config: tuple[int, int]):
     element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
     channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
-        FewRowsProduct(element, *config),
+        SmallMProduct(element, *config),
         fake_rows(element, tokens, channels),
         fake_rows(element, rows, channels),
         fake_rows(Float32, tokens, rows, align=4),

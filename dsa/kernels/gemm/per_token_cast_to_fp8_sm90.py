@@ -116,14 +116,16 @@ def compile_per_token_cast_to_fp8(
 ):
     """-> f(x [T, K] dtype, places int32 [T, k] if `scattered` or None, q [T, K] e4m3, scale [T, K / 128] fp32); T * K >
     0. The row stride of x is a multiple of 16 bytes. If `scattered`, q and scale may have any number of rows."""
-    element = cute_dtype(dtype)
-    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
-    x = fake_rows(element, rows, cols)
-    places = fake_rows(Int32, rows, cute.sym_int(), align=4) if scattered else None
+    rows, cols = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     results = cute.sym_int() if scattered else rows
-    q = fake(Float8E4M3FN, (results, cols), (*strides(1, GROUP), 1))
-    scale = fake_rows(Float32, results, groups, align=4)
-    return compile_sm90(PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config), x, places, q, scale, fake_stream())
+    return compile_sm90(
+        PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config),
+        fake_rows(cute_dtype(dtype), rows, cols),
+        fake_rows(Int32, rows, cute.sym_int(), align=4) if scattered else None,
+        fake(Float8E4M3FN, (results, cols), (*strides(1, GROUP), 1)),
+        fake_rows(Float32, results, cute.sym_int(), align=4),
+        fake_stream(),
+    )
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:

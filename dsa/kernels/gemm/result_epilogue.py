@@ -19,7 +19,7 @@ from dsa.cute.shared_memory import pack, store_matrices
 from dsa.cute.sm90 import opaque
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK, CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
 from dsa.kernels.gemm.limits import GROUP
-from dsa.kernels.gemm.turned_tile import store_16_bytes, store_turned
+from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
@@ -44,7 +44,7 @@ class ResultEpilogue:
         return column // GROUP, column // GROUP + 1
 
     @cute.jit
-    def pieces_behind(self, column):
+    def pieces_in_next_block(self, column):
         """For each piece of a work tile's columns after the first: whether it lies in a later scale block than the
         first piece."""
         before = column // self.piece % self.pieces
@@ -53,11 +53,11 @@ class ResultEpilogue:
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
-    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, behind):
+    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, in_next_block):
         """The scale of piece j of the work tile's columns."""
         of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
         if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
-            of = of_blocks[1] if behind[j - 1] else of_blocks[0]
+            of = of_blocks[1] if in_next_block[j - 1] else of_blocks[0]
         return of
 
     def tma_stores(self, results):
@@ -77,11 +77,9 @@ class ResultEpilogue:
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
-            for half in cutlass.range_constexpr(2):
-                own = weights[cutlass.min(row + (lane >> 2) + 8 * half, info.end - 1)]
-                for i in cutlass.range_constexpr(cute.size(sums)):
-                    if const_expr(i // 2 % 2 == half):
-                        sums[i] = sums[i] * own
+            own = [weights[cutlass.min(row + (lane >> 2) + 8 * half, info.end - 1)] for half in range(2)]
+            for i in cutlass.range_constexpr(cute.size(sums)):
+                sums[i] = sums[i] * own[i // 2 % 2]
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
@@ -106,20 +104,19 @@ class ResultEpilogue:
             self.store_pairs(sums, out, row + (lane >> 2), info.end, info.column + lane % 4 * 2)
 
     @cute.jit
-    def store_turned(self, sums, results, info, staged, warp, lane):
+    def store_swap_ab(self, sums, results, info, staged, warp, lane):
         """Store the transposed sums of a warp's 16 columns."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
-            for j in cutlass.range_constexpr(cute.size(sums) // 2):
-                own = weights[cutlass.min(info.row + j // 2 * 8 + lane % 4 * 2 + j % 2, info.end - 1)]
-                for half in cutlass.range_constexpr(2):
-                    i = j // 2 * 4 + 2 * half + j % 2
-                    sums[i] = sums[i] * own
+            rows = [info.row + j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(cute.size(sums) // 2)]
+            own = [weights[cutlass.min(row, info.end - 1)] for row in rows]
+            for i in cutlass.range_constexpr(cute.size(sums)):
+                sums[i] = sums[i] * own[i // 4 * 2 + i % 2]
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
-        store_turned(sums, out, info.row, info.end, info.column + warp * WARP_ROWS, staged, lane)
+        store_swap_ab(sums, out, info.row, info.end, info.column + warp * WARP_ROWS, staged, lane)
 
     @cute.jit
     def finish(self):
@@ -193,6 +190,6 @@ class LateResultEpilogue(ResultEpilogue):
         ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
 
     @cute.jit
-    def store_turned(self, sums, results, info, staged, warp, lane):
+    def store_swap_ab(self, sums, results, info, staged, warp, lane):
         """Store the transposed sums of a warp's 16 columns."""
-        ResultEpilogue.store_turned(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))
+        ResultEpilogue.store_swap_ab(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))

@@ -24,8 +24,7 @@ from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.registers import converted, loaded
 from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import thread_and_cta
-from dsa.kernels.gemm.limits import CAST_DTYPES
-from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
+from dsa.kernels.gemm.limits import CAST_DTYPES, ROTARY_MULTIPLE
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = ROTARY_MULTIPLE  # per lane
@@ -66,16 +65,16 @@ class RotaryCastToFp8Sm90:
         t, h = divmod(row, heads)
         group, of_group = divmod(h, group_heads)
         at = block * LANES + lane
-        turned = at - (x.shape[2] - 2 * cos.shape[1]) // CHANNELS
+        rotated = at - (x.shape[2] - 2 * cos.shape[1]) // CHANNELS
         wait_for_prerequisite_grids()
 
         raw = loaded(cute.local_tile(x[t, h, None], (CHANNELS,), (at,)))
         c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
-        if turned >= 0:
+        if rotated >= 0:
             for source, angles in ((cos, c), (sin, s)):
-                cute.autovec_copy(cute.local_tile(source[t, None], (CHANNELS // 2,), (turned,)), angles)
+                cute.autovec_copy(cute.local_tile(source[t, None], (CHANNELS // 2,), (rotated,)), angles)
         v = converted(raw, Float32)
-        if turned >= 0:
+        if rotated >= 0:
             for i in cutlass.range_constexpr(CHANNELS // 2):
                 v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i], s[i])
             round_to(v, x.element_type)
@@ -94,14 +93,13 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
     T * H > 0; d is a multiple of 128, R a multiple of 8 from 8 to d. T * H * d / 128, plus the groups of 128 channels
     of a CTA, is below 2^31. Rows are aligned to 16 bytes, those of q to 8 bytes.
     """
-    element = cute_dtype(dtype)
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
     half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)
     groups, group_heads = cute.sym_int(), cute.sym_int()
-    cos, sin = (fake_rows(Float32, tokens, half) for _ in range(2))
     return compile_sm90(
         RotaryCastToFp8Sm90(use_ue8m0),
-        *(fake_rows(element, tokens, heads, dim), cos, sin),
+        fake_rows(cute_dtype(dtype), tokens, heads, dim),
+        *(fake_rows(Float32, tokens, half) for _ in range(2)),
         fake(Float8E4M3FN, (groups, tokens, group_heads, dim), (*strides(3, GROUP), 1)),
         fake_rows(Float32, groups, tokens, group_heads, cute.sym_int(), align=4),
         fake_stream(),

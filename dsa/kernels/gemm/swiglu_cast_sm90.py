@@ -161,12 +161,13 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
 
 def _operands(dtype: str, limited: bool, multiple: int):
     """gate, up, q, scale and limit, as the compile functions document them."""
-    element = cute_dtype(dtype)
-    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
-    gate, up = (fake_rows(element, rows, cols) for _ in range(2))
-    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1))
-    scale = fake_rows(Float32, rows, groups, align=4)
-    return gate, up, q, scale, Float32(1.0) if limited else None
+    rows, cols = cute.sym_int(), cute.sym_int(divisibility=multiple)
+    return (
+        *(fake_rows(cute_dtype(dtype), rows, cols) for _ in range(2)),
+        fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1)),
+        fake_rows(Float32, rows, cute.sym_int(), align=4),
+        Float32(1.0) if limited else None,
+    )
 
 
 @cached
@@ -182,9 +183,12 @@ def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool
 def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
     """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): `compile_swiglu_cast` of the rows before ends[E
     - 1], or of all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0; ctas: RESIDENT per SM."""
-    ends = fake_contiguous(Int32, cute.sym_int())
-    kernel = SwigluCastOfMatricesSm90(use_ue8m0, ragged=False)
-    return compile_sm90(kernel, *_operands(dtype, limited, GROUP), ends, Int32(1), fake_stream())
+    return compile_sm90(
+        SwigluCastOfMatricesSm90(use_ue8m0, ragged=False),
+        *_operands(dtype, limited, GROUP),
+        fake_contiguous(Int32, cute.sym_int()),
+        *(Int32(1), fake_stream()),
+    )
 
 
 def shipped_variants() -> Variants:

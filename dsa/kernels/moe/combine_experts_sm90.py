@@ -24,7 +24,7 @@ from cutlass import Float32, const_expr
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
-from dsa.cute.registers import filled
+from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.sm90 import thread_and_cta
 from dsa.cute.weighted_rows import add_weighted_rows, scratch_of_thread
 from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
@@ -72,12 +72,10 @@ class CombineExpertsSm90:
         scratch = scratch_of_thread(VECTOR_BYTES, THREADS, tid)
         wait_for_prerequisite_grids()
         if vector * self.width < out.shape[1]:
-            own = cute.make_rmem_tensor((self.width,), self.dtype)
-            stream_part = cute.make_rmem_tensor((self.width,), self.dtype)
             if const_expr(shared is not None):
-                cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
+                own = loaded(cute.local_tile(shared[token, None], (self.width,), (vector,)))
             if const_expr(residual is not None):
-                cute.autovec_copy(cute.local_tile(residual[token, None], (self.width,), (vector,)), stream_part)
+                stream_part = loaded(cute.local_tile(residual[token, None], (self.width,), (vector,)))
             acc = filled((self.width,), 0.0)
             add_weighted_rows(acc, y, rows, weights, scratch, VECTOR_BYTES, THREADS, token, vector)
             if const_expr(shared is not None):
@@ -86,8 +84,8 @@ class CombineExpertsSm90:
             if const_expr(residual is not None):
                 round_to(acc, self.dtype)
                 acc.store(acc.load() + stream_part.load().to(Float32))
-            own.store(acc.load().to(self.dtype))
-            cute.autovec_copy(own, cute.local_tile(out[token, None], (self.width,), (vector,)))
+            target = cute.local_tile(out[token, None], (self.width,), (vector,))
+            cute.autovec_copy(converted(acc, self.dtype), target)
 
 
 @cached
@@ -96,16 +94,14 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
     None, out [T, H]). T, H, M and T * ceil(H / (THREADS * channels in 16 bytes)) are from 1 to 2^31 - 1. Rows of H
     elements are aligned to 16 bytes."""
     element = cute_dtype(dtype)
+    index = cute_dtype(index_dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def numbers(kind):
-        return fake(kind, (tokens, top_k), strides(2), kind.width // 8)
 
     return compile_sm90(
         CombineExpertsSm90(element),
         fake_rows(element, sources, channels),
-        numbers(cute_dtype(index_dtype)),
-        numbers(Float32) if weighted else None,
+        fake(index, (tokens, top_k), strides(2), index.width // 8),
+        fake(Float32, (tokens, top_k), strides(2), 4) if weighted else None,
         fake_rows(element, tokens, channels) if shared else None,
         fake_rows(element, tokens, channels) if residual else None,
         fake_rows(element, tokens, channels),

@@ -16,8 +16,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
-from dsa.cute.few_rows_product import FewRowsProduct
 from dsa.cute.sm90 import WARP, thread_and_cta, warp_and_lane
+from dsa.cute.small_m_product import SmallMProduct
 from dsa.kernels.moe.entry_order import WARPS, EntryOrder
 from dsa.kernels.moe.moe_gate_sm90 import MoeGateSm90
 from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, TILE_TOKENS
@@ -26,7 +26,7 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 class RouteByTableSm90:
     def __init__(self, dtype: type[cutlass.Numeric], tile_tokens: int, experts: int, top_k: int):
-        self.logits = FewRowsProduct(dtype, tile_tokens)
+        self.logits = SmallMProduct(dtype, tile_tokens)
         self.gate = MoeGateSm90(experts, top_k, "sqrtsoftplus", 1, 1, True)
         self.entries = EntryOrder(top_k, tile_tokens == FEW_TOKENS)
 
@@ -138,9 +138,8 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
 
 def shipped_variants() -> Variants:
     """The gates of the published models. Others compile at their first call."""
-    experts = 256, 384  # V4-Flash's and V4-Pro's
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))
-        for count in experts
+        for count in (256, 384)  # V4-Flash's and V4-Pro's
         for tokens in (FEW_TOKENS, TILE_TOKENS)
     ]

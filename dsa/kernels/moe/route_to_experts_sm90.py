@@ -3,7 +3,7 @@ and the order of (token, expert) entries by expert.
 
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
-  (FewRowsProduct), because it is bound by the matrix's bytes. The second does the rest, which is latency. One kernel on
+  (SmallMProduct), because it is bound by the matrix's bytes. The second does the rest, which is latency. One kernel on
   8 SMs would need longer for the bytes than the second kernel needs to start.
 - The second kernel is one CTA for up to 8 tokens, else a cluster of 8. One warp per token runs the code of
   moe_gate_sm90.py, so the bits are the same. Then entry_order.py sorts.
@@ -18,8 +18,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
-from dsa.cute.few_rows_product import FewRowsProduct
 from dsa.cute.sm90 import WARP, thread_and_cta, warp_and_lane
+from dsa.cute.small_m_product import SmallMProduct
 from dsa.kernels.moe.entry_order import WARPS, EntryOrder
 from dsa.kernels.moe.moe_gate_sm90 import LOWEST, MoeGateSm90, order_of
 from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, TILE_TOKENS
@@ -38,7 +38,7 @@ class RouteToExpertsSm90:
         topk_group: int,
         normalise: bool,
     ):
-        self.logits = FewRowsProduct(dtype, tile_tokens)
+        self.logits = SmallMProduct(dtype, tile_tokens)
         self.gate = MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise)
         self.entries = EntryOrder(top_k, tile_tokens == FEW_TOKENS)
 
@@ -167,5 +167,8 @@ def shipped_variants() -> Variants:
         (256, 6, "sqrtsoftplus", 1, 1, True),  # V4-Flash
         (384, 6, "sqrtsoftplus", 1, 1, True),  # V4-Pro
     ]
-    tiles = FEW_TOKENS, TILE_TOKENS
-    return [(compile_route_to_experts, ("bfloat16", tokens, *gate)) for gate in gates for tokens in tiles]
+    return [
+        (compile_route_to_experts, ("bfloat16", tokens, *gate))
+        for gate in gates
+        for tokens in (FEW_TOKENS, TILE_TOKENS)
+    ]

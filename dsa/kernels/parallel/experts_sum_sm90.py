@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
-from dsa.cute.registers import filled
+from dsa.cute.registers import filled, loaded
 from dsa.cute.weighted_rows import add_weighted_rows, scratch_of_thread
 from dsa.kernels.parallel.limits import DTYPES, PART, RANKS
 from dsa.kernels.parallel.one_shot_sum_sm90 import THREADS, OneShotSumSm90, fake_memory, fake_numbers
@@ -58,9 +58,8 @@ class ExpertsSumSm90(OneShotSumSm90):
         y, rows, weights, shared = source
         vectors = y.shape[1] // self.width
         token, vector = i // vectors, i % vectors
-        own = cute.make_rmem_tensor((self.width,), self.dtype)
         if const_expr(shared is not None):
-            cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
+            own = loaded(cute.local_tile(shared[token, None], (self.width,), (vector,)))
         acc = filled((self.width,), 0.0)
         add_weighted_rows(acc, y, rows, weights, scratch, PART, THREADS, token, vector)
         if const_expr(shared is not None):
@@ -76,14 +75,11 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
     kind = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
-    def numbers(element):
-        return fake(element, (tokens, top_k), strides(2), element.width // 8)
-
     return compile_sm90(
         ExpertsSumSm90(kind, ranks),
         fake_rows(kind, sources, channels),
-        numbers(Int32),
-        numbers(Float32),
+        fake(Int32, (tokens, top_k), strides(2), 4),
+        fake(Float32, (tokens, top_k), strides(2), 4),
         fake_rows(kind, tokens, channels) if shared else None,
         fake_rows(kind, cute.sym_int(divisibility=8)),
         *(*fake_memory(ranks), *fake_numbers(), fake_stream()),

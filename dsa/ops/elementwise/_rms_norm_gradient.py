@@ -2,8 +2,7 @@
 
 import torch
 
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE
-from dsa.kernels.elementwise.rms_norm_gradient_limits import MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.elementwise import rms_norm as reference

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
+from dsa.kernels.elementwise.limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.elementwise import hyper_connections, hyper_mix
 from dsa.ops.elementwise.hyper_mix import BF16

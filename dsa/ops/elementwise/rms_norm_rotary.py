@@ -2,8 +2,7 @@
 
 import torch
 
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
-from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROTARY_CHANNELS, MAX_NORM_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.elementwise.rotary import check_channels

@@ -2,8 +2,7 @@
 
 import torch
 
-from dsa.kernels.gemm.limits import GROUP
-from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
+from dsa.kernels.gemm.limits import GROUP, ROTARY_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.elementwise.rotary import check_rotated

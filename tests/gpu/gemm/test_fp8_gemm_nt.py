@@ -28,7 +28,7 @@ TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257,
 KINDS = [
     *((config, False, False) for config in kernels.CONFIGS),
     *((config, True, False) for config in kernels.GATHERING_CONFIGS),
-    *((config, False, True) for config in kernels.DRAWN_CONFIGS),
+    *((config, False, True) for config in kernels.DYNAMIC_CONFIGS),
 ]
 
 
@@ -167,7 +167,7 @@ def test_tiles_by_any_number_of_ctas(ctas):
         hostile.check_written(partial(write_one, config, a, b, ctas=ctas), expected)
     (a, b), ends = operands(sum(TAILS), 392, 256, len(TAILS)), hostile.ends_of(TAILS)
     expected = dsa.grouped_fp8_gemm_nt(a, b, ends)
-    for config in kernels.DRAWN_CONFIGS:
+    for config in kernels.DYNAMIC_CONFIGS:
         hostile.check_written(partial(write_grouped, config, a, b, ends, is_dynamic=True, ctas=ctas), expected)
 
 

@@ -28,9 +28,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.registers import filled
+from dsa.cute.registers import filled, sum_in_order
 from dsa.cute.slices import SLICES, slice_start
-from dsa.cute.sm90 import WARP, warp_and_lane
+from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
 
 ROWS = 16  # of the matrix, per mma
 OCTET = 8  # columns of an mma
@@ -43,7 +43,7 @@ THREADS = WARPS * WARP
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
 
-class FewRowsProduct:
+class SmallMProduct:
     def __init__(self, dtype: type[cutlass.Numeric], tokens: int, ctas: int = CTAS):
         self.dtype, self.tokens, self.octets = dtype, tokens, tokens // OCTET
         self.ctas, self.round = ctas, ROUND[ctas, tokens]
@@ -94,8 +94,7 @@ class FewRowsProduct:
             if tid < self.pairs:
                 low, high = in_order(sums[None, tid, None])
                 send(received, rank, tid, low, high)
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            cluster_sync()
             if tid < owned:
                 totals = in_order(received[None, tid, None])
                 self.store(y, tile, column, rank * owned + tid, totals, scale, scaled_from)
@@ -192,8 +191,4 @@ def in_order(parts: cute.Tensor):
     values = cute.make_rmem_tensor(parts.shape, Float32)
     for i in cutlass.range_constexpr(parts.shape[1]):
         cute.autovec_copy(parts[None, i], values[None, i])
-    totals = [Float32(0.0), Float32(0.0)]
-    for j in cutlass.range_constexpr(2):
-        for i in cutlass.range_constexpr(parts.shape[1]):
-            totals[j] += values[j, i]
-    return totals[0], totals[1]
+    return sum_in_order(values[0, None]), sum_in_order(values[1, None])

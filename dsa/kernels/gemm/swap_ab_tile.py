@@ -27,7 +27,7 @@ SCALE_BYTES = 4 * SCALES
 
 
 @cute.jit
-def turned_blocks(
+def swap_ab_blocks(
     count: cutlass.Constexpr, sums, operands, scales, blocks, slots: cutlass.Constexpr, pipeline: Pipeline, state, slot
 ):
     """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> the pipeline state and scale slot
@@ -66,13 +66,19 @@ def turned_blocks(
                         # All lanes have read the scales; releasing this stage also frees their slot.
                         cute.arch.sync_warp()
                     pipeline.consumer_release(state)
-                products = cute.make_tensor(acc[part].iterator, cute.make_layout(cute.size(acc[part])))
-                both = [row[i] * of_parts[part][i] for row in of_rows]
-                for k in cutlass.range_constexpr(cute.size(products)):
-                    sums[part][k] += products[k] * both[k // 4 * 2 + k % 2]
+                add_scaled(sums[part], acc[part], [row[i] * of_parts[part][i] for row in of_rows])
             state = pipeline.advance(state)
         slot = 0 if slot == slots - 1 else slot + 1
     return state, slot
+
+
+@cute.jit
+def add_scaled(sums, acc, scales):
+    """sums += acc, scaled per row. Four consecutive accumulators are two rows in one column, then the same rows in the
+    column 8 further on."""
+    products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        sums[i] += products[i] * scales[i // 4 * 2 + i % 2]
 
 
 @cute.jit
@@ -88,7 +94,7 @@ def load_floats(address):
 
 
 @cute.jit
-def store_turned(sums, out, row, end, column, staged, lane):
+def store_swap_ab(sums, out, row, end, column, staged, lane):
     """Store the transposed sums of a warp's 16 columns from `column` on, for the rows from `row` to `end`. 16-bit
     results pass through the warp's part of shared memory, 32 bytes per row; fp32 results are stored from registers."""
     if const_expr(out.element_type.width == 16):
