@@ -137,7 +137,6 @@ SHORT = {
     "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/slices.py": "the order of sums of two families",
-    "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",
     "dsa/cute/wgmma.py": "an act of its own",
     "dsa/runtime/variants.py": "imports no compiler, and is imported by what does and by what does not",
