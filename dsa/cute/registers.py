@@ -43,12 +43,3 @@ def load_vectors(row: cute.Tensor, values: cute.Tensor, first: Int32, step: cutl
         at = first + n * step
         if at < count:
             cute.autovec_copy(cute.local_tile(row, (values.shape[0],), (at,)), values[None, n])
-
-
-@cute.jit
-def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, step: cutlass.Constexpr, count):
-    """The inverse of `load_vectors`. Values past the row's end are not stored."""
-    for n in cutlass.range_constexpr(values.shape[1]):
-        at = first + n * step
-        if at < count:
-            cute.autovec_copy(values[None, n], cute.local_tile(row, (values.shape[0],), (at,)))

@@ -23,10 +23,10 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.registers import converted, load_vectors, loaded, store_vectors
+from dsa.cute.registers import converted, load_vectors, loaded
 from dsa.cute.rounded import multiply_rounded, rotate_pair
 from dsa.cute.sm90 import WARP, thread_and_cta
-from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
+from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row, store_vectors
 from dsa.kernels.cache.limits import (
     CHANNEL_MULTIPLE,
     FLOAT_DTYPES,
@@ -104,7 +104,7 @@ class FloatRowsSm90(RowsSm90):
                     exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                     if exists:
                         store_vectors(
-                            _convert(part, cache.element_type), cache[page, offset, None], first + lane, WARP, vectors
+                            _convert(part, cache.element_type), cache[page, offset, None], first + lane, vectors
                         )
             else:
                 exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
@@ -112,7 +112,7 @@ class FloatRowsSm90(RowsSm90):
                     part.fill(0)
                     if exists:
                         load_vectors(cache[page, offset, None], part, first + lane, WARP, vectors)
-                    store_vectors(_convert(part, rows.element_type), rows[t, None], first + lane, WARP, vectors)
+                    store_vectors(_convert(part, rows.element_type), rows[t, None], first + lane, vectors)
 
 
 class WriteFp8RowsSm90(RowsSm90):

@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 
 from dsa.cute.indexer_page import find_slot
 from dsa.cute.quantize import quantize_group
-from dsa.cute.registers import converted, load_vectors, store_vectors
+from dsa.cute.registers import converted, load_vectors
 from dsa.cute.sm90 import WARP
 from dsa.kernels.cache.limits import ROPE_CHANNELS
 
@@ -29,6 +29,16 @@ def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, di
     if wide:
         slot = (Int64(slots[at + 1]) << 32) | Int64(low.bitcast(Uint32))
     return find_slot(cache, slot, cache.shape[1], divisor)
+
+
+@cute.jit
+def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
+    """Store values [width, vectors] to the vectors first, first + WARP and so on of a row of `count` vectors. Values
+    past the row's end are not stored."""
+    for n in cutlass.range_constexpr(values.shape[1]):
+        at = first + n * WARP
+        if at < count:
+            cute.autovec_copy(values[None, n], cute.local_tile(row, (values.shape[0],), (at,)))
 
 
 class WarpRow:
@@ -52,7 +62,7 @@ class WarpRow:
 
     @cute.jit
     def store(self, v: cute.Tensor, row: cute.Tensor, lane: Int32):
-        store_vectors(v, row, lane, WARP, self.vectors)
+        store_vectors(v, row, lane, self.vectors)
 
     @cute.jit
     def pair(self, row: cute.Tensor, lane: Int32):

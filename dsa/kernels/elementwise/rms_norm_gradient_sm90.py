@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
-from dsa.cute.registers import converted, filled, load_vectors, store_vectors
+from dsa.cute.registers import converted, filled, load_vectors
 from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.kernels.elementwise.rms_norm_sm90 import (
@@ -120,7 +120,10 @@ class RmsNormGradientSm90:
                 if at < vectors_of_row and row < rows:
                     cute.autovec_copy(packed, cute.local_tile(dx[a, b, None], (self.width,), (at,)))
         if const_expr(parts is not None):
-            store_vectors(total, parts[part, None], lane, self.lanes, vectors_of_row)
+            for n in cutlass.range_constexpr(self.vectors):
+                at = lane + n * self.lanes
+                if at < vectors_of_row:
+                    cute.autovec_copy(total[None, n], cute.local_tile(parts[part, None], (self.width,), (at,)))
 
     @cute.jit
     def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):
