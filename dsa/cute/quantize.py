@@ -97,8 +97,8 @@ def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
-    """A group's scale, and what its values are multiplied by: the correctly rounded 1 / scale. They are not divided by
-    the scale: DeepGEMM's bytes are of the product."""
+    """A group's scale, and the correctly rounded 1 / scale. Values are multiplied by it rather than divided by the
+    scale, as DeepGEMM does, so the bytes are equal."""
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = ceil_to_ue8m0(scale)
@@ -111,7 +111,7 @@ def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
 
 @cute.jit
 def store_pair(address: Int32, low: Float32, high: Float32):
-    """Two numbers, rounded to e4m3, as two bytes of shared memory."""
+    """Store two numbers, rounded to e4m3, to two bytes of shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
         read_only_args=[address, low, high],

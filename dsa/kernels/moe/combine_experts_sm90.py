@@ -6,10 +6,8 @@ out[t] = round(residual[t] + that sum).
 Plan
 - A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA has THREADS vectors of
   one token; a token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens fill more SMs.
-- All threads read the token's row indices and weights. Then a thread issues BATCH rows' copies at once, 128 bytes in
-  flight, by cp.async into its own part of shared memory. Plain loads would not stay together: the compiler waits for
-  each of them rather than spend registers on several. Copies of absent rows write zeros and read nothing, so k need not
-  be a multiple of BATCH. More than BATCH rows take further rounds.
+- All threads read the token's row indices and weights. Then a thread issues the copies of BATCH rows at once, 128
+  bytes in flight, by cp.async (dsa/cute/weighted_rows.py). More than BATCH rows take further rounds.
 - The vectors of shared and residual are loaded at the start.
 - Products are rounded and then added in the order of j, shared last, so the result has the reference's bits.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to

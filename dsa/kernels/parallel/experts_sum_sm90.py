@@ -5,9 +5,8 @@ out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[ro
 Plan
 - As one_shot_sum_sm90.py, but a thread computes its 8 bytes of this rank's part instead of loading them. This saves a
   kernel, and the part does not pass through memory.
-- A thread reads the row indices and weights, then issues BATCH rows' copies at once by cp.async into its own part of
-  shared memory. Plain loads would not stay together: ptxas uses the first before it issues the next. Copies of absent
-  rows write zeros and read nothing. More than BATCH rows take further rounds.
+- A thread reads the row indices and weights, then issues the copies of BATCH rows at once by cp.async
+  (dsa/cute/weighted_rows.py). More than BATCH rows take further rounds.
 - Products are rounded and added in the order of j, shared last, so the part has the bits of combine_experts_sm90.py.
 Constraints: as one_shot_sum_sm90.py; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
 Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
