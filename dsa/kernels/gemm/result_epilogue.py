@@ -77,9 +77,11 @@ class ResultEpilogue:
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
-            own = [weights[cutlass.min(row + (lane >> 2) + 8 * half, info.end - 1)] for half in range(2)]
-            for i in cutlass.range_constexpr(cute.size(sums)):
-                sums[i] = sums[i] * own[i // 2 % 2]
+            for half in cutlass.range_constexpr(2):
+                own = weights[cutlass.min(row + (lane >> 2) + 8 * half, info.end - 1)]
+                for i in cutlass.range_constexpr(cute.size(sums)):
+                    if const_expr(i // 2 % 2 == half):
+                        sums[i] = sums[i] * own
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
@@ -109,10 +111,11 @@ class ResultEpilogue:
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
-            rows = [info.row + j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(cute.size(sums) // 2)]
-            own = [weights[cutlass.min(row, info.end - 1)] for row in rows]
-            for i in cutlass.range_constexpr(cute.size(sums)):
-                sums[i] = sums[i] * own[i // 4 * 2 + i % 2]
+            for j in cutlass.range_constexpr(cute.size(sums) // 2):
+                own = weights[cutlass.min(info.row + j // 2 * 8 + lane % 4 * 2 + j % 2, info.end - 1)]
+                for half in cutlass.range_constexpr(2):
+                    i = j // 2 * 4 + 2 * half + j % 2
+                    sums[i] = sums[i] * own
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
