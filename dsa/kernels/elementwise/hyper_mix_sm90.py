@@ -33,7 +33,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.registers import loaded
-from dsa.cute.shared_memory import load_registers
+from dsa.cute.shared_memory import load_16
 from dsa.cute.slices import SLICES, slice_start
 from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, cluster_sync, thread_and_cta
 from dsa.cute.small_m_product import send
@@ -268,7 +268,9 @@ class HyperMixSm90:
         v_stage, w_stage = v + state.stage * (self.rows * ROW_BYTES), w + state.stage * (MATRIX_ROWS * ROW_BYTES)
         for tensor, address in zip(operands, (v_stage + column, w_stage + column)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
-                tensor[None, octet].store(load_registers(address + octet * 8 * ROW_BYTES).load())
+                own = load_16(address + octet * 8 * ROW_BYTES)
+                for i in cutlass.range_constexpr(WORDS):
+                    tensor[i, octet] = own[i]
 
     @cute.jit
     def multiply_half(self, acc: cute.Tensor, operands: cutlass.Constexpr):
