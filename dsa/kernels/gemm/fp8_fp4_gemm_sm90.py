@@ -386,5 +386,4 @@ def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
 
 def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
-    variants = itertools.product(OUT_DTYPES, CONFIGS, (False, True))
-    return [(compile_fp8_fp4_gemm, arguments) for arguments in variants]
+    return [(compile_fp8_fp4_gemm, variant) for variant in itertools.product(OUT_DTYPES, CONFIGS, (False, True))]

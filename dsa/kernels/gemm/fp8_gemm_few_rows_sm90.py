@@ -277,10 +277,9 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
     ctas), with the rules of `compile_fp8_gemm_few_rows`; E up to 1024."""
-    kernel = GroupedFp8GemmSmallMSm90(config)
     matrices = cute.sym_int()
     operands = *fake_operands(out_dtype, matrices), fake_contiguous(Int32, matrices)
-    return compile_sm90(kernel, *operands, Int32(1), fake_stream())
+    return compile_sm90(GroupedFp8GemmSmallMSm90(config), *operands, Int32(1), fake_stream())
 
 
 def shipped_variants() -> Variants:
