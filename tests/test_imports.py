@@ -137,10 +137,8 @@ SHORT = {
     "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/slices.py": "the order of sums of two families",
-    "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",
     "dsa/cute/wgmma.py": "an act of its own",
-    "dsa/kernels/gemm/swiglu.py": "the formula of a cast and of a product's epilogue, whose bits are the same",
     "dsa/runtime/variants.py": "imports no compiler, and is imported by what does and by what does not",
 }
 

@@ -13,11 +13,18 @@ EVICT_FIRST = 0x12F0000000000000  # the encoding of the L2 policy for what is re
 
 
 def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """The TMA copy atom that loads a block [shape] of x into one stage of `layout`, and the tensor that it takes for
-    x."""
+    """-> the TMA copy atom that loads a block [shape] of x into one stage of `layout`, and x as a tensor of TMA
+    coordinates."""
     load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
     info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, x, cute.slice_(layout, (None, None, 0)), shape)
     return info[0], info[1]
+
+
+def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Partition a TMA copy. -> the stages in shared memory and the tiles in global memory. The first mode of both is a
+    tile."""
+    grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
 
 @cute.jit
@@ -77,13 +84,12 @@ def arrive_when_gathered(barrier: cute.Pointer):
 
 @cute.jit
 def arrive_when_gathered_too(barrier: cute.Pointer):
-    """The barrier's phase does not end before all that this lane has asked for is there. No arrival of those that the
-    barrier was made for, and to be called before this warp's own.
-    """
+    """Keep the barrier's phase from ending before this lane's earlier gathers are complete. It does not count as one of
+    the expected arrivals. Called before this warp's own arrival."""
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 
 
 @cute.jit
 def prefetch_to_l2(source: Int64, size: Int32):
-    """Ask for `size` bytes, a multiple of 16, at a multiple of 16: they will be in the L2 cache. One thread's work."""
+    """Prefetch `size` bytes, a multiple of 16, at a multiple of 16 to L2. Called by one thread."""
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, size])

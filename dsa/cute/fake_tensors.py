@@ -31,6 +31,16 @@ def strides(count: int, divisibility: int = 1) -> tuple:
     return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
 
 
+def fake_rows(dtype: type[cutlass.Numeric], *shape, align: int = 16) -> cute.Tensor:
+    """A tensor with a contiguous last dimension, whose rows start at multiples of `align` bytes."""
+    return fake(dtype, shape, (*strides(len(shape) - 1, 8 * align // dtype.width), 1), align)
+
+
+def fake_contiguous(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
+    """A contiguous tensor of one or two dimensions, aligned to an element."""
+    return fake(dtype, shape, (*shape[1:], 1), dtype.width // 8)
+
+
 def fake_stream():
     """The caller's current stream, which TVM-FFI looks up at each launch."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -30,5 +30,5 @@ def page_planes(
         cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
     )
     # D is a multiple of 16 bytes, so P * D is, too.
-    behind = (start + page_size * dim).align(16)
-    return values, cute.make_tensor(cute.recast_ptr(behind, dtype=Float32), cute.make_layout(page_size))
+    after_rows = (start + page_size * dim).align(16)
+    return values, cute.make_tensor(cute.recast_ptr(after_rows, dtype=Float32), cute.make_layout(page_size))

@@ -69,9 +69,15 @@ def ceil_to_ue8m0(scale: Float32) -> Float32:
 
 @cute.jit
 def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale), and the group's scale: amax / 448, amax at least 1e-4, or the power of two above. NaN
-    stays."""
-    amax = amax_of(v, channels)
+    """`quantize_group` for groups of 128 channels, `channels` per lane."""
+    return quantize_group(v, GROUP // channels, use_ue8m0)
+
+
+@cute.jit
+def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
+    """v <- v * (1 / scale). Returns the scale of the group that `lanes` lanes hold: amax / 448, with amax at least
+    1e-4, or the next power of two. NaN propagates."""
+    amax = amax_of(v, GROUP // lanes)
     scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
     for i in cutlass.range_constexpr(cute.size(v)):
         v[i] = v[i] * reciprocal
@@ -80,21 +86,19 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
 
 @cute.jit
 def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
-    """The group's largest |v|, at least AMAX_MIN, in all of its lanes. NaN stays."""
+    """The largest |v| of GROUP / channels lanes, at least AMAX_MIN, in all of them. NaN propagates."""
     amax = Float32(AMAX_MIN)
-    for i in cutlass.range_constexpr(channels):
+    for i in cutlass.range_constexpr(cute.size(v)):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
-    lane_bit = 1
-    while const_expr(lane_bit < GROUP // channels):
-        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=lane_bit), nan=True)
-        lane_bit *= 2
+    for log in cutlass.range_constexpr((GROUP // channels).bit_length() - 1):
+        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
     return amax
 
 
 @cute.jit
 def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
-    """A group's scale, and what its values are multiplied by: the correctly rounded 1 / scale. They are not divided by
-    the scale: DeepGEMM's bytes are of the product."""
+    """A group's scale, and the correctly rounded 1 / scale. Values are multiplied by it rather than divided by the
+    scale, as DeepGEMM does, so the bytes are equal."""
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = ceil_to_ue8m0(scale)
@@ -107,7 +111,7 @@ def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
 
 @cute.jit
 def store_pair(address: Int32, low: Float32, high: Float32):
-    """Two numbers, rounded to e4m3, as two bytes of shared memory."""
+    """Store two numbers, rounded to e4m3, to two bytes of shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
         read_only_args=[address, low, high],

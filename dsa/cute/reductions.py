@@ -1,5 +1,5 @@
-"""Reductions over the lanes of a quad and of a warp; scans, or prefix sums, over those of a warp and over a block,
-which is all threads of a CTA."""
+"""Reductions over the lanes of a quad or a warp, and scans (prefix sums) over a warp or a block, which is all threads
+of a CTA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 @cute.jit
 def warp_inclusive_scan(own, lane):
-    """The sum of `own` over this warp's lanes up to and with this one."""
+    """The sum of `own` over this warp's lanes up to and including this one."""
     scanned = own
     for log in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(scanned, offset=1 << log)
@@ -44,8 +44,13 @@ def quad_reduce_scatter(a, b, c, d, upper, odd):
 
 
 @cute.jit
-def warp_reduce_sum(x: Float32) -> Float32:
-    """The sum of x over a warp's lanes, which all get it."""
-    for log in cutlass.range_constexpr(5):
+def reduce_sum(x: Float32, lanes: cutlass.Constexpr) -> Float32:
+    """The sum of x over `lanes` neighbouring lanes, a power of two. All of them get it."""
+    for log in cutlass.range_constexpr(lanes.bit_length() - 1):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
     return x
+
+
+def warp_reduce_sum(x: Float32) -> Float32:
+    """The sum of x over a warp's lanes, which all get it."""
+    return reduce_sum(x, 32)

@@ -12,6 +12,6 @@ def multiply_rounded(a: Float32, b: Float32) -> Float32:
 
 @cute.jit
 def rotate_pair(a: Float32, b: Float32, cos: Float32, sin: Float32):
-    """The pair (a, b) turned by an angle, as rope does: (a cos - b sin, a sin + b cos), each product rounded."""
+    """Rotate the pair (a, b) by an angle, as RoPE does: (a cos - b sin, a sin + b cos), each product rounded."""
     first = multiply_rounded(a, cos) - multiply_rounded(b, sin)
     return first, multiply_rounded(a, sin) + multiply_rounded(b, cos)

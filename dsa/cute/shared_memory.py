@@ -17,6 +17,16 @@ def load_16(address: Int32):
 
 
 @cute.jit
+def load_registers(address: Int32) -> cute.Tensor:
+    """`load_16`, as a tensor of four words in registers."""
+    words = cute.make_rmem_tensor((4,), Uint32)
+    loaded = load_16(address)
+    for i in cutlass.range_constexpr(4):
+        words[i] = loaded[i]
+    return words
+
+
+@cute.jit
 def load_4(address: Int32) -> Uint32:
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
@@ -49,8 +59,8 @@ def load_byte(address: Int32) -> Uint32:
 
 @cute.jit
 def load_matrices(address: Int32):
-    """Load 4 matrices; lane 8 i + r gives the address of row r of matrix i. -> what a lane has of each, two neighbours
-    of row lane / 4."""
+    """Load 4 matrices; lane 8 i + r gives the address of row r of matrix i. -> one word per matrix: two neighbours of
+    row lane / 4."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -60,7 +70,7 @@ def load_matrices(address: Int32):
 
 @cute.jit
 def load_matrices_transposed(address: Int32):
-    """As `load_matrices`; what a lane has of each matrix are two neighbours of its column lane / 4."""
+    """Like `load_matrices`, but each word has two neighbours of column lane / 4."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -70,7 +80,7 @@ def load_matrices_transposed(address: Int32):
 
 @cute.jit
 def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
-    """Two numbers rounded to `dtype`, bf16 or fp16, the first in the lower half."""
+    """Round two numbers to `dtype`, bf16 or fp16, and pack them into a word, the first in the lower half."""
     kind = "bf16x2" if const_expr(dtype is BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
         f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
@@ -79,14 +89,14 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
 
 @cute.jit
 def store_matrices(address: Int32, words):
-    """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words`: what a lane has of each,
-    two neighbours of a row."""
+    """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words`: one per matrix, two
+    neighbours of row lane / 4."""
     _store(address, words, "")
 
 
 @cute.jit
 def store_transposed(address: Int32, words):
-    """The same, transposed: what a lane has of each are two neighbours of a column."""
+    """Like `store_matrices`, but each word has two neighbours of column lane / 4."""
     _store(address, words, ".trans")
 
 
@@ -102,5 +112,5 @@ def _store(address: Int32, words, kind: cutlass.Constexpr):
 
 @cute.jit
 def swizzled(row, vector):
-    """Where the 8 numbers number `vector` of a row are in a tile of 64 rows of 64 16-bit numbers, as wgmma reads it."""
+    """The index of vector `vector` (8 numbers) of a row in a tile of 64 x 64 16-bit numbers, as wgmma reads it."""
     return row * 64 + (vector ^ (row % 8)) * 8

@@ -1,4 +1,4 @@
-"""Split-K slices with a fixed order of summation, however the work is divided (few_rows_product.py)."""
+"""Split-K slices with a fixed order of summation, however the work is divided (small_m_product.py)."""
 
 import cutlass.cute as cute
 from cutlass import Int32

@@ -2,6 +2,16 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+
+def k_major_layout(
+    dtype: type[cutlass.Numeric], rows: int, channels: int, stages: int
+) -> cute.Layout | cute.ComposedLayout:
+    """The shared-memory layout [rows, channels, stages] of an operand with contiguous channels, a or b, with TMA's
+    swizzle."""
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 1, channels), dtype, stages)
 
 
 @cute.jit

@@ -47,6 +47,8 @@ from dsa.runtime.recording import noted
 from dsa.runtime.source_key import key_on_disk, source_key
 from dsa.runtime.variants import Kernel, Variant
 
+# (compile function, its arguments) of each variant that a kernel module ships.
+Variants = list[tuple[Callable[..., Any], tuple]]
 OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
 _EDITED = "sources of dsa have changed since this process began"

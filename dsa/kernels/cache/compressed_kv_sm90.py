@@ -26,24 +26,23 @@ Roofline: memory, both projections of each token read once (with overlap, each o
 its channels). Single token: latency of the launch, a sequence's numbers, its tokens and two barriers.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
-from dsa.cute.quantize import hadamard, quantize, round_to
-from dsa.cute.reductions import warp_inclusive_scan
-from dsa.cute.sm90 import LOG2E, WARP
+from dsa.cute.quantize import hadamard, quantize, quantize_group, round_to
+from dsa.cute.reductions import reduce_sum, warp_inclusive_scan
+from dsa.cute.registers import converted, filled
+from dsa.cute.sm90 import LOG2E, WARP, cluster_sync
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
-from dsa.kernels.cache.kv_row import Fp8Row, quantize_group
+from dsa.kernels.cache.kv_row import Fp8Row
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = 4  # per thread
 SQUARES = 8  # the most sums per entry: one per warp, or one per CTA of a cluster
@@ -139,26 +138,18 @@ class WriteCompressedKvSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         scheduler = static_persistent_scheduler()
-
-        @cute.struct
-        class Storage:
-            work_tile: cute.struct.MemRange[Int32, len(WorkTileInfo._fields)]
-            total: cute.struct.MemRange[Int32, 1]
-            squares: cute.struct.MemRange[Float32, 2 * SQUARES]
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.width], 16]
-
-        storage = SmemAllocator().allocate(Storage)
-        found = storage.work_tile.get_tensor(cute.make_layout((len(WorkTileInfo._fields), 1)))
-        totals = storage.total.get_tensor(cute.make_layout(1))
-        squares = storage.squares.get_tensor(cute.make_layout((SQUARES, 2)))
-        parts = storage.parts.get_tensor(cute.make_layout((self.width, 3, self.groups)))
+        smem = cutlass.memory.SmemAllocator()
+        found = smem.allocate_tensor(Int32, cute.make_layout((len(WorkTileInfo._fields), 1)))
+        totals = smem.allocate_tensor(Int32, cute.make_layout(1))
+        squares = smem.allocate_tensor(Float32, cute.make_layout((SQUARES, 2)))
+        parts = smem.allocate_tensor(Float32, cute.make_layout((self.width, 3, self.groups)), 16)
         if const_expr(self.slices > 1):
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
         if const_expr(self.slices > 1):
             # All CTAs of the cluster have started, so their shared memory may be written to.
             cute.arch.cluster_wait()
-        rank, turn = scheduler.first % self.slices, Int32(0)
+        rank, buffer = scheduler.first % self.slices, Int32(0)
         index = scheduler.first // self.slices
         total = index + 1
         while index < total:
@@ -178,9 +169,9 @@ class WriteCompressedKvSm90:
                 for n in cutlass.range(begin, end, unroll=1):
                     self.entry(
                         *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
-                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, rank, turn, tid),
+                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, rank, buffer, tid),
                     )
-                    turn = 1 - turn
+                    buffer = 1 - buffer
                 if number == 0:
                     # All threads have read the state before the barriers of `entry`, so it may be overwritten now. If
                     # there was no entry, the epilogue's warps take part.
@@ -259,23 +250,20 @@ class WriteCompressedKvSm90:
         state_rows,
         eps,
         rank,
-        turn,
+        buffer,
         tid,
     ):
         """Compute and store entry `number` of a sequence, whose new tokens begin at row `low` and position `start`.
-        turn: alternates between 0 and 1 over the entries of a CTA."""
+        buffer: alternates between 0 and 1 over the entries of a CTA."""
         group, own = tid // self.row_threads, tid % self.row_threads
         at = rank * self.row_threads + own  # index of this thread's vector of CHANNELS in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
         gain = cute.make_rmem_tensor((CHANNELS,), Float32)
         angle = cute.make_rmem_tensor((CHANNELS // 2, 2), Float32)
         slot = cute.make_rmem_tensor((2,), Int32)
-        row_max, row_sum, acc = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(3)]
-        row_max.fill(-3e38)
-        row_sum.fill(0.0)
-        acc.fill(0.0)
+        row_max, row_sum, acc = [filled((CHANNELS,), value) for value in (-3e38, 0.0, 0.0)]
         for chunk in cutlass.range(0, self.tokens, self.groups * self.part, unroll=1):
-            k, z, bias = [cute.make_rmem_tensor((CHANNELS, self.part), Float32) for _ in range(3)]
+            k, z, bias = [filled((CHANNELS, self.part), value) for value in (0.0, -3e38, 0.0)]
             first = chunk + group * self.part
             self.read(kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at)
             if chunk == 0 and tid < self.epilogue_threads:
@@ -299,28 +287,27 @@ class WriteCompressedKvSm90:
         cute.arch.sync_threads()
         if tid < self.epilogue_threads:
             self.merge(parts, acc, own)
-            self.share_square(acc, squares[None, turn], rank, tid)
+            self.share_square(acc, squares[None, buffer], rank, tid)
         # After this barrier all threads have read `parts`, so the next entry may overwrite them. Squares are read after
         # it. The next entry uses the other buffer, and its barriers protect this one from the entry after the next.
         if const_expr(self.slices > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            cluster_sync()
         else:
             cute.arch.sync_threads()
         if tid < self.epilogue_threads:
             square = Float32(0.0)
             for i in cutlass.range_constexpr(self.squares):
-                square += squares[i, turn]
+                square += squares[i, buffer]
             self.store(acc, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid)
 
     @cute.jit
     def ask(self, weight, cos, sin, slots, gain, angle, slot, token, tokens, at):
         """Load the epilogue's operands for the entry that `token` ends."""
         cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (at,)), gain)
-        turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
-        if turned >= 0:
+        rotated = at - (self.dim - ROPE_CHANNELS) // CHANNELS
+        if rotated >= 0:
             for n, numbers in enumerate((cos, sin)):
-                source = cute.local_tile(numbers[token, None], (CHANNELS // 2,), (turned,))
+                source = cute.local_tile(numbers[token, None], (CHANNELS // 2,), (rotated,))
                 cute.autovec_copy(source, angle[None, n])
         # The two words of an int64 slot, or an int32 slot twice.
         words = 2 if slots.shape[0] != tokens else 1
@@ -329,10 +316,7 @@ class WriteCompressedKvSm90:
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
         """Load KV and Z of a part, the entry's tokens from `first` on. Z of new tokens still lacks `bias`, which is
-        loaded separately. Tokens before the sequence's first one have no weight."""
-        k.fill(0.0)
-        z.fill(-3e38)
-        bias.fill(0.0)
+        loaded separately. Tokens before the sequence's first one keep their initial values, which have no weight."""
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
             # The first part is the previous block.
@@ -392,8 +376,7 @@ class WriteCompressedKvSm90:
         square = Float32(0.0)
         for i in cutlass.range_constexpr(CHANNELS):
             square = cute.math.fma(v[i], v[i], square)
-        for log in cutlass.range_constexpr(min(self.row_threads, WARP).bit_length() - 1):
-            square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
+        square = reduce_sum(square, min(self.row_threads, WARP))
         if const_expr(self.slices > 1):
             if tid < self.slices:
                 there = Int32(cute.arch.map_dsmem_ptr(squares.iterator + rank, tid).toint())
@@ -408,8 +391,8 @@ class WriteCompressedKvSm90:
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
-        turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
-        if turned >= 0:
+        rotated = at - (self.dim - ROPE_CHANNELS) // CHANNELS
+        if rotated >= 0:
             for i in cutlass.range_constexpr(CHANNELS // 2):
                 a, b, c, s = v[2 * i], v[2 * i + 1], angle[i, 0], angle[i, 1]
                 v[2 * i], v[2 * i + 1] = a * c - b * s, a * s + b * c
@@ -430,18 +413,17 @@ class WriteCompressedKvSm90:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
             # RoPE's lanes quantise, too, because shuffles need all lanes. Their results are not stored.
-            step = cute.make_rmem_tensor((CHANNELS,), Float32)
-            step.store(v.load())
+            step = converted(v, Float32)
             scale = quantize_group(step, 16, True)
             if exists:
                 values, scales, rope = self.row.parts(cache, page, offset)
-                if turned < 0:
+                if rotated < 0:
                     self.put(step, values, at)
                     if at % 16 == 0:
                         scales[at // 16] = Uint8(scale.bitcast(Uint32) >> 23)
                 else:
-                    self.put(v, rope, turned)
-                    if turned == 0:
+                    self.put(v, rope, rotated)
+                    if rotated == 0:
                         scales[7] = Uint8(0)
         else:
             if exists:
@@ -450,9 +432,7 @@ class WriteCompressedKvSm90:
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
         """Store v, converted to the row's dtype, from channel CHANNELS * at on."""
-        out = cute.make_rmem_tensor((CHANNELS,), row.element_type)
-        out.store(v.load().to(row.element_type))
-        cute.autovec_copy(out, cute.local_tile(row, (CHANNELS,), (at,)))
+        cute.autovec_copy(converted(v, row.element_type), cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
@@ -476,9 +456,8 @@ class WriteCompressedKvSm90:
                     i = begin + u * step
                     if i < total:
                         row, at = first + i // vectors, rank * vectors + i % vectors
-                        k, z = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
-                        k.store(numbers[None, u].load().to(Float32))
-                        z.store(weights[None, u].load().to(Float32) + bias[None, u].load())
+                        k, z = converted(numbers[None, u], Float32), converted(weights[None, u], Float32)
+                        z.store(z.load() + bias[None, u].load())
                         for n, mine in enumerate((k, z)):
                             target = state[state_slot, (start + row) % state_rows, n, None]
                             cute.autovec_copy(mine, cute.local_tile(target, (CHANNELS,), (at,)))
@@ -514,9 +493,8 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
-    aligned = 128 // element.width
-    projections = [fake(element, (tokens, channels), (*strides(1, aligned), 1)) for _ in range(2)]
-    angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), (*strides(1, 4), 1)) for _ in range(2)]
+    projections = [fake_rows(element, tokens, channels) for _ in range(2)]
+    angles = [fake_rows(Float32, tokens, ROPE_CHANNELS // 2) for _ in range(2)]
     kind, width = (
         (cute_dtype(layout), dim) if layout in FLOAT_DTYPES else (Uint8, dim + 4 if layout == "index" else 576)
     )
@@ -527,20 +505,20 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
         WriteCompressedKvSm90(element, dim, ratio, overlap, layout),
         *projections,
         fake(Float32, (ratio, channels), (channels, 1)),
-        fake(Float32, (dim,), (1,)),
+        fake_rows(Float32, dim),
         *angles,
         fake(kind, (cute.sym_int(), cute.sym_int(), width), (*page, *row, 1)),
-        fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(Int32, (sequences,), (1,), 4),
+        fake_contiguous(Int32, cute.sym_int()),
+        fake_contiguous(Int32, cute.sym_int()),
+        fake_contiguous(Int32, sequences),
         fake(Float32, (cute.sym_int(), cute.sym_int(), 2, channels), (*strides(1, 4), 2 * channels, channels, 1)),
-        fake(Int32, (sequences,), (1,), 4),
+        fake_contiguous(Int32, sequences),
         *(Int32(1), Float32(0.0)),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))

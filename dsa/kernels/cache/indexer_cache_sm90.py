@@ -8,17 +8,16 @@ Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiple
 Roofline: memory, 2 (D + 4) + 8 bytes per token.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
+from dsa.cute.registers import filled, loaded
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 BYTES = 16
 THREADS = 256
@@ -51,8 +50,7 @@ class IndexerCacheSm90:
         divisor: cute.FastDivmodDivisorV2,
         page_size: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         lane = tid % self.lanes
         t = block * (THREADS // self.lanes) + tid // self.lanes
         wait_for_prerequisite_grids()
@@ -61,15 +59,13 @@ class IndexerCacheSm90:
             values, scales = page_planes(cache, page, page_size, self.dim, Uint8)
             row = cute.local_tile(k[t, None], (BYTES,), (lane,))
             place = cute.local_tile(values[offset, None], (BYTES,), (lane,))
-            part = cute.make_rmem_tensor((BYTES,), Uint8)
             if const_expr(self.write):
                 if exists:
-                    cute.autovec_copy(row, part)
-                    cute.autovec_copy(part, place)
+                    cute.autovec_copy(loaded(row), place)
                     if lane == 0:
                         scales[offset] = k_scale[t]
             else:
-                part.fill(0)
+                part = filled((BYTES,), 0, Uint8)
                 scale = Float32(0.0)
                 if exists:
                     cute.autovec_copy(place, part)
@@ -84,14 +80,17 @@ def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
     """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. With
     `write`, k is copied to the cache, otherwise the cache to k. Rows and pages start at multiples of 16 bytes."""
     tokens = cute.sym_int()
-    k = fake(Uint8, (tokens, dim), (*strides(1, BYTES), 1))
-    k_scale = fake(Float32, (tokens,), strides(1), 4)
-    cache = fake(Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, BYTES), 1))
-    slots = fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
-    return compile_sm90(IndexerCacheSm90(dim, write), k, k_scale, cache, slots, Int32(1), fake_stream())
+    return compile_sm90(
+        IndexerCacheSm90(dim, write),
+        fake_rows(Uint8, tokens, dim),
+        fake(Float32, (tokens,), strides(1), 4),
+        fake_rows(Uint8, cute.sym_int(), cute.sym_int()),
+        fake(cute_dtype(slot_dtype), (tokens,), (1,), 4),
+        *(Int32(1), fake_stream()),
+    )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
     return [
         (compile_indexer_cache, (dim, slots, write))

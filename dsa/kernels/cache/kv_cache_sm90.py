@@ -15,20 +15,18 @@ For V3.2's layout it needs 180 to write, 140 to read and 340 to write from the p
 return the rows as a read would give them, and 110 more for scales that are not powers of two.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.registers import converted, load_vectors, loaded
 from dsa.cute.rounded import multiply_rounded, rotate_pair
-from dsa.cute.sm90 import WARP
-from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
+from dsa.cute.sm90 import WARP, thread_and_cta
+from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row, store_vectors
 from dsa.kernels.cache.limits import (
     CHANNEL_MULTIPLE,
     FLOAT_DTYPES,
@@ -37,7 +35,7 @@ from dsa.kernels.cache.limits import (
     NORM_CHANNELS,
     ROPE_CHANNELS,
 )
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WARPS = 4
 UNROLL = 4
@@ -51,8 +49,7 @@ def _vector(*types: type[cutlass.Numeric]) -> int:
 @cute.jit
 def _my_token():
     """-> (this warp's token, the lane)."""
-    tid, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    tid, block = thread_and_cta()
     wait_for_prerequisite_grids()
     return block * WARPS + tid // WARP, tid % WARP
 
@@ -74,21 +71,23 @@ def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
     """v converted to another dtype through fp32, or v itself if the dtype is the same."""
     if const_expr(v.element_type is dtype):
         return v
-    out = cute.make_rmem_tensor(v.shape, dtype)
-    out.store(v.load().to(Float32).to(dtype))
-    return out
+    return converted(converted(v, Float32), dtype)
 
 
-class FloatRowsSm90:
-    """Copy float rows to a float cache (`write`) or from it."""
-
-    def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
-        self.write, self.vector = write, _vector(row_type, cache_type)
+class RowsSm90:
+    """A kernel that copies rows to a cache or from it."""
 
     @cute.jit
     def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
         divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
         _launch(self.kernel(rows, cache, slots, divisor), rows.shape[0], stream)
+
+
+class FloatRowsSm90(RowsSm90):
+    """Copy float rows to a float cache (`write`) or from it."""
+
+    def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
+        self.write, self.vector = write, _vector(row_type, cache_type)
 
     @cute.kernel
     def kernel(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
@@ -98,43 +97,27 @@ class FloatRowsSm90:
             part = cute.make_rmem_tensor((self.vector, UNROLL), (rows if self.write else cache).element_type)
             if const_expr(self.write):
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
-                    self.load(rows[t, None], part, first + lane, vectors)
+                    load_vectors(rows[t, None], part, first + lane, WARP, vectors)
                     # The slot is loaded after the row, so that the row's loads do not wait for it. The barrier keeps
                     # the compiler from moving them after it.
                     cute.arch.sync_warp()
                     exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                     if exists:
-                        self.store(part, cache[page, offset, None], first + lane, vectors)
+                        store_vectors(
+                            _convert(part, cache.element_type), cache[page, offset, None], first + lane, vectors
+                        )
             else:
                 exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
                     part.fill(0)
                     if exists:
-                        self.load(cache[page, offset, None], part, first + lane, vectors)
-                    self.store(part, rows[t, None], first + lane, vectors)
-
-    @cute.jit
-    def load(self, row: cute.Tensor, part: cute.Tensor, first: Int32, vectors: Int32):
-        for u in cutlass.range_constexpr(UNROLL):
-            if first + u * WARP < vectors:
-                cute.autovec_copy(cute.local_tile(row, (self.vector,), (first + u * WARP,)), part[None, u])
-
-    @cute.jit
-    def store(self, part: cute.Tensor, row: cute.Tensor, first: Int32, vectors: Int32):
-        out = _convert(part, row.element_type)
-        for u in cutlass.range_constexpr(UNROLL):
-            if first + u * WARP < vectors:
-                cute.autovec_copy(out[None, u], cute.local_tile(row, (self.vector,), (first + u * WARP,)))
+                        load_vectors(cache[page, offset, None], part, first + lane, WARP, vectors)
+                    store_vectors(_convert(part, rows.element_type), rows[t, None], first + lane, vectors)
 
 
-class WriteFp8RowsSm90:
+class WriteFp8RowsSm90(RowsSm90):
     def __init__(self, row_type: type[cutlass.Numeric], layout: str, use_ue8m0: bool):
         self.row, self.use_ue8m0 = Fp8Row(layout, _vector(row_type)), use_ue8m0
-
-    @cute.jit
-    def __call__(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
-        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
-        _launch(self.kernel(kv, cache, slots, divisor), kv.shape[0], stream)
 
     @cute.kernel
     def kernel(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
@@ -147,21 +130,14 @@ class WriteFp8RowsSm90:
             # Otherwise the compiler moves the pair's load to its first use, after the slot's load.
             cute.arch.sync_warp()
             v, pair = _convert(raw, Float32), _convert(raw_pair, Float32)
-            out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
-            scales = cute.make_rmem_tensor((self.row.steps,), Float32)
-            self.row.quantize(v, out, scales, self.use_ue8m0)
+            out, scales = self.row.quantize(v, self.use_ue8m0)
             if exists:
                 self.row.write(out, scales, pair, cache, page, offset, lane)
 
 
-class ReadFp8RowsSm90:
+class ReadFp8RowsSm90(RowsSm90):
     def __init__(self, layout: str, row_type: type[cutlass.Numeric]):
         self.row = Fp8Row(layout, _vector(row_type))
-
-    @cute.jit
-    def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
-        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
-        _launch(self.kernel(rows, cache, slots, divisor), rows.shape[0], stream)
 
     @cute.kernel
     def kernel(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
@@ -175,8 +151,7 @@ class ReadFp8RowsSm90:
                 values, scales, rope = self.row.parts(cache, page, offset)
                 raw = cute.make_rmem_tensor(v.shape, Uint8)
                 self.row.load(cute.recast_tensor(values, Uint8), raw, lane)
-                raw_pair = cute.make_rmem_tensor((2,), rope.element_type)
-                cute.autovec_copy(cute.local_tile(rope, (2,), (lane,)), raw_pair)
+                raw_pair = loaded(cute.local_tile(rope, (2,), (lane,)))
                 own_scales = cute.make_rmem_tensor((self.row.steps,), Float32)
                 for j in cutlass.range_constexpr(self.row.steps):
                     own_scales[j] = self.row.scale(scales, j, lane)
@@ -257,13 +232,11 @@ class WriteMlaCacheSm90:
                 for i in cutlass.range_constexpr(2):
                     pair[i] = pair[i] * inverse * gain_pair[i]
                 round_to(pair, kv.element_type)
-            self.turn(pair, c, s, lane)
+            self.rotate(pair, c, s, lane)
             round_to(pair, kv.element_type)
 
             if const_expr(self.quantizes):
-                out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
-                scales = cute.make_rmem_tensor((self.row.steps,), Float32)
-                self.row.quantize(v, out, scales, self.use_ue8m0)
+                out, scales = self.row.quantize(v, self.use_ue8m0)
                 if exists:
                     self.row.write(out, scales, pair, cache, page, offset, lane)
             else:
@@ -288,39 +261,31 @@ class WriteMlaCacheSm90:
         return out
 
     @cute.jit
-    def turn(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
+    def rotate(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
         """Apply RoPE to this lane's two channels."""
         if const_expr(self.interleaved):
-            a, b = pair[0], pair[1]
-            pair[0], pair[1] = rotate_pair(a, b, cos[0], sin[0])
+            pair[0], pair[1] = rotate_pair(pair[0], pair[1], cos[0], sin[0])
         else:
             for i in cutlass.range_constexpr(2):
-                turned = multiply_rounded(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
+                partner = multiply_rounded(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
                 if lane < WARP // 2:
-                    turned = -turned
-                pair[i] = multiply_rounded(pair[i], cos[i]) + turned
-
-
-def _rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """A fake tensor [..., channels], whose rows start at multiples of 16 bytes."""
-    return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
+                    partner = -partner
+                pair[i] = multiply_rounded(pair[i], cos[i]) + partner
 
 
 def _cache(layout: str, channels) -> cute.Tensor:
     """A fake cache: [pages, P, channels] of floats, or [pages, P, bytes per row] of an FP8 layout."""
     sizes = cute.sym_int(), cute.sym_int()
     if layout in FP8_LAYOUTS:
-        return _rows(Uint8, *sizes, 656 if layout == "v32" else 576)
-    return _rows(cute_dtype(layout), *sizes, channels)
+        return fake_rows(Uint8, *sizes, 656 if layout == "v32" else 576)
+    return fake_rows(cute_dtype(layout), *sizes, channels)
 
 
-def _slots() -> cute.Tensor:
-    return fake(Int32, (cute.sym_int(),), (1,), 4)
-
-
-def _channels(layout: str) -> Any:
-    """Channels of a row: fixed by an FP8 layout, any multiple of 8 for floats."""
-    return {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+def _operands(dtype: type[cutlass.Numeric], layout: str) -> tuple[cute.Tensor, ...]:
+    """Rows, cache and slots. An FP8 layout fixes the channels of a row; for floats they are any multiple of 8."""
+    channels = {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    rows = fake_rows(dtype, cute.sym_int(), channels)
+    return rows, _cache(layout, channels), fake_contiguous(Int32, cute.sym_int())
 
 
 @cached
@@ -329,27 +294,23 @@ def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
 
     layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales after its P rows. Rows and
     pages start at multiples of 16 bytes. use_ue8m0 is False for floats."""
-    element, channels = cute_dtype(dtype), _channels(layout)
+    element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = WriteFp8RowsSm90(element, layout, use_ue8m0)
     else:
         kernel = FloatRowsSm90(element, cute_dtype(layout), True)
-    return compile_sm90(
-        kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), fake_stream()
-    )
+    return compile_sm90(kernel, *_operands(element, layout), fake_stream())
 
 
 @cached
 def compile_read_kv_cache(layout: str, dtype: str):
     """-> f(rows [T, d] dtype, cache, slots), as in `compile_write_kv_cache`."""
-    element, channels = cute_dtype(dtype), _channels(layout)
+    element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = ReadFp8RowsSm90(layout, element)
     else:
         kernel = FloatRowsSm90(element, cute_dtype(layout), False)
-    return compile_sm90(
-        kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), fake_stream()
-    )
+    return compile_sm90(kernel, *_operands(element, layout), fake_stream())
 
 
 @cached
@@ -358,16 +319,19 @@ def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved:
     keep, eps); T > 0. cache and slots as in `compile_write_kv_cache`; rows is written if keep is not 0."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
-    weight = fake(Float32, (NORM_CHANNELS,), (1,))
     angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), strides(2), 4) for _ in range(2)]
     return compile_sm90(
         WriteMlaCacheSm90(element, layout, channels, interleaved, use_ue8m0),
-        *(_rows(element, tokens, channels), weight, *angles, _cache(layout, channels), _slots()),
-        *(_rows(element, tokens, channels), Int32(0), Float32(0.0), fake_stream()),
+        fake_rows(element, tokens, channels),
+        fake_rows(Float32, NORM_CHANNELS),
+        *angles,
+        _cache(layout, channels),
+        fake_contiguous(Int32, cute.sym_int()),
+        *(fake_rows(element, tokens, channels), Int32(0), Float32(0.0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
     scales = [("v32", True), ("v32", False), ("v4", True)]
     stored = [*((cache, False) for cache in FLOAT_DTYPES), *scales]

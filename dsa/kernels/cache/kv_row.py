@@ -11,7 +11,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from dsa.cute.indexer_page import find_slot
-from dsa.cute.quantize import AMAX_MIN, scale_and_reciprocal
+from dsa.cute.quantize import quantize_group
+from dsa.cute.registers import converted, load_vectors
 from dsa.cute.sm90 import WARP
 from dsa.kernels.cache.limits import ROPE_CHANNELS
 
@@ -28,6 +29,16 @@ def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, di
     if wide:
         slot = (Int64(slots[at + 1]) << 32) | Int64(low.bitcast(Uint32))
     return find_slot(cache, slot, cache.shape[1], divisor)
+
+
+@cute.jit
+def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
+    """Store values [width, vectors] to the vectors first, first + WARP and so on of a row of `count` vectors. Values
+    past the row's end are not stored."""
+    for n in cutlass.range_constexpr(values.shape[1]):
+        at = first + n * WARP
+        if at < count:
+            cute.autovec_copy(values[None, n], cute.local_tile(row, (values.shape[0],), (at,)))
 
 
 class WarpRow:
@@ -47,15 +58,11 @@ class WarpRow:
         """Load the channels before RoPE's. Zeros if the last step has none for this lane."""
         if const_expr(self.vectors % WARP != 0):
             v.fill(0)
-        for j in cutlass.range_constexpr(self.steps):
-            if j * WARP + lane < self.vectors:
-                cute.autovec_copy(cute.local_tile(row, (self.vector,), (j * WARP + lane,)), v[None, j])
+        load_vectors(row, v, lane, WARP, self.vectors)
 
     @cute.jit
     def store(self, v: cute.Tensor, row: cute.Tensor, lane: Int32):
-        for j in cutlass.range_constexpr(self.steps):
-            if j * WARP + lane < self.vectors:
-                cute.autovec_copy(v[None, j], cute.local_tile(row, (self.vector,), (j * WARP + lane,)))
+        store_vectors(v, row, lane, self.vectors)
 
     @cute.jit
     def pair(self, row: cute.Tensor, lane: Int32):
@@ -82,8 +89,8 @@ class Fp8Row(WarpRow):
         row = cache[page, offset, None].iterator.align(16)
         values = cute.make_tensor(cute.recast_ptr(row, dtype=Float8E4M3FN), cute.make_layout(self.nope))
         if const_expr(self.is_v4):
-            behind = cache[page, 0, None].iterator + cache.shape[1] * cache.shape[2] + offset * 8
-            scales = cute.make_tensor(behind, cute.make_layout(8))
+            after_rows = cache[page, 0, None].iterator + cache.shape[1] * cache.shape[2] + offset * 8
+            scales = cute.make_tensor(after_rows, cute.make_layout(8))
             rope = row + self.nope
         else:
             scales = cute.make_tensor(cute.recast_ptr(row + self.nope, dtype=Float32), cute.make_layout(4))
@@ -95,11 +102,12 @@ class Fp8Row(WarpRow):
         )
 
     @cute.jit
-    def quantize(self, v: cute.Tensor, out: cute.Tensor, scales: cute.Tensor, use_ue8m0: cutlass.Constexpr):
-        """Quantise v (fp32) to out (e4m3), both [V, steps], and write each step's scale to scales."""
+    def quantize(self, v: cute.Tensor, use_ue8m0: cutlass.Constexpr):
+        """-> (v (fp32, [V, steps]) quantised to e4m3, the scale of each step)."""
+        scales = cute.make_rmem_tensor((self.steps,), Float32)
         for j in cutlass.range_constexpr(self.steps):
             scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
-        out.store(v.load().to(Float8E4M3FN))
+        return converted(v, Float8E4M3FN), scales
 
     @cute.jit
     def dequantize(self, values: cute.Tensor, scales: cute.Tensor, v: cute.Tensor):
@@ -131,9 +139,7 @@ class Fp8Row(WarpRow):
                     places[group] = Uint8(exponent if group < 7 else Uint32(0))
                 else:
                     places[group] = scales[j]
-        both = cute.make_rmem_tensor((2,), BFloat16)
-        both.store(pair.load().to(BFloat16))
-        cute.autovec_copy(both, cute.local_tile(rope, (2,), (lane,)))
+        cute.autovec_copy(converted(pair, BFloat16), cute.local_tile(rope, (2,), (lane,)))
 
     @cute.jit
     def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:
@@ -149,18 +155,3 @@ class Fp8Row(WarpRow):
         if exponent == 255:
             bits = Uint32(0x7FC00000)
         return bits.bitcast(Float32)
-
-
-@cute.jit
-def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale). Returns the scale of the group that `lanes` lanes hold: amax / 448, with amax at least
-    1e-4, or the next power of two. NaN propagates."""
-    amax = Float32(AMAX_MIN)
-    for i in cutlass.range_constexpr(cute.size(v)):
-        amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
-    for log in cutlass.range_constexpr(lanes.bit_length() - 1):
-        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
-    scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
-    for i in cutlass.range_constexpr(cute.size(v)):
-        v[i] = v[i] * reciprocal
-    return scale

@@ -16,16 +16,14 @@ Launch: programmatic dependent launch.
 Roofline: memory, 8 bytes per token; latency at the sizes of decode.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_contiguous, fake_stream, strides
+from dsa.cute.sm90 import thread_and_cta
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128
 AT_ONCE = 16  # boundaries whose loads are in flight together
@@ -69,8 +67,7 @@ class SlotMappingSm90:
         page_size: Int32,
         ratio: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         wait_for_prerequisite_grids()
         t = block * THREADS + tid
         ascends = self.ascends(starts, tid)
@@ -79,10 +76,7 @@ class SlotMappingSm90:
             b = self.search(starts, t) if ascends else self.scan(starts, t)
             if b >= 0:
                 end = Int64(starts[b + 1])
-                if const_expr(self.cached_tokens):
-                    length = Int64(lengths[b])
-                else:
-                    length = end - starts[b]
+                length = Int64(lengths[b]) if const_expr(self.cached_tokens) else end - starts[b]
                 position = length - (end - t)
                 if position >= 0 and length <= HIGHEST:
                     row, token = divmod(Int32(position), ratios)
@@ -162,13 +156,17 @@ def compile_slot_mapping(cached_tokens: bool, ring: bool):
     """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] or, without cached_tokens, None, slots [T]
     int64, contiguous, page_size, ratio); all but slots are int32; B, max_pages > 0, T, page_size and ratio from 1 to
     MAX_MAPPED."""
-    batch, stream = cute.sym_int(), fake_stream()
-    lengths = _int32(batch) if cached_tokens else None
-    slots = fake(Int64, (cute.sym_int(),), (1,), 8)
-    table, starts = _int32(batch, cute.sym_int()), _int32(cute.sym_int())
-    return compile_sm90(SlotMappingSm90(cached_tokens, ring), table, starts, lengths, slots, Int32(1), Int32(1), stream)
+    batch = cute.sym_int()
+    return compile_sm90(
+        SlotMappingSm90(cached_tokens, ring),
+        _int32(batch, cute.sym_int()),
+        _int32(cute.sym_int()),
+        _int32(batch) if cached_tokens else None,
+        fake_contiguous(Int64, cute.sym_int()),
+        *(Int32(1), Int32(1), fake_stream()),
+    )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_slot_mapping, (cached_tokens, ring)) for cached_tokens in (True, False) for ring in (False, True)]

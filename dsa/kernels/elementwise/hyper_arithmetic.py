@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint32, const_expr
 
+from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.sm90 import LOG2E
 from dsa.kernels.elementwise.limits import HYPER_STREAMS
 
@@ -26,14 +27,48 @@ def sigmoid(z: Float32) -> Float32:
 def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
     """The one or two elements of `dtype` in a 32-bit word, as fp32."""
     packed = 32 // dtype.width
-    own, v = [cute.make_rmem_tensor((packed,), kind) for kind in (dtype, Float32)]
+    v = cute.make_rmem_tensor((packed,), Float32)
     if const_expr(dtype is BFloat16):
         # Two instructions by hand. The compiler needs three.
         v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
     else:
+        own = cute.make_rmem_tensor((packed,), dtype)
         cute.recast_tensor(own, Uint32)[0] = word
         v.store(own.load().to(Float32))
     return v
+
+
+@cute.jit
+def add_squares(total: Float32, word: Uint32, dtype: cutlass.Constexpr) -> Float32:
+    """total plus the squares of the elements of `dtype` in a 32-bit word."""
+    v = numbers_of(word, dtype)
+    for i in cutlass.range_constexpr(cute.size(v)):
+        total = cute.math.fma(v[i], v[i], total)
+    return total
+
+
+@cute.jit
+def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr, zero: Uint32) -> cute.Tensor:
+    """sum_k pre[k] X_k for 16 bytes of each stream X, rounded to `dtype`. words: X [4, streams]. zero: see below."""
+    packed = 32 // dtype.width
+    out = filled((WORDS * packed,), 0.0)
+    for w in cutlass.range_constexpr(WORDS):
+        for k in cutlass.range_constexpr(HYPER_STREAMS):
+            # XOR with `zero` forces a second conversion. Otherwise the compiler keeps the fp32 values across the
+            # barrier before this sum, in twice the registers.
+            v = numbers_of(words[w, k] ^ zero, dtype)
+            for i in cutlass.range_constexpr(packed):
+                out[w * packed + i] = cute.math.fma(pre[k], v[i], out[w * packed + i])
+    return converted(out, dtype)
+
+
+@cute.jit
+def shared_by_shuffles(own: Float32) -> cute.Tensor:
+    """The numbers of the warp's first four lanes: pre's elements."""
+    pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
+    for k in cutlass.range_constexpr(HYPER_STREAMS):
+        pre[k] = cute.arch.shuffle_sync(own, k)
+    return pre
 
 
 @cute.jit
@@ -66,9 +101,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
         for j in cutlass.range_constexpr(HYPER_STREAMS):
             a[i, j] = a[i, j] * share + hc_eps
 
-    rows, columns = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
-    rows.fill(1.0)
-    columns.fill(1.0)
+    rows, columns = [filled((HYPER_STREAMS,), 1.0) for _ in range(2)]
     _balance(a, rows, columns, True, hc_eps)
     for _ in cutlass.range(iterations - 1, unroll=1):
         _balance(a, columns, rows, False, hc_eps)
@@ -83,9 +116,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
     """factor * mix + base for the four consecutive elements 4 * part, ..., 4 * part + 3."""
-    z, bias = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
-    cute.autovec_copy(cute.local_tile(mix, (HYPER_STREAMS,), (part,)), z)
-    cute.autovec_copy(cute.local_tile(base, (HYPER_STREAMS,), (part,)), bias)
+    z, bias = [loaded(cute.local_tile(x, (HYPER_STREAMS,), (part,))) for x in (mix, base)]
     z.store(z.load() * factor + bias.load())
     return z
 
@@ -94,8 +125,7 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
     """Update the factors `scales` of the columns (or rows), so that each is divided by its sum + hc_eps. across: the
     factors of the other dimension."""
-    totals = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-    totals.fill(0.0)
+    totals = filled((HYPER_STREAMS,), 0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):
         for n in cutlass.range_constexpr(HYPER_STREAMS):
             totals[n] = cute.math.fma(a[m, n] if of_columns else a[n, m], across[m], totals[n])

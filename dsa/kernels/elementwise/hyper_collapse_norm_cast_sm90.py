@@ -19,24 +19,29 @@ Roofline: memory, 11 D bytes per token. Few tokens: latency of memory, of the su
 reciprocals.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.sm90 import WARP, opaque
-from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, numbers_of, post_and_comb, sigmoid
-from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
-from dsa.kernels.elementwise.limits import HYPER_STREAMS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.cute.registers import converted, filled, loaded, sum_in_order
+from dsa.cute.sm90 import WARP, opaque, thread_and_cta
+from dsa.kernels.elementwise.hyper_arithmetic import (
+    COUNT,
+    WORDS,
+    add_squares,
+    numbers_of,
+    post_and_comb,
+    shared_by_shuffles,
+    sigmoid,
+    weighted_sum,
+)
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
 MAX_TOKENS = 4  # per CTA
@@ -107,20 +112,13 @@ class HyperCollapseNormCastSm90:
         hc_eps: Float32,
         norm_eps: Float32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-
-        @cute.struct
-        class Storage:
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * self.all_warps], 16]
-            logits: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * 2 * HYPER_STREAMS], 16]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * max(self.warps, 4)], 16]
-
-        storage = SmemAllocator().allocate(Storage)
-        squares = storage.squares.get_tensor(cute.make_layout((self.all_warps, MAX_TOKENS)))
-        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS), stride=(1, max(self.warps, 4))))
-        logits = storage.logits.get_tensor(cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)))
+        smem = cutlass.memory.SmemAllocator()
+        squares = smem.allocate_tensor(Float32, cute.make_layout((self.all_warps, MAX_TOKENS)), 16)
+        logits = smem.allocate_tensor(Float32, cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)), 16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((max(self.warps, 4), MAX_TOKENS)), 16)
+        sums = cute.local_tile(sums, (self.warps, MAX_TOKENS), (0, 0))
         first = block * together
         count = cutlass.min(together, streams.shape[0] - first)
         if tid == 0 and block == 0:
@@ -147,10 +145,8 @@ class HyperCollapseNormCastSm90:
         write pre's scaled elements of mix and its base to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
-        numbers, bias = [cute.make_rmem_tensor((COUNT,), Float32) for _ in range(2)]
+        numbers, bias = loaded(mix[first + own, None]), loaded(base)
         scales = cute.make_rmem_tensor((3,), Float32)
-        cute.autovec_copy(mix[first + own, None], numbers)
-        cute.autovec_copy(base, bias)
         for i in cutlass.range_constexpr(3):
             scales[i] = scale[i]
         if lane < count:
@@ -168,8 +164,7 @@ class HyperCollapseNormCastSm90:
     def inverse(self, squares, of_streams, eps):
         """1 / sqrt(mean(v^2) + eps). The sums of the collapse kernel's warps are added as a tree: pairs, pairs of
         pairs, ..."""
-        values = cute.make_rmem_tensor((self.all_warps,), Float32)
-        cute.autovec_copy(squares, values)
+        values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
                 values[i] = values[i] + values[i + (1 << log)]
@@ -179,66 +174,46 @@ class HyperCollapseNormCastSm90:
     def collapse(self, streams, logits, squares, t, of_streams, zero, eps, hc_eps, tid) -> cute.Tensor:
         """-> this thread's elements of x of token t, as words [4, vectors]. `mixing` has written logits when the
         barrier completes."""
-        filled = streams.shape[2] // VECTOR
-        words = cute.make_rmem_tensor((WORDS, HYPER_STREAMS, self.vectors), Uint32)
-        words.fill(0)
+        vectors = streams.shape[2] // VECTOR
+        words = filled((WORDS, HYPER_STREAMS, self.vectors), 0, Uint32)
         starts = [cute.local_tile(streams[t, k, None], (VECTOR,), (tid,)) for k in range(HYPER_STREAMS)]
         for n in cutlass.range_constexpr(self.vectors):
-            if tid + n * self.lanes < filled:
+            if tid + n * self.lanes < vectors:
                 for k in cutlass.range_constexpr(HYPER_STREAMS):
                     source = cute.make_tensor(starts[k].iterator + n * self.lanes * VECTOR, starts[k].layout)
                     cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, k, n])
         for share in cutlass.range_constexpr(self.shares):
-            sums = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-            sums.fill(0.0)
+            sums = filled((HYPER_STREAMS,), 0.0)
             for n in cutlass.range_constexpr(share, self.vectors, self.shares):
                 for w in cutlass.range_constexpr(WORDS):
                     for k in cutlass.range_constexpr(HYPER_STREAMS):
-                        v = numbers_of(words[w, k, n], BFloat16)
-                        for i in cutlass.range_constexpr(2):
-                            sums[k] = cute.math.fma(v[i], v[i], sums[k])
+                        sums[k] = add_squares(sums[k], words[w, k, n], BFloat16)
             square = warp_reduce_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
             if tid % WARP == 0:
                 squares[share * self.warps + tid // WARP] = square
         cute.arch.barrier(barrier_id=STREAMS_BARRIER, number_of_threads=self.threads)
         inverse = self.inverse(squares, of_streams, eps)
-        pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
         own = tid & (HYPER_STREAMS - 1)
-        factor = sigmoid(logits[own] * inverse + logits[HYPER_STREAMS + own]) + hc_eps
-        for k in cutlass.range_constexpr(HYPER_STREAMS):
-            pre[k] = cute.arch.shuffle_sync(factor, k)
+        pre = shared_by_shuffles(sigmoid(logits[own] * inverse + logits[HYPER_STREAMS + own]) + hc_eps)
         x = cute.make_rmem_tensor((WORDS, self.vectors), Uint32)
         for n in cutlass.range_constexpr(self.vectors):
-            out = cute.make_rmem_tensor((VECTOR,), Float32)
-            out.fill(0.0)
-            for w in cutlass.range_constexpr(WORDS):
-                for k in cutlass.range_constexpr(HYPER_STREAMS):
-                    # XOR with `zero` forces a second conversion. Otherwise the compiler keeps the fp32 values across
-                    # the barrier, in twice the registers.
-                    v = numbers_of(words[w, k, n] ^ zero, BFloat16)
-                    for i in cutlass.range_constexpr(2):
-                        out[2 * w + i] = cute.math.fma(pre[k], v[i], out[2 * w + i])
-            packed = cute.make_rmem_tensor((VECTOR,), BFloat16)
-            packed.store(out.load().to(BFloat16))
+            packed = weighted_sum(words[None, None, n], pre, BFloat16, zero)
             x[None, n].store(cute.recast_tensor(packed, Uint32).load())
         return x
 
     @cute.jit
     def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
         """Store the norm of token t and its FP8 cast."""
-        filled = weight.shape[0] // VECTOR
+        vectors = weight.shape[0] // VECTOR
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
             for w in cutlass.range_constexpr(WORDS):
-                v = numbers_of(x[w, n], BFloat16)
-                for i in cutlass.range_constexpr(2):
-                    square = cute.math.fma(v[i], v[i], square)
+                square = add_squares(square, x[w, n], BFloat16)
         inverse = cute.math.rsqrt(self.sum_of_row(square, sums, tid) * of_row + eps)
-        gain = cute.make_rmem_tensor((VECTOR, self.vectors), Float32)
-        gain.fill(0.0)
+        gain = filled((VECTOR, self.vectors), 0.0)
         for n in cutlass.range_constexpr(self.vectors):
             at = tid + n * self.lanes
-            if at < filled:
+            if at < vectors:
                 cute.autovec_copy(cute.local_tile(weight, (VECTOR,), (at,)), gain[None, n])
         for n in cutlass.range_constexpr(self.vectors):
             at = tid + n * self.lanes
@@ -247,13 +222,11 @@ class HyperCollapseNormCastSm90:
                 v = numbers_of(x[w, n], BFloat16)
                 for i in cutlass.range_constexpr(2):
                     values[2 * w + i] = v[i] * inverse * gain[2 * w + i, n]
-            packed = cute.make_rmem_tensor((VECTOR,), BFloat16)
-            packed.store(values.load().to(BFloat16))
+            packed = converted(values, BFloat16)
             round_to(values, BFloat16)
             own_scale = quantize(values, VECTOR, self.use_ue8m0)
-            quantized = cute.make_rmem_tensor((VECTOR,), Float8E4M3FN)
-            quantized.store(values.load().to(Float8E4M3FN))
-            if at < filled:
+            quantized = converted(values, Float8E4M3FN)
+            if at < vectors:
                 cute.autovec_copy(packed, cute.local_tile(y[t, None], (VECTOR,), (at,)))
                 cute.autovec_copy(quantized, cute.local_tile(q[t, None], (VECTOR,), (at,)))
                 if tid % (GROUP // VECTOR) == 0:
@@ -267,11 +240,7 @@ class HyperCollapseNormCastSm90:
             if tid % WARP == 0:
                 sums[tid // WARP] = total
             cute.arch.barrier(barrier_id=NORM_BARRIER, number_of_threads=self.lanes)
-            all_sums = cute.make_rmem_tensor((self.warps,), Float32)
-            cute.autovec_copy(sums, all_sums)
-            total = Float32(0.0)
-            for i in cutlass.range_constexpr(self.warps):
-                total += all_sums[i]
+            total = sum_in_order(loaded(sums))
         return total
 
 
@@ -281,28 +250,24 @@ def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use
     q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
     multiple of 128 and at most lanes * vectors 16-byte vectors. Rows start at multiples of 16 bytes."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
-
-    def rows(element: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:
-        return fake(element, shape, (*strides(len(shape) - 1, 128 // element.width), 1), 16)
-
     return compile_sm90(
         HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),
-        rows(BFloat16, (tokens, HYPER_STREAMS, channels)),
-        rows(Float32, (tokens, COUNT)),
-        rows(Float32, (COUNT,)),
-        fake(Float32, (3,), (1,), 4),
-        rows(Float32, (channels,)),
-        rows(BFloat16, (tokens, channels)),
-        rows(Float8E4M3FN, (tokens, channels)),
-        fake(Float32, (tokens, groups), (*strides(1), 1), 4),
-        rows(Float32, (tokens, HYPER_STREAMS)),
-        rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
+        fake_rows(BFloat16, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, COUNT),
+        fake_rows(Float32, COUNT),
+        fake_rows(Float32, 3, align=4),
+        fake_rows(Float32, channels),
+        fake_rows(BFloat16, tokens, channels),
+        fake_rows(Float8E4M3FN, tokens, channels),
+        fake_rows(Float32, tokens, groups, align=4),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
         *(Int32(1), Float32(0.0), Float32(0.0), Float32(0.0)),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_hyper_collapse_norm_cast, (*tile, use_ue8m0))

@@ -17,21 +17,27 @@ Roofline: memory, 5 D elements per token in collapse and 9 D in expand. Few toke
 the CTA and of 40 dependent reciprocals.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.sm90 import WARP, opaque
-from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, new_stream, numbers_of, post_and_comb, sigmoid
+from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
+from dsa.cute.reductions import reduce_sum, warp_reduce_sum
+from dsa.cute.registers import converted, filled, loaded
+from dsa.cute.sm90 import WARP, opaque, thread_and_cta
+from dsa.kernels.elementwise.hyper_arithmetic import (
+    COUNT,
+    WORDS,
+    add_squares,
+    new_stream,
+    post_and_comb,
+    shared_by_shuffles,
+    sigmoid,
+    weighted_sum,
+)
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREAMS, HYPER_TILES
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 MAX_TOKENS = 4  # per CTA of collapse
 CTAS = 1024  # of collapse; with more tokens than this, CTAs get several: about two waves
@@ -46,7 +52,7 @@ class HyperCollapseSm90:
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
-        self.width, self.packed, self.warps = 128 // dtype.width, 32 // dtype.width, threads // WARP
+        self.width, self.warps = 128 // dtype.width, threads // WARP
         # CTAs per SM: a thread with 8 vectors, which take 32 registers, gets 64 registers, one with 16 gets 128.
         self.ctas = 2048 // (threads * steps)
 
@@ -94,17 +100,10 @@ class HyperCollapseSm90:
         eps: Float32,
         hc_eps: Float32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-
-        @cute.struct
-        class Storage:
-            sums: cute.struct.MemRange[Float32, MAX_TOKENS * self.warps]
-            scales: cute.struct.MemRange[Float32, MAX_TOKENS]
-
-        storage = SmemAllocator().allocate(Storage)
-        scales = storage.scales.get_tensor(cute.make_layout(MAX_TOKENS))
-        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS)))
+        tid, block = thread_and_cta()
+        smem = cutlass.memory.SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((self.warps, MAX_TOKENS)))
+        scales = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS))
         first = block * together
         zero = Uint32(together >> 8)
         wait_for_prerequisite_grids()
@@ -135,47 +134,27 @@ class HyperCollapseSm90:
         Every token of a CTA has its own sums, so one barrier per token is enough."""
         vectors = streams.shape[2] // self.width
         # As 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
-        words = cute.make_rmem_tensor((WORDS, HYPER_STREAMS, self.steps), Uint32)
-        words.fill(0)
+        words = filled((WORDS, HYPER_STREAMS, self.steps), 0, Uint32)
         for s in cutlass.range_constexpr(self.steps):
             if tid + s * self.threads < vectors:
                 for k in cutlass.range_constexpr(HYPER_STREAMS):
                     source = cute.local_tile(streams[t, k, None], (self.width,), (tid + s * self.threads,))
                     cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, k, s])
         number, bias = mix[t, tid & (HYPER_STREAMS - 1)] * scale[0], base[tid & (HYPER_STREAMS - 1)]
-        squares = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-        squares.fill(0.0)
+        squares = filled((HYPER_STREAMS,), 0.0)
         for s in cutlass.range_constexpr(self.steps):
             for k in cutlass.range_constexpr(HYPER_STREAMS):
                 for n in cutlass.range_constexpr(WORDS):
-                    v = numbers_of(words[n, k, s], self.dtype)
-                    for i in cutlass.range_constexpr(self.packed):
-                        squares[k] = cute.math.fma(v[i], v[i], squares[k])
+                    squares[k] = add_squares(squares[k], words[n, k, s], self.dtype)
         square = warp_reduce_sum((squares[0] + squares[1]) + (squares[2] + squares[3]))
         if tid & (WARP - 1) == 0:
             sums[tid >> 5] = square
         cute.arch.sync_threads()
-        square = sums[tid & (self.warps - 1)]
-        for log in cutlass.range_constexpr(self.warps.bit_length() - 1):
-            square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
+        square = reduce_sum(sums[tid & (self.warps - 1)], self.warps)
         inverse = cute.math.rsqrt(square * share + eps)
-        pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-        own = sigmoid(number * inverse + bias) + hc_eps
-        for k in cutlass.range_constexpr(HYPER_STREAMS):
-            pre[k] = cute.arch.shuffle_sync(own, k)
+        pre = shared_by_shuffles(sigmoid(number * inverse + bias) + hc_eps)
         for s in cutlass.range_constexpr(self.steps):
-            out = cute.make_rmem_tensor((self.width,), Float32)
-            out.fill(0.0)
-            for n in cutlass.range_constexpr(WORDS):
-                for k in cutlass.range_constexpr(HYPER_STREAMS):
-                    # XOR with `zero` forces a second conversion. Otherwise the compiler keeps the fp32 values across
-                    # the barrier, in twice the registers.
-                    v = numbers_of(words[n, k, s] ^ zero, self.dtype)
-                    for i in cutlass.range_constexpr(self.packed):
-                        at = n * self.packed + i
-                        out[at] = cute.math.fma(pre[k], v[i], out[at])
-            packed = cute.make_rmem_tensor((self.width,), self.dtype)
-            packed.store(out.load().to(self.dtype))
+            packed = weighted_sum(words[None, None, s], pre, self.dtype, zero)
             if tid + s * self.threads < vectors:
                 cute.autovec_copy(packed, cute.local_tile(x[t, None], (self.width,), (tid + s * self.threads,)))
         return inverse
@@ -207,8 +186,7 @@ class HyperExpandSm90:
         divisor: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         index = block * EXPAND_THREADS + tid
         wait_for_prerequisite_grids()
         if index < total:
@@ -217,23 +195,13 @@ class HyperExpandSm90:
             for j in cutlass.range_constexpr(HYPER_STREAMS):
                 cute.autovec_copy(cute.local_tile(streams[t, j, None], (self.width,), (at,)), raw[None, j])
             cute.autovec_copy(cute.local_tile(y[t, None], (self.width,), (at,)), raw[None, HYPER_STREAMS])
-            given = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-            weights = cute.make_rmem_tensor((HYPER_STREAMS * HYPER_STREAMS,), Float32)
-            cute.autovec_copy(post[t, None], given)
-            cute.autovec_copy(comb[t, None], weights)
+            given, weights = loaded(post[t, None]), loaded(comb[t, None])
             for k in cutlass.range_constexpr(HYPER_STREAMS):
-                of_stream = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-                for j in cutlass.range_constexpr(HYPER_STREAMS):
-                    of_stream[j] = weights[j * HYPER_STREAMS + k]
+                of_stream = cute.make_tensor(
+                    weights.iterator + k, cute.make_layout(HYPER_STREAMS, stride=HYPER_STREAMS)
+                )
                 acc = new_stream(raw[None, HYPER_STREAMS], raw, given[k], of_stream)
-                packed = cute.make_rmem_tensor((self.width,), self.dtype)
-                packed.store(acc.load().to(self.dtype))
-                cute.autovec_copy(packed, cute.local_tile(out[t, k, None], (self.width,), (at,)))
-
-
-def _rows(element: type[cutlass.Numeric], shape: tuple, align: int = 16) -> cute.Tensor:
-    """A fake tensor with 64-bit strides, whose rows start at multiples of `align` bytes."""
-    return fake(element, shape, (*strides(len(shape) - 1, 8 * align // element.width), 1), align)
+                cute.autovec_copy(converted(acc, self.dtype), cute.local_tile(out[t, k, None], (self.width,), (at,)))
 
 
 @cached
@@ -244,13 +212,13 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),
-        _rows(element, (tokens, HYPER_STREAMS, channels)),
-        _rows(Float32, (tokens, COUNT)),
-        _rows(Float32, (COUNT,)),
-        _rows(Float32, (3,), 4),
-        _rows(element, (tokens, channels)),
-        _rows(Float32, (tokens, HYPER_STREAMS)),
-        _rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
+        fake_rows(element, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, COUNT),
+        fake_rows(Float32, COUNT),
+        fake_rows(Float32, 3, align=4),
+        fake_rows(element, tokens, channels),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
         *(Int32(1), Float32(0.0), Float32(0.0)),
         fake_stream(),
     )
@@ -263,11 +231,11 @@ def compile_hyper_head(dtype: str, threads: int, steps: int):
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),
-        _rows(element, (tokens, HYPER_STREAMS, channels)),
-        _rows(Float32, (tokens, HYPER_STREAMS)),
-        _rows(Float32, (HYPER_STREAMS,)),
-        _rows(Float32, (1,), 4),
-        _rows(element, (tokens, channels)),
+        fake_rows(element, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        fake_rows(Float32, HYPER_STREAMS),
+        fake_rows(Float32, 1, align=4),
+        fake_rows(element, tokens, channels),
         *(None, None, Int32(1), Float32(0.0), Float32(0.0)),
         fake_stream(),
     )
@@ -280,18 +248,19 @@ def compile_hyper_expand(dtype: str):
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperExpandSm90(element),
-        _rows(element, (tokens, channels)),
-        _rows(element, (tokens, HYPER_STREAMS, channels)),
-        _rows(Float32, (tokens, HYPER_STREAMS)),
-        _rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
-        _rows(element, (tokens, HYPER_STREAMS, channels)),
+        fake_rows(element, tokens, channels),
+        fake_rows(element, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
+        fake_rows(element, tokens, HYPER_STREAMS, channels),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
-    tiled = compile_hyper_collapse, compile_hyper_head
-    return [(compiled, (dtype, *tile)) for compiled in tiled for dtype in DTYPES for tile in HYPER_TILES] + [
-        (compile_hyper_expand, (dtype,)) for dtype in DTYPES
+    return [
+        *((compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
+        *((compile_hyper_head, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
+        *((compile_hyper_expand, (dtype,)) for dtype in DTYPES),
     ]

@@ -17,36 +17,32 @@ Roofline: memory, the matrix once. Latency: launch, one round of loads, two barr
 CTA reads, and 100 instructions per lane.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.pipeline import Mbarriers, expect_bytes
+from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.slices import slice_start
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, warp_and_lane
 from dsa.kernels.elementwise.hyper_arithmetic import WORDS, new_stream
-from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
     GROUP_SLICES,
-    HALF_SLICES,
     PARTS,
     VECTOR,
     add_groups,
     multiply_add,
     octet_row,
     prefetch_slice,
+    sum_of_group,
 )
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, EXPAND_MIX_TOKENS, HYPER_STREAMS
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 AT_ONCE = 4  # tokens whose loads are in flight together
 OWN_OUTPUTS = 2  # per cluster
@@ -96,8 +92,7 @@ class HyperExpandMixSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         rank, column, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
 
         @cute.struct
         class Storage:
@@ -107,7 +102,7 @@ class HyperExpandMixSm90:
             received: cute.struct.Align[cute.struct.MemRange[Float32, PAIRS * 2], 16]
             groups: cute.struct.MemRange[Int64, 1]
 
-        storage = SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         kept = storage.new.get_tensor(cute.make_layout((ROW, self.most, GROUP_SLICES)))
         matrix = storage.matrix.get_tensor(cute.make_layout((ROW, OWN_OUTPUTS, PARTS, GROUP_SLICES)))
         slices = storage.slices.get_tensor(cute.make_layout((2, PAIRS, GROUP_SLICES)))
@@ -135,17 +130,7 @@ class HyperExpandMixSm90:
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
         if tid < PAIRS:
-            values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
-            for i in cutlass.range_constexpr(GROUP_SLICES):
-                cute.autovec_copy(slices[None, tid, i], values[None, i])
-            group = [Float32(0.0), Float32(0.0)]
-            for j in cutlass.range_constexpr(2):
-                for begin in cutlass.range_constexpr(0, GROUP_SLICES, HALF_SLICES):
-                    half = Float32(0.0)
-                    for i in cutlass.range_constexpr(HALF_SLICES):
-                        half += values[j, begin + i]
-                    group[j] += half
-            self.send(received, groups.barrier(), rank, tid, group)
+            self.send(received, groups.barrier(), rank, tid, sum_of_group(slices, tid))
         groups.wait(0)
         first_output = column * OWN_OUTPUTS
         own = (mix.shape[0], cutlass.min(first_output + OWN_OUTPUTS, mix.shape[1]))
@@ -185,10 +170,7 @@ class HyperExpandMixSm90:
         tokens, channels = streams.shape[0], streams.shape[2]
         place, quad = octet_row(lane // 4), lane % 4
         row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS
-        acc = cute.make_rmem_tensor((4, PARTS), Float32)
-        acc.fill(0.0)
-        nothing = cute.make_rmem_tensor((WORDS,), Uint32)
-        nothing.fill(0)
+        acc, nothing = filled((4, PARTS), 0.0), filled((WORDS,), 0, Uint32)
         for begin in cutlass.range(first, end, TOGETHER, unroll=1):
             stream, at, exists = self.channel(channels, begin, end, lane)
             own = Int64((stream * (channels // VECTOR) + at) * VECTOR * 2) if exists else Int64(0)
@@ -226,19 +208,15 @@ class HyperExpandMixSm90:
     @cute.jit
     def operand(self, row: cute.Tensor, at: Int32) -> cute.Tensor:
         """Load vector `at` of a row in shared memory, as words."""
-        words = cute.make_rmem_tensor((WORDS,), Uint32)
-        cute.autovec_copy(cute.recast_tensor(cute.local_tile(row, (VECTOR,), (at,)), Uint32), words)
-        return words
+        return loaded(cute.recast_tensor(cute.local_tile(row, (VECTOR,), (at,)), Uint32))
 
     @cute.jit
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
         """-> (the old streams and y at this lane's vector [8, 5, tokens], their weights in the new stream [5, tokens])
         of `at_once` tokens from `first` on. Tokens past the end repeat the last one. Zeros if the vector does not
         exist."""
-        raw = cute.make_rmem_tensor((VECTOR, HYPER_STREAMS + 1, self.at_once), BFloat16)
-        weights = cute.make_rmem_tensor((HYPER_STREAMS + 1, self.at_once), Float32)
-        raw.fill(0.0)
-        weights.fill(0.0)
+        raw = filled((VECTOR, HYPER_STREAMS + 1, self.at_once), 0.0, BFloat16)
+        weights = filled((HYPER_STREAMS + 1, self.at_once), 0.0)
         if exists:
             for i in cutlass.range_constexpr(self.at_once):
                 t = cutlass.min(first + i, streams.shape[0] - 1)
@@ -257,8 +235,7 @@ class HyperExpandMixSm90:
             acc = new_stream(
                 raw[None, HYPER_STREAMS, i], raw[None, None, i], weights[HYPER_STREAMS, i], weights[None, i]
             )
-            packed = cute.make_rmem_tensor((VECTOR,), BFloat16)
-            packed.store(acc.load().to(BFloat16))
+            packed = converted(acc, BFloat16)
             cute.autovec_copy(packed, cute.local_tile(kept[None, t], (VECTOR,), (lane,)))
             if stores:
                 cute.autovec_copy(packed, cute.local_tile(new[t, stream, None], (VECTOR,), (at,)))
@@ -270,23 +247,19 @@ def compile_hyper_expand_mix(most: int):
     [T, C] fp32); T from 1 to `most`, C, D > 0. Rows of all tensors but mix start at multiples of 16 bytes."""
     tokens, count = cute.sym_int(), cute.sym_int()
     channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
-
-    def rows(element: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:
-        return fake(element, shape, (*strides(len(shape) - 1, 128 // element.width), 1), 16)
-
     return compile_sm90(
         HyperExpandMixSm90(most),
-        rows(BFloat16, (tokens, channels)),
-        rows(BFloat16, (tokens, HYPER_STREAMS, channels)),
-        rows(Float32, (tokens, HYPER_STREAMS)),
-        rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
-        rows(BFloat16, (PARTS, count, width)),
-        rows(BFloat16, (tokens, HYPER_STREAMS, channels)),
-        fake(Float32, (tokens, count), (*strides(1), 1), 4),
+        fake_rows(BFloat16, tokens, channels),
+        fake_rows(BFloat16, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
+        fake_rows(BFloat16, PARTS, count, width),
+        fake_rows(BFloat16, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, count, align=4),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_hyper_expand_mix, (most,)) for most in EXPAND_MIX_TOKENS]

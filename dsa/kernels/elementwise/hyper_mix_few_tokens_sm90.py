@@ -17,23 +17,20 @@ Roofline: memory, the matrix once per 16 or 32 tokens, from L2 except for the fi
 launch, one or two rounds of loads and two barriers.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.fake_tensors import fake_rows, fake_stream
+from dsa.cute.registers import filled
 from dsa.cute.slices import slice_start
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
+from dsa.cute.small_m_product import send
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
     GROUP_SLICES,
-    HALF_SLICES,
     OUTPUTS,
     PARTS,
     VECTOR,
@@ -41,10 +38,10 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     multiply_add,
     octet_row,
     prefetch_slice,
-    send,
+    sum_of_group,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WORDS = 4  # 32-bit words in 16 bytes
 HALVES = BLOCK // (4 * VECTOR)  # loads per lane and row of a block
@@ -73,18 +70,11 @@ class HyperMixFewTokensSm90:
     def kernel(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
         cta, column, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         tile, rank = cta // CTAS, cta % CTAS
-
-        @cute.struct
-        class Storage:
-            slices: cute.struct.Align[cute.struct.MemRange[Float32, GROUP_SLICES * self.pairs * 2], 16]
-            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2], 16]
-
-        storage = SmemAllocator().allocate(Storage)
-        slices = storage.slices.get_tensor(cute.make_layout((2, self.pairs, GROUP_SLICES)))
-        received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
+        smem = cutlass.memory.SmemAllocator()
+        slices = smem.allocate_tensor(Float32, cute.make_layout((2, self.pairs, GROUP_SLICES)), 16)
+        received = smem.allocate_tensor(Float32, cute.make_layout((2, self.pairs // CTAS, CTAS)), 16)
         cute.arch.cluster_arrive_relaxed()
 
         blocks = streams.shape[1] * cute.ceil_div(streams.shape[2], BLOCK)
@@ -101,19 +91,8 @@ class HyperMixFewTokensSm90:
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
         if tid < self.pairs:
-            values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
-            for i in cutlass.range_constexpr(GROUP_SLICES):
-                cute.autovec_copy(slices[None, tid, i], values[None, i])
-            group = [Float32(0.0), Float32(0.0)]
-            for j in cutlass.range_constexpr(2):
-                for begin in cutlass.range_constexpr(0, GROUP_SLICES, HALF_SLICES):
-                    half = Float32(0.0)
-                    for i in cutlass.range_constexpr(HALF_SLICES):
-                        half += values[j, begin + i]
-                    group[j] += half
-            send(received, rank, tid, group[0], group[1])
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+            send(received, rank, tid, *sum_of_group(slices, tid))
+        cluster_sync()
         add_groups(received, out, rank, tile * self.rows, column * OUTPUTS, 1, tid, THREADS)
 
     @cute.jit
@@ -122,13 +101,10 @@ class HyperMixFewTokensSm90:
         of_stream, vectors = cute.ceil_div(streams.shape[2], BLOCK), streams.shape[2] // VECTOR
         place, quad = octet_row(lane // 4), lane % 4
         output = cutlass.min(column * OUTPUTS + place, parts.shape[1] - 1)
-        acc = cute.make_rmem_tensor((4, self.octets // 2, PARTS), Float32)
-        acc.fill(0.0)
+        acc = filled((4, self.octets // 2, PARTS), 0.0)
         for begin in cutlass.range(first, end, self.together, unroll=1):
-            v = cute.make_rmem_tensor((WORDS, self.octets, HALVES, self.together), Uint32)
-            w = cute.make_rmem_tensor((WORDS, PARTS, HALVES, self.together), Uint32)
-            v.fill(0)
-            w.fill(0)
+            v = filled((WORDS, self.octets, HALVES, self.together), 0, Uint32)
+            w = filled((WORDS, PARTS, HALVES, self.together), 0, Uint32)
             for i in cutlass.range_constexpr(self.together):
                 block = begin + i
                 k = block // of_stream
@@ -170,13 +146,13 @@ def compile_hyper_mix_few_tokens(rows: int):
     channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
     return compile_sm90(
         HyperMixFewTokensSm90(rows),
-        fake(BFloat16, (tokens, cute.sym_int(), channels), (*strides(2, CHANNEL_MULTIPLE), 1)),
-        fake(BFloat16, (PARTS, count, width), (*strides(2, CHANNEL_MULTIPLE), 1)),
-        fake(Float32, (tokens, count), (*strides(1), 1), 4),
+        fake_rows(BFloat16, tokens, cute.sym_int(), channels),
+        fake_rows(BFloat16, PARTS, count, width),
+        fake_rows(Float32, tokens, count, align=4),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_hyper_mix_few_tokens, (rows,)) for rows in MIX_FEW_ROWS]

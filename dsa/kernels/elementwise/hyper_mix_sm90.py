@@ -24,23 +24,20 @@ loads 64 channels of 256 tokens in 1600 cycles. In that time, mma takes 900 to 1
 16 x 8 x 16), and shared memory 1150.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from dsa.cute.copies import tile_load
+from dsa.cute.copies import partition, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.registers import loaded
 from dsa.cute.shared_memory import load_16
 from dsa.cute.slices import SLICES, slice_start
-from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, cluster_sync, thread_and_cta
+from dsa.cute.small_m_product import send
+from dsa.cute.wgmma import k_major_layout
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -51,18 +48,16 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     add_groups,
     multiply_add,
     octet_row,
-    send,
     store_sums,
 )
 from dsa.kernels.elementwise.limits import (
-    CHANNEL_MULTIPLE,
     MIX_BLOCK,
     MIX_HALVES,
     MIX_OUTPUTS,
     MIX_PERSISTENT_ROWS,
     MIX_ROWS,
 )
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CONSUMER_WARPS = 8
 CONSUMERS = CONSUMER_WARPS * WARP
@@ -105,7 +100,7 @@ class HyperMixSm90:
     @cute.jit
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
-        v_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, 8, BLOCK), BFloat16, self.stages)
+        v_layout = k_major_layout(BFloat16, self.rows, BLOCK, self.stages)
         # The DSL has no shared-memory layout for 72 rows, and aborts if a composed layout of several stages is sliced.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
@@ -141,10 +136,9 @@ class HyperMixSm90:
         out: cute.Tensor,
         v_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sv = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK, self.stages), stride=(BLOCK, 1, MATRIX_ROWS * BLOCK))
@@ -164,19 +158,17 @@ class HyperMixSm90:
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[2][1])
             if warp == CONSUMER_WARPS:
-                v_copy = v_atom, *self.tiles_of(v_atom, sv, mv, (self.rows, BLOCK))
-                w_copy = w_atom, *self.tiles_of(w_atom, sw, mw, (MATRIX_ROWS, BLOCK))
+                v_copy = v_atom, *partition(v_atom, sv, cute.local_tile(mv, (self.rows, BLOCK), (None, None)))
+                w_copy = w_atom, *partition(w_atom, sw, cute.local_tile(mw, (MATRIX_ROWS, BLOCK), (None, None)))
                 self.load_blocks(pipeline, v_copy, w_copy, mv.shape[0], mv.shape[1] // BLOCK)
             if const_expr(self.clustered):
                 cute.arch.cluster_wait()
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                cluster_sync()
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2][0])
             self.multiply(storage, pipeline, out, mv.shape[0], mv.shape[1] // BLOCK, warp, tid)
             if const_expr(self.clustered):
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                cluster_sync()
                 received, rank, token = self.received(storage), cta % CTAS, cta // CTAS * self.rows
                 add_groups(received, out, rank, token, Int32(0), OUTPUT_OCTETS, tid, CONSUMERS)
 
@@ -190,13 +182,6 @@ class HyperMixSm90:
             return storage.exchange.get_tensor(cute.make_layout(shape))
         memory = cute.recast_ptr(storage.v.data_ptr(), dtype=Float32)
         return cute.make_tensor(memory, cute.make_layout(shape, stride=(1, 2, self.rows * ROW_BYTES // 4)))
-
-    @cute.jit
-    def tiles_of(self, atom, shared: cute.Tensor, x: cute.Tensor, shape: cutlass.Constexpr):
-        """TMA partitions of x -> (stages in shared memory, blocks [shape] in global memory by row and column)."""
-        blocks = cute.local_tile(x, shape, (None, None))
-        grouped = cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
-        return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
     @cute.jit
     def work(self, tokens, blocks):
@@ -243,7 +228,6 @@ class HyperMixSm90:
         columns = [((quad + 4 * half) ^ place) * 16 for half in range(2)]
         v_rows = Int32(storage.v.data_ptr().toint()) + (token_warp * WARP_TOKENS + place) * ROW_BYTES
         w_rows = Int32(storage.w.data_ptr().toint()) + place * ROW_BYTES
-        v_size, w_size = self.rows * ROW_BYTES, MATRIX_ROWS * ROW_BYTES
         group = cute.make_rmem_tensor((2, self.own_pairs), Float32)
         half_group = cute.make_rmem_tensor((2, self.own_pairs), Float32)
         acc = cute.make_rmem_tensor((4, OCTETS // 2, MATRIX_OCTETS), Float32)
@@ -252,7 +236,7 @@ class HyperMixSm90:
         first, end, step, longest = self.work(tokens, blocks)
         state = PipelineState(Int32(slice_warp), Int32(0))
         pipeline.consumer_wait(state)
-        self.read(operands[0], v_rows + state.stage * v_size + columns[0], w_rows + state.stage * w_size + columns[0])
+        self.read(operands[0], v_rows, w_rows, state, columns[0])
         for unit in cutlass.range(first, end, step, unroll=1):
             group.fill(0.0)
             for _ in cutlass.range(self.halves, unroll=1):
@@ -260,15 +244,13 @@ class HyperMixSm90:
                 for _ in cutlass.range(self.rounds, unroll=1):
                     acc.fill(0.0)
                     for _ in cutlass.range(longest, unroll=1):
-                        v_stage, w_stage = v_rows + state.stage * v_size, w_rows + state.stage * w_size
-                        self.read(operands[1], v_stage + columns[1], w_stage + columns[1])
+                        self.read(operands[1], v_rows, w_rows, state, columns[1])
                         self.multiply_half(acc, operands[0])
                         cute.arch.sync_warp()
                         pipeline.consumer_release(state)
                         state = pipeline.skip(state, self.slice_warps)
                         pipeline.consumer_wait(state)
-                        v_stage, w_stage = v_rows + state.stage * v_size, w_rows + state.stage * w_size
-                        self.read(operands[0], v_stage + columns[0], w_stage + columns[0])
+                        self.read(operands[0], v_rows, w_rows, state, columns[0])
                         self.multiply_half(acc, operands[1])
                     self.add_slices(storage, group, half_group, acc, warp, tid)
                 for i in cutlass.range_constexpr(2 * self.own_pairs):
@@ -280,9 +262,11 @@ class HyperMixSm90:
                 self.store_half(out, group, unit, tokens, warp, tid)
 
     @cute.jit
-    def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32):
-        """Read 16 bytes of one row per octet of tokens and of matrix rows."""
-        for tensor, address in zip(operands, (v, w)):
+    def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32, state: PipelineState, column: Int32):
+        """Read 16 bytes of one row per octet of tokens and of matrix rows of a stage, at byte `column`. v, w: the rows'
+        addresses in the first stage."""
+        v_stage, w_stage = v + state.stage * (self.rows * ROW_BYTES), w + state.stage * (MATRIX_ROWS * ROW_BYTES)
+        for tensor, address in zip(operands, (v_stage + column, w_stage + column)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
                 own = load_16(address + octet * 8 * ROW_BYTES)
                 for i in cutlass.range_constexpr(WORDS):
@@ -324,8 +308,7 @@ class HyperMixSm90:
                 pair = tid + i * CONSUMERS
                 if pair < self.pairs:
                     for k in cutlass.range_constexpr(self.slice_warps):
-                        numbers = cute.make_rmem_tensor((2,), Float32)
-                        cute.autovec_copy(exchange[None, pair, k], numbers)
+                        numbers = loaded(exchange[None, pair, k])
                         for n in cutlass.range_constexpr(2):
                             if const_expr(k == HALF_SLICES):
                                 group[n, i] += half_group[n, i]
@@ -379,8 +362,7 @@ class HyperMixPersistentSm90(HyperMixSm90):
     @cute.kernel
     def add_halves(self, halves: cute.Tensor, out: cute.Tensor):
         """The second kernel. For a pair of outputs, a thread adds the two halves of each group, and then the groups."""
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         token, place = cta * SUM_TOKENS + tid // TOKEN_PAIRS, tid % TOKEN_PAIRS
         wait_for_prerequisite_grids()
         if token < out.shape[0]:
@@ -404,20 +386,24 @@ def compile_hyper_mix(rows: int):
 def compile_hyper_mix_persistent(rows: int):
     """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs). halves is scratch; the other arguments are those of
     `compile_hyper_mix`."""
-    halves = fake(Float32, (MIX_HALVES, cute.sym_int(), MIX_OUTPUTS), (*strides(2, 4), 1))
-    return compile_sm90(HyperMixPersistentSm90(rows), *_operands(), halves, _result(), Int32(1), fake_stream())
+    return compile_sm90(
+        HyperMixPersistentSm90(rows),
+        *_operands(),
+        fake_rows(Float32, MIX_HALVES, cute.sym_int(), MIX_OUTPUTS),
+        *(_result(), Int32(1), fake_stream()),
+    )
 
 
 def _operands() -> list[cute.Tensor]:
     width = cute.sym_int(divisibility=MIX_BLOCK)
-    return [fake(BFloat16, (rows, width), (*strides(1, CHANNEL_MULTIPLE), 1)) for rows in (cute.sym_int(), MATRIX_ROWS)]
+    return [fake_rows(BFloat16, rows, width) for rows in (cute.sym_int(), MATRIX_ROWS)]
 
 
 def _result() -> cute.Tensor:
-    return fake(Float32, (cute.sym_int(), MIX_OUTPUTS), (*strides(1), 1), 4)
+    return fake_rows(Float32, cute.sym_int(), MIX_OUTPUTS, align=4)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         *((compile_hyper_mix, (rows,)) for rows in MIX_ROWS),

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.registers import sum_in_order
 from dsa.cute.slices import SLICES
 
 PARTS = 3
@@ -79,13 +80,19 @@ def multiply_add(
 
 
 @cute.jit
-def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-    """Send two sums of this CTA's group to the CTA that owns them. received: [2, owned pairs, CTAS] in each CTA."""
-    owned = received.shape[1]
-    numbers = cute.make_rmem_tensor((2,), Float32)
-    numbers[0], numbers[1] = low, high
-    there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
-    cute.autovec_copy(numbers, cute.make_tensor(there, cute.make_layout(2)))
+def sum_of_group(slices: cute.Tensor, pair: Int32):
+    """Add the slices [2, pairs, GROUP_SLICES] of a pair: half a group at a time, then the halves."""
+    values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
+    for i in cutlass.range_constexpr(GROUP_SLICES):
+        cute.autovec_copy(slices[None, pair, i], values[None, i])
+    group = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(2):
+        for begin in cutlass.range_constexpr(0, GROUP_SLICES, HALF_SLICES):
+            half = Float32(0.0)
+            for i in cutlass.range_constexpr(HALF_SLICES):
+                half += values[j, begin + i]
+            group[j] += half
+    return group
 
 
 @cute.jit
@@ -109,9 +116,7 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
 def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
     """Add the groups [2, CTAS] of pair `place` of a token, and store the two results whose outputs exist."""
     for i in cutlass.range_constexpr(2):
-        total = Float32(0.0)
-        for group in cutlass.range_constexpr(CTAS):
-            total += groups[i, group]
+        total = sum_in_order(groups[i, None])
         output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)
         if token < out.shape[0] and output < out.shape[1]:
             out[token, output] = total

@@ -7,6 +7,9 @@ CHANNEL_MULTIPLE = 8  # for the norm and the hyper-connections
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
 MAX_NORM_ROWS = 2**31 - 32
 MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast
+MAX_NORM_ROTARY_CHANNELS = {"bfloat16": 1024, "float16": 1024, "float32": 512}
+MAX_NORM_GRADIENT_CHANNELS = {"bfloat16": 8192, "float16": 8192, "float32": 4096}
+MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the end in the last iteration
 
 # RoPE: pairs of channels per group if rows start at multiples of 16 bytes. Otherwise a group is one pair.
 ROTARY_PAIRS = 4
@@ -29,3 +32,10 @@ MIX_HALVES = 16
 MIX_OUTPUTS = 24
 MIX_BLOCK = 64
 MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535
+
+# Fused hyper-connections.
+# Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row and vectors per thread of the
+# separate norm kernel), from the shortest rows to the longest.
+HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
+EXPAND_MIX_TOKENS = (1, 2, 4)  # the most tokens of each kernel that expands streams and projects them
+MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and a grid has at most 65535 in y

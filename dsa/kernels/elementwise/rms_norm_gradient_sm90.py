@@ -18,28 +18,25 @@ what CTAs of 256 threads hold.
 Roofline: memory, 3 D elements per row; about 9 instructions per channel.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.sm90 import WARP
+from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
+from dsa.cute.registers import converted, filled, load_vectors
+from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.kernels.elementwise.rms_norm_sm90 import (
     CONFIGS,
     MAX_EARLY,
     VECTOR_BITS,
     NormConfig,
-    load_vectors,
-    max_channels,
 )
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.kernels.elementwise.rms_norm_sm90 import (
+    choose_config as choose_config,
+)
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 # Configurations whose threads have enough registers for x, g, weights and dw.
 GRADIENT_CONFIGS = tuple(config for config in CONFIGS if config.threads <= 256 and config.vectors <= MAX_EARLY)
@@ -67,8 +64,8 @@ class RmsNormGradientSm90:
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
-        turns = cute.ceil_div(rows, self.rows_of_cta * ctas)
-        self.kernel(grad, x, weight, dx, parts, eps, share, inner, rows, turns).launch(
+        steps = cute.ceil_div(rows, self.rows_of_cta * ctas)
+        self.kernel(grad, x, weight, dx, parts, eps, share, inner, rows, steps).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -84,57 +81,48 @@ class RmsNormGradientSm90:
         share: Float32,
         inner: cute.FastDivmodDivisorV2,
         rows: Int32,
-        turns: Int32,
+        steps: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         ctas, _, _ = cute.arch.grid_dim()
         lane, part = tid % self.lanes, block * self.rows_of_cta + tid // self.lanes
-        filled = x.shape[2] // self.width
-        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((2, self.warps, 2)), 16)
+        vectors_of_row = x.shape[2] // self.width
+        sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((2, self.warps, 2)), 16)
         wait_for_prerequisite_grids()
-        gain = cute.make_rmem_tensor((self.width, self.vectors), Float32)
-        gain.fill(1.0)
+        gain = filled((self.width, self.vectors), 1.0)
         if const_expr(weight is not None):
-            load_vectors(weight, gain, lane, self.lanes, filled)
-        total = cute.make_rmem_tensor((self.width, self.vectors), Float32)
-        total.fill(0.0)
-        raw_x, raw_g = [cute.make_rmem_tensor((self.width, self.vectors), x.element_type) for _ in range(2)]
-        raw_x.fill(0.0)
-        raw_g.fill(0.0)
-        v, g = [cute.make_rmem_tensor((self.width,), Float32) for _ in range(2)]
-        packed = cute.make_rmem_tensor((self.width,), x.element_type)
-        for turn in cutlass.range(turns):
-            row = turn * ctas * self.rows_of_cta + part
+            load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
+        total = filled((self.width, self.vectors), 0.0)
+        raw_x, raw_g = [filled((self.width, self.vectors), 0.0, x.element_type) for _ in range(2)]
+        for step in cutlass.range(steps):
+            row = step * ctas * self.rows_of_cta + part
             a, b = divmod(cutlass.min(row, rows - 1), inner)
-            load_vectors(x[a, b, None], raw_x, lane, self.lanes, filled)
-            load_vectors(grad[a, b, None], raw_g, lane, self.lanes, filled)
+            load_vectors(x[a, b, None], raw_x, lane, self.lanes, vectors_of_row)
+            load_vectors(grad[a, b, None], raw_g, lane, self.lanes, vectors_of_row)
             square, product = Float32(0.0), Float32(0.0)
             for n in cutlass.range_constexpr(self.vectors):
-                v.store(raw_x[None, n].load().to(Float32))
-                g.store(raw_g[None, n].load().to(Float32))
+                v, g = converted(raw_x[None, n], Float32), converted(raw_g[None, n], Float32)
                 for i in cutlass.range_constexpr(self.width):
                     square = cute.math.fma(v[i], v[i], square)
                     product = cute.math.fma(g[i] * gain[i, n], v[i], product)
-            square, product = self.sums_of_row(square, product, sums, tid, turn % 2)
+            square, product = self.sums_of_row(square, product, sums, tid, step % 2)
             inverse = cute.math.rsqrt(square * share + eps)
-            turned = inverse * inverse * (product * share)
+            correction = inverse * inverse * (product * share)
             for n in cutlass.range_constexpr(self.vectors):
                 at = lane + n * self.lanes
-                v.store(raw_x[None, n].load().to(Float32))
-                g.store(raw_g[None, n].load().to(Float32))
+                v, g = converted(raw_x[None, n], Float32), converted(raw_g[None, n], Float32)
                 if row < rows:
                     for i in cutlass.range_constexpr(self.width):
                         total[i, n] = cute.math.fma(g[i], v[i] * inverse, total[i, n])
                 for i in cutlass.range_constexpr(self.width):
-                    v[i] = (g[i] * gain[i, n] - v[i] * turned) * inverse
-                packed.store(v.load().to(x.element_type))
-                if at < filled and row < rows:
+                    v[i] = (g[i] * gain[i, n] - v[i] * correction) * inverse
+                packed = converted(v, x.element_type)
+                if at < vectors_of_row and row < rows:
                     cute.autovec_copy(packed, cute.local_tile(dx[a, b, None], (self.width,), (at,)))
         if const_expr(parts is not None):
             for n in cutlass.range_constexpr(self.vectors):
                 at = lane + n * self.lanes
-                if at < filled:
+                if at < vectors_of_row:
                     cute.autovec_copy(total[None, n], cute.local_tile(parts[part, None], (self.width,), (at,)))
 
     @cute.jit
@@ -161,21 +149,15 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
     eps, ctas); P is the number of rows that `ctas` CTAs process at a time, 0 < A * B < 2^31 - 2^20, D a multiple of 8
     up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
-    width = VECTOR_BITS // element.width
-    outer, dim = [cute.sym_int() for _ in range(2)], cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-    grad, x, dx = (fake(element, (*outer, dim), (*strides(2, width), 1)) for _ in range(3))
-    weight = fake(Float32, (dim,), (1,)) if weighted else None
-    parts = fake(Float32, (cute.sym_int(), dim), (*strides(1, 4), 1)) if weighted else None
+    outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         RmsNormGradientSm90(element, config),
-        *(grad, x, weight, dx, parts, Float32(0.0), Int32(1), fake_stream()),
+        *(fake_rows(element, outer, inner, dim) for _ in range(2)),
+        fake_rows(Float32, dim) if weighted else None,
+        fake_rows(element, outer, inner, dim),
+        fake_rows(Float32, cute.sym_int(), dim) if weighted else None,
+        *(Float32(0.0), Int32(1), fake_stream()),
     )
-
-
-@functools.lru_cache(4096)
-def choose_gradient_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration that holds a row."""
-    return next(config for config in GRADIENT_CONFIGS if channels <= max_channels(dtype, config))
 
 
 def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
@@ -183,7 +165,7 @@ def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
     return min(-(-rows // (config.threads // config.lanes)), sms * max(1, 1024 // config.threads))
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_rms_norm_gradient, (dtype, weighted, config))

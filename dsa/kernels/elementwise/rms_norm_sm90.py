@@ -25,22 +25,21 @@ channel, a fifth of the issue slots in that time.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.reductions import reduce_sum
+from dsa.cute.registers import converted, filled, load_vectors, loaded, sum_in_order
 from dsa.cute.rounded import rotate_pair
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
 MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in registers as well
@@ -70,16 +69,6 @@ CONFIGS = (
 CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and config.vectors <= MAX_EARLY)
 # Configurations for RoPE: their threads have registers for the angles as well.
 ROTARY_CONFIGS = tuple(config for config in CONFIGS if config.lanes <= WARP)
-
-
-@cute.jit
-def load_vectors(source: cute.Tensor, values: cute.Tensor, lane: Int32, lanes: cutlass.Constexpr, filled: Int32):
-    """Load a thread's vectors `lane`, lane + lanes, ... of a row of `filled` vectors into values [width, vectors].
-    Values past the row's end are left as they are."""
-    for n in cutlass.range_constexpr(values.shape[1]):
-        at = lane + n * lanes
-        if at < filled:
-            cute.autovec_copy(cute.local_tile(source, (values.shape[0],), (at,)), values[None, n])
 
 
 class RmsNormSm90:
@@ -124,75 +113,68 @@ class RmsNormSm90:
         inner: cute.FastDivmodDivisorV2,
         rows: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         lane, row = tid % self.lanes, block * self.rows_of_cta + tid // self.lanes
         # Threads past the end load the last row again and store nothing.
         a, b = divmod(cutlass.min(row, rows - 1), inner)
-        filled = x.shape[2] // self.width
+        vectors_of_row = x.shape[2] // self.width
         wait_for_prerequisite_grids()
-        raw = cute.make_rmem_tensor((self.width, self.vectors), x.element_type)
-        raw.fill(0.0)
-        gain = cute.make_rmem_tensor((self.width, self.vectors if self.early else 1), Float32)
-        gain.fill(0.0)
-        load_vectors(x[a, b, None], raw, lane, self.lanes, filled)
+        raw = filled((self.width, self.vectors), 0.0, x.element_type)
+        gain = filled((self.width, self.vectors if self.early else 1), 0.0)
+        load_vectors(x[a, b, None], raw, lane, self.lanes, vectors_of_row)
         if const_expr(residual is not None):
-            earlier = cute.make_rmem_tensor((self.width, self.vectors), x.element_type)
-            earlier.fill(0.0)
-            load_vectors(residual[a, b, None], earlier, lane, self.lanes, filled)
+            earlier = filled((self.width, self.vectors), 0.0, x.element_type)
+            load_vectors(residual[a, b, None], earlier, lane, self.lanes, vectors_of_row)
         if const_expr(weight is not None and self.early):
-            load_vectors(weight, gain, lane, self.lanes, filled)
+            load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         if const_expr(cos is not None):
             # The first vector that RoPE rotates, and the angles of this thread's vectors.
-            turning = filled - 2 * cos.shape[1] // self.width
+            first_rotated = vectors_of_row - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(self.vectors):
                 at = lane + n * self.lanes
-                if at >= turning and at < filled:
+                if at >= first_rotated and at < vectors_of_row:
                     for source, angles in ((cos, c), (sin, s)):
-                        part = cute.local_tile(source[a, None], (self.width // 2,), (at - turning,))
+                        part = cute.local_tile(source[a, None], (self.width // 2,), (at - first_rotated,))
                         cute.autovec_copy(part, angles[None, n])
 
-        v = cute.make_rmem_tensor((self.width,), Float32)
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
-            v.store(raw[None, n].load().to(Float32))
+            v = converted(raw[None, n], Float32)
             if const_expr(residual is not None):
                 v.store(earlier[None, n].load().to(Float32) + v.load())
                 round_to(v, x.element_type)
                 packed_sum = raw[None, n]
                 packed_sum.store(v.load().to(x.element_type))
                 at = lane + n * self.lanes
-                if at < filled and row < rows:
+                if at < vectors_of_row and row < rows:
                     cute.autovec_copy(packed_sum, cute.local_tile(total[a, b, None], (self.width,), (at,)))
             for i in cutlass.range_constexpr(self.width):
                 square = cute.math.fma(v[i], v[i], square)
         inverse = cute.math.rsqrt(self.sum_of_row(square, tid) * share + eps)
 
-        packed = cute.make_rmem_tensor((self.width,), x.element_type)
-        bytes_of = cute.make_rmem_tensor((self.width,), Float8E4M3FN)
         target = out[a, b, None]
         for n in cutlass.range_constexpr(self.vectors):
             at = lane + n * self.lanes
             if const_expr(weight is not None and not self.early):
-                if at < filled:
+                if at < vectors_of_row:
                     cute.autovec_copy(cute.local_tile(weight, (self.width,), (at,)), gain[None, 0])
-            v.store(raw[None, n].load().to(Float32))
+            v = converted(raw[None, n], Float32)
             for i in cutlass.range_constexpr(self.width):
                 v[i] = v[i] * inverse
                 if const_expr(weight is not None):
                     v[i] = v[i] * gain[i, n if self.early else 0]
             if const_expr(cos is not None):
-                if at >= turning:
+                if at >= first_rotated:
                     round_to(v, x.element_type)
                     for i in cutlass.range_constexpr(self.width // 2):
                         v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i, n], s[i, n])
-            packed.store(v.load().to(x.element_type))
+            packed = converted(v, x.element_type)
             if const_expr(q is not None):
                 round_to(v, x.element_type)
                 own_scale = quantize(v, self.width, self.use_ue8m0)
-                bytes_of.store(v.load().to(Float8E4M3FN))
-            if at < filled and row < rows:
+                bytes_of = converted(v, Float8E4M3FN)
+            if at < vectors_of_row and row < rows:
                 cute.autovec_copy(packed, cute.local_tile(target, (self.width,), (at,)))
                 if const_expr(q is not None):
                     cute.autovec_copy(bytes_of, cute.local_tile(q[a, b, None], (self.width,), (at,)))
@@ -202,18 +184,13 @@ class RmsNormSm90:
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
         """The sum over the row's threads, with the same bits in every thread."""
-        for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
-            x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
+        x = reduce_sum(x, min(self.lanes, WARP))
         if const_expr(self.warps > 1):
-            sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
+            sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
             if tid % WARP == 0:
                 sums[tid // WARP] = x
             cute.arch.sync_threads()
-            all_sums = cute.make_rmem_tensor((self.warps,), Float32)
-            cute.autovec_copy(sums, all_sums)
-            x = Float32(0.0)
-            for i in cutlass.range_constexpr(self.warps):
-                x += all_sums[i]
+            x = sum_in_order(loaded(sums))
         return x
 
 
@@ -267,12 +244,14 @@ def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
     """-> f(x [A, B, D] dtype, weight [D] fp32 or None, out [A, B, D], eps); 0 < A * B < 2^31 - 16, D from 1 vector to
     `max_channels(dtype)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
-    width = VECTOR_BITS // element.width
-    outer, dim = [cute.sym_int() for _ in range(2)], cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-
-    x, out = (fake(element, (*outer, dim), (*strides(2, width), 1)) for _ in range(2))
-    weight = fake(Float32, (dim,), (1,)) if weighted else None
-    return compile_sm90(RmsNormSm90(element, config), x, weight, out, Float32(0.0), fake_stream())
+    outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    return compile_sm90(
+        RmsNormSm90(element, config),
+        fake_rows(element, outer, inner, dim),
+        fake_rows(Float32, dim) if weighted else None,
+        fake_rows(element, outer, inner, dim),
+        *(Float32(0.0), fake_stream()),
+    )
 
 
 @cached
@@ -281,13 +260,16 @@ def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
     2^31 - 16, D a multiple of 8 up to `max_channels(dtype, config)`, R a multiple of 8 up to D. Rows start at multiples
     of 16 bytes."""
     element = cute_dtype(dtype)
-    width = VECTOR_BITS // element.width
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-    x, out = (fake(element, (tokens, heads, dim), (*strides(2, width), 1)) for _ in range(2))
     half = cute.sym_int(divisibility=CHANNEL_MULTIPLE // 2)
-    cos, sin = (fake(Float32, (tokens, half), (*strides(1, 4), 1)) for _ in range(2))
-    weight = fake(Float32, (dim,), (1,)) if weighted else None
-    return compile_sm90(RmsNormRotarySm90(element, config), x, weight, cos, sin, out, Float32(0.0), fake_stream())
+    return compile_sm90(
+        RmsNormRotarySm90(element, config),
+        fake_rows(element, tokens, heads, dim),
+        fake_rows(Float32, dim) if weighted else None,
+        *(fake_rows(Float32, tokens, half) for _ in range(2)),
+        fake_rows(element, tokens, heads, dim),
+        *(Float32(0.0), fake_stream()),
+    )
 
 
 @cached
@@ -296,16 +278,16 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
     `summed`, out [T, D], q [T, D] e4m3, scale [T, D / 128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to
     `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
-    rows, dim, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
-
-    def rows_of(element: type[cutlass.Numeric]) -> cute.Tensor:
-        return fake(element, (rows, dim), (*strides(1, VECTOR_BITS // element.width), 1))
-
-    x, residual, total, out = (rows_of(element) for _ in range(4))
-    weight, scale = fake(Float32, (dim,), (1,)), fake(Float32, (rows, groups), (*strides(1), 1), 4)
+    rows, dim = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     return compile_sm90(
         RmsNormCastSm90(element, config, use_ue8m0),
-        *(x, residual if summed else None, weight, total if summed else None, out, rows_of(Float8E4M3FN), scale),
+        fake_rows(element, rows, dim),
+        fake_rows(element, rows, dim) if summed else None,
+        fake_rows(Float32, dim),
+        fake_rows(element, rows, dim) if summed else None,
+        fake_rows(element, rows, dim),
+        fake_rows(Float8E4M3FN, rows, dim),
+        fake_rows(Float32, rows, cute.sym_int(), align=4),
         *(Float32(0.0), fake_stream()),
     )
 
@@ -316,24 +298,12 @@ def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
 
 
 @functools.lru_cache(4096)
-def choose_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration that holds a row."""
-    return next(config for config in CONFIGS if channels <= max_channels(dtype, config))
+def choose_config(dtype: str, channels: int, configs: tuple[NormConfig, ...] = CONFIGS) -> NormConfig:
+    """The first of `configs` that holds a row."""
+    return next(config for config in configs if channels <= max_channels(dtype, config))
 
 
-@functools.lru_cache(4096)
-def choose_cast_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration for the cast that holds a row."""
-    return next(config for config in CAST_CONFIGS if channels <= max_channels(dtype, config))
-
-
-@functools.lru_cache(4096)
-def choose_rotary_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration for RoPE that holds a row."""
-    return next(config for config in ROTARY_CONFIGS if channels <= max_channels(dtype, config))
-
-
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     plain = [
         (function, (dtype, weighted, config))

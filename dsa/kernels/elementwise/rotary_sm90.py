@@ -15,19 +15,19 @@ Roofline: memory, 2 D elements per row; about 5 instructions per rotated channel
 one round trip to memory.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
+from dsa.cute.registers import converted, loaded
 from dsa.cute.rounded import rotate_pair
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 LONG_INPUT = 1 << 24  # elements
 
@@ -73,10 +73,9 @@ class ApplyRotarySm90:
         heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         first = block * (self.threads * self.groups) + tid
-        turning = cos.shape[1] // self.pairs
+        rotated_groups = cos.shape[1] // self.pairs
         wait_for_prerequisite_grids()
         raw = cute.make_rmem_tensor((self.width, self.vectors, self.groups), x.element_type)
         places = [None] * self.groups
@@ -85,45 +84,40 @@ class ApplyRotarySm90:
             row, group = divmod(cutlass.min(first + u * self.threads, total - 1), row_groups)
             t, h = divmod(row, heads)
             group -= begin
-            turns = group >= 0 and group < turning
-            at = self.vectors_of(group, turns, begin, turning)
-            places[u] = t, h, group, turns, at
+            rotates = group >= 0 and group < rotated_groups
+            at = self.vectors_of(group, rotates, begin, rotated_groups)
+            places[u] = t, h, group, rotates, at
             for n in cutlass.range_constexpr(self.vectors):
                 source = cute.local_tile(x[t, h, None], (self.width,), (at[n],))
                 cute.autovec_copy(source, raw[None, n, u])
         for u in cutlass.range_constexpr(self.groups):
-            t, h, group, turns, at = places[u]
-            if turns:
-                self.turn(raw[None, None, u], cos[t, None], sin[t, None], group)
+            t, h, group, rotates, at = places[u]
+            if rotates:
+                self.rotate(raw[None, None, u], cos[t, None], sin[t, None], group)
             if first + u * self.threads < total:
                 for n in cutlass.range_constexpr(self.vectors):
                     target = cute.local_tile(out[t, h, None], (self.width,), (at[n],))
                     cute.autovec_copy(raw[None, n, u], target)
 
     @cute.jit
-    def vectors_of(self, group: Int32, turns: cutlass.Boolean, begin: Int32, turning: Int32):
+    def vectors_of(self, group: Int32, rotates: cutlass.Boolean, begin: Int32, rotated_groups: Int32):
         """The indices of a group's vectors in the row."""
         if const_expr(self.interleaved):
-            places = (begin + group,)
-        else:
-            at, apart = 2 * (begin + group), Int32(1)
-            if turns:
-                at, apart = 2 * begin + group, turning
-            places = (at, at + apart)
-        return places
+            return (begin + group,)
+        at, apart = 2 * (begin + group), Int32(1)
+        if rotates:
+            at, apart = 2 * begin + group, rotated_groups
+        return at, at + apart
 
     @cute.jit
-    def turn(self, raw: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, group: Int32):
-        c, s = [cute.make_rmem_tensor((self.pairs,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(cos, (self.pairs,), (group,)), c)
-        cute.autovec_copy(cute.local_tile(sin, (self.pairs,), (group,)), s)
-        v = cute.make_rmem_tensor((self.width, self.vectors), Float32)
-        v.store(raw.load().to(Float32))
+    def rotate(self, raw: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, group: Int32):
+        """Rotate the pairs of a group in place."""
+        c, s = [loaded(cute.local_tile(angles, (self.pairs,), (group,))) for angles in (cos, sin)]
+        v = converted(raw, Float32)
         for i in cutlass.range_constexpr(self.pairs):
             one = (2 * i, 0) if self.interleaved else (i, 0)
             two = (2 * i + 1, 0) if self.interleaved else (i, 1)
-            a, b = v[one], v[two]
-            v[one], v[two] = rotate_pair(a, b, c[i], s[i])
+            v[one], v[two] = rotate_pair(v[one], v[two], c[i], s[i])
         raw.store(v.load().to(raw.element_type))
 
 
@@ -136,16 +130,13 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
     all rows must start at multiples of 16 bytes.
     """
     element = cute_dtype(dtype)
-    wide = config.pairs == ROTARY_PAIRS
     tokens, heads = cute.sym_int(), cute.sym_int()
     dim, half = cute.sym_int(divisibility=2 * config.pairs), cute.sym_int(divisibility=config.pairs)
 
-    x_vector, angle_vector = (128 // element.width, 4) if wide else (1, 1)
-    x_align, angle_align = (16, 16) if wide else (element.width // 8, 4)
-    x, out = (fake(element, (tokens, heads, dim), (*strides(2, x_vector), 1), x_align) for _ in range(2))
-    cos, sin = (fake(Float32, (tokens, half), (*strides(1, angle_vector), 1), angle_align) for _ in range(2))
-    kernel = ApplyRotarySm90(interleaved, config)
-    return compile_sm90(kernel, x, cos, sin, out, Int32(0), fake_stream())
+    x_align, angle_align = (16, 16) if config.pairs == ROTARY_PAIRS else (element.width // 8, 4)
+    x, out = (fake_rows(element, tokens, heads, dim, align=x_align) for _ in range(2))
+    cos, sin = (fake_rows(Float32, tokens, half, align=angle_align) for _ in range(2))
+    return compile_sm90(ApplyRotarySm90(interleaved, config), x, cos, sin, out, Int32(0), fake_stream())
 
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
@@ -156,7 +147,7 @@ def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_apply_rotary, (dtype, interleaved, config))

@@ -33,23 +33,20 @@ Roofline: memory, 8.5 KB per block of 128 x 128: 480 cycles or more at 4.2 TB/s.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices
-from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
+from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP, warp_and_lane
+from dsa.cute.wgmma import k_major_layout
 from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import (
     TABLE_BYTES,
@@ -60,10 +57,18 @@ from dsa.kernels.gemm.fp4_operand import (
     widen,
     write_tables,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, expected_tiles
+from dsa.kernels.gemm.grouped_tiles import (
+    PREFIX_SUMS,
+    GroupedTiles,
+    WorkTileInfo,
+    expected_tiles,
+    tiles_of_matrices,
+    tiles_storage,
+)
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.turned_tile import store_turned
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.kernels.gemm.operand_loads import tiled_mma, tiles_of
+from dsa.kernels.gemm.swap_ab_tile import add_scaled, store_swap_ab
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 BLOCKS = 4  # of GROUP channels per stage
 STEPS = GROUP // 32  # wgmma per block
@@ -141,9 +146,9 @@ class StageScales(NamedTuple):
     of_blocks: cute.Tensor
 
 
-class Fp8Fp4GemmFewRowsSm90:
-    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8Fp4GemmFewRowsConfig):
-        self.out_dtype, self.cfg = out_dtype, cfg
+class Fp8Fp4GemmSmallMSm90:
+    def __init__(self, cfg: Fp8Fp4GemmFewRowsConfig):
+        self.cfg = cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
         # Buffers of widened blocks: one per block of a stage if there are enough registers.
@@ -164,17 +169,15 @@ class Fp8Fp4GemmFewRowsSm90:
         ctas: Int32,
         stream,
     ):
-        tile = (self.columns, self.rows, BOX)
-        b_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Uint8, BOXES * self.stages)
-        a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, BLOCKS * self.stages)
+        b_layout = k_major_layout(Uint8, self.columns, BOX, BOXES * self.stages)
+        a_layout = k_major_layout(Float8E4M3FN, self.rows, BOX, BLOCKS * self.stages)
         b_atom, b_tma = tile_load(b, b_layout, (self.columns, BOX))
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 32]
-            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            tiles: tiles_storage(grouped=True)
             tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, self.consumer_warps * self.rows * 2 * OWN_ROWS], 16]
             row_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * (self.rows + 1) * SCALE_BYTES], 16]
@@ -211,17 +214,14 @@ class Fp8Fp4GemmFewRowsSm90:
         a_layout: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        storage = SmemAllocator().allocate(self.storage)
+        warp, lane = warp_and_lane()
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
         across = cute.ceil_div(out.shape[1], self.columns)
-        tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
-        sums = storage.sums.get_tensor(cute.make_layout(32))
+        tiles = tiles_of_matrices(storage.tiles, ends, out.shape[0], across, self.rows, self.columns)
         tables = Int32(storage.tables.data_ptr().toint())
         places = storage.b, storage.scales, storage.a, storage.row_scales
         ring = Ring(*(Int32(place.data_ptr().toint()) for place in places))
@@ -233,19 +233,18 @@ class Fp8Fp4GemmFewRowsSm90:
             pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
             work_tiles.init(consumers=self.consumer_warps + GATHER_WARPS)
         cute.arch.mbarrier_init_fence()
-        if tid < 32:
-            sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
             write_tables(tables, lane)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(sums, self.threads, tid, lane, warp)
+        total = tiles.count(self.threads, tid, lane, warp)
 
         consumer_registers, producer_registers = REGISTERS[self.cfg.groups, self.cfg.resident]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == self.consumer_warps:
-                operands = b_atom, mb, b_scale_32, b_scale
-                self.load_weights(*operands, tiles, total, sb, ring, pipeline, work_tiles, lane)
+                self.load_weights(b_atom, mb, b_scale_32, b_scale, tiles, total, sb, ring, pipeline, work_tiles, lane)
             else:
                 number = warp - self.consumer_warps - 1
                 self.gather_rows(a, a_scale, rows, total, ring, pipeline, work_tiles, number, lane)
@@ -274,17 +273,14 @@ class Fp8Fp4GemmFewRowsSm90:
         """The warp that loads the codes and scales of the weights, and the scales of the blocks. It passes the work
         tiles on to the other warps."""
         scheduler = static_persistent_scheduler()
-        state, told, e = start(), start(), Int32(0)
+        state, tile_state, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
         pitch = Int64(b_scale_32.stride[1])
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
             info = tiles.rows_first(index, e, lane)
-            told = work_tiles.publish(told, info)
+            tile_state = work_tiles.publish(tile_state, info)
             e, column = info.matrix, info.column
-            gb = cute.local_tile(cute.domain_offset((e * columns + column, 0), mb), (self.columns, BOX), (0, None))
-            tbs, tbg = cute.nvgpu.cpasync.tma_partition(
-                b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
-            )
+            tbs, tbg = tiles_of(b_atom, sb, mb, (self.columns, BOX), e * columns + column)
             # Weight rows past the last column are not stored. Their scales may have any value; zeros are written.
             of_rows = b_scale_32[e, cutlass.min(column + lane, columns - 1), None].iterator.toint()
             of_block = b_scale[e, column // GROUP, None].iterator.toint()
@@ -321,13 +317,13 @@ class Fp8Fp4GemmFewRowsSm90:
         """Gathering warp `number`: copies every third row of activations, one word per lane. Warp 0 also copies the
         scales of all rows."""
         scheduler = static_persistent_scheduler()
-        state, told = start(), start()
+        state, tile_state = start(), start()
         sources, channels = a.shape
         place = ordered_place(lane)
         chunk, word = place // 4, place % 4
         for _ in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            info = work_tiles.current(told)
-            told = work_tiles.release(told)
+            info = work_tiles.current(tile_state)
+            tile_state = work_tiles.release(tile_state)
             row, end = info.row, info.end
             count = cutlass.min(end - row, self.rows)
             own = cutlass.min(row + lane, end - 1)
@@ -370,10 +366,7 @@ class Fp8Fp4GemmFewRowsSm90:
         lane,
     ):
         """The mainloop of a consumer warp. All warps of a warpgroup take the same branches."""
-        major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-        mma = sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (64, self.rows), registers)
-        )
+        mma = tiled_mma(1, 64, self.rows, a_in_registers=True)
         thr = mma.get_slice(tid % WARPGROUP)
         activations = mma.make_fragment_B(thr.partition_B(sa))
         widened = [cute.make_rmem_tensor(thr.partition_shape_A((64, GROUP)), Float8E4M3FN) for _ in range(self.buffers)]
@@ -384,13 +377,13 @@ class Fp8Fp4GemmFewRowsSm90:
         scales = StageScales(*(cute.make_rmem_tensor((count,), Uint32) for count in (2 * BLOCKS, BLOCKS)))
         own_row = lane % 4 * 2
         scheduler = static_persistent_scheduler()
-        state, told = start(), start()
+        state, tile_state = start(), start()
         if scheduler.first < total:
             self.await_stage(scales, ring, pipeline, state, warp, lane)
             self.widen_block(0, widened[0], scales, ring, tables, state, warp, lane)
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            info = work_tiles.current(told)
-            told = work_tiles.release(told)
+            info = work_tiles.current(tile_state)
+            tile_state = work_tiles.release(tile_state)
             row, end = info.row, info.end
             sums.fill(0.0)
             factors.fill(1.0)
@@ -411,7 +404,7 @@ class Fp8Fp4GemmFewRowsSm90:
             for i in cutlass.range_constexpr(self.rows // 2):
                 sums[i] = sums[i] * factors[i // 4 * 2 + i % 2]
             rows_end = cutlass.min(row + self.rows, end)
-            store_turned(sums, out, row, rows_end, info.column + warp * OWN_ROWS, staged, lane)
+            store_swap_ab(sums, out, row, rows_end, info.column + warp * OWN_ROWS, staged, lane)
 
     @cute.jit
     def add_stage(
@@ -456,10 +449,7 @@ class Fp8Fp4GemmFewRowsSm90:
         cute.arch.sync_warp()
         pipeline.consumer_release(state)
         for block in cutlass.range_constexpr(BLOCKS):
-            factors = [x[block].bitcast(Float32) * of_blocks[block] for x in of_rows]
-            products = cute.make_tensor(acc[block].iterator, cute.make_layout(self.rows // 2))
-            for i in cutlass.range_constexpr(self.rows // 2):
-                sums[i] += products[i] * factors[i // 4 * 2 + i % 2]
+            add_scaled(sums, acc[block], [x[block].bitcast(Float32) * of_blocks[block] for x in of_rows])
 
     @cute.jit
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
@@ -516,20 +506,18 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     """
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)
-    out_type = cute_dtype(out_dtype)
-    a = fake(Float8E4M3FN, (sources, channels), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (sources, blocks), (*strides(1, 4), 1))
-    sources_of_rows = fake(Int32, (cute.sym_int(),), (1,), 4)
-    b = fake(Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, 16), 1))
-    b_scale_32 = fake(Uint8, (matrices, columns, cute.sym_int()), (*strides(2, SCALE_BYTES), 1))
-    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, 4), 1))
-    ends = fake(Int32, (matrices,), (1,), 4)
-    weights = fake(Float32, (cute.sym_int(),), (1,), 4)
-    out = fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
-    kernel = Fp8Fp4GemmFewRowsSm90(out_type, config)
     return compile_sm90(
-        kernel,
-        *(a, a_scale, sources_of_rows, b, b_scale_32, b_scale, ends, weights, out, Int32(1), fake_stream()),
+        Fp8Fp4GemmSmallMSm90(config),
+        fake_rows(Float8E4M3FN, sources, channels),
+        fake_rows(Float32, sources, blocks),
+        fake_contiguous(Int32, cute.sym_int()),
+        fake_rows(Uint8, cute.sym_int(), cute.sym_int()),
+        fake_rows(Uint8, matrices, columns, cute.sym_int()),
+        fake_rows(Float32, matrices, cute.sym_int(), blocks),
+        fake_contiguous(Int32, matrices),
+        fake_contiguous(Float32, cute.sym_int()),
+        fake_rows(cute_dtype(out_dtype), rows, columns),
+        *(Int32(1), fake_stream()),
     )
 
 
@@ -545,6 +533,6 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
     return min(CONFIGS, key=loaded)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_fp8_fp4_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]

@@ -31,40 +31,40 @@ cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 wi
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
-from dsa.cute.sm90 import WARP
-from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP, warp_and_lane
+from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
-from dsa.kernels.gemm.fp8_fp4_gemm_config import CONFIGS, Fp8Fp4GemmConfig
-from dsa.kernels.gemm.fp8_fp4_gemm_config import choose_config as choose_config
-from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.fp8_gemm_config import (
+    CHUNK_BYTES,
+    SCALES,
+    STORE_CLOCKS,
+    TMA_STORE_CLOCKS,
+    Fp8GemmConfig,
+    of_fewest_clocks,
+    tile_block_clocks,
+)
 from dsa.kernels.gemm.fp8_gemm_sm90 import (
     SCALE_BLOCKS,
     SCALE_BYTES,
     Fp8GemmSm90,
     load_floats,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
+from dsa.kernels.gemm.operand_loads import scales_of, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
-from dsa.kernels.gemm.tile_indices import TileIndices
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CODE_BYTES = GROUP // 2  # per row and block
 CONVERTERS = 4  # warps
@@ -75,30 +75,43 @@ UNIT_ROWS = WARP // UNITS  # rows that a warp reads at a time
 # Consumer warpgroups -> registers of a consumer thread, a converter thread and a thread of the producer's warpgroup.
 # They redistribute the registers that the launch gives to all threads.
 REGISTERS = {1: (240, 104, 40), 2: (216, 56, 24)}
+# The cost model. BLOCK_CLOCKS: overhead of a block, in cycles. WIDEN_CLOCKS: cycles to widen 128 columns of a block.
+# WIDEN_MOVES: cycles in which shared memory moves the codes, tables and e4m3 numbers of a block.
+BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 
 @dataclass(frozen=True)
-class WidenedPipeline:
+class Fp8Fp4GemmConfig(Fp8GemmConfig):
+    """The fields are those of the FP8 product; `columns` is 128."""
+
+    @property
+    def threads(self) -> int:
+        """The threads of the consumers, the converters and the producer."""
+        return (self.groups + 2) * WARPGROUP
+
+    def fits(self) -> bool:
+        """Whether the configuration fits into shared memory."""
+        loaded = self.stages * (self.rows + self.columns) * GROUP
+        scales = self.scale_slots * ((self.rows + self.columns) * SCALES * 4 + 256)
+        staged = 4 * self.groups * self.chunks * CHUNK_BYTES
+        others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + 24 * self.stages + 256 + 2 * 1024
+        return loaded + scales + staged + others <= SHARED_BYTES
+
+
+CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2), Fp8Fp4GemmConfig(2, 2, 128, 4, 1))
+
+
+@dataclass(frozen=True)
+class WidenedPipeline(Pipeline):
     """The consumers' view of a ring whose stages are loaded and then widened."""
 
-    loaded: Pipeline
-    widened: Mbarriers
+    widened: Mbarriers | None = None
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
         """Wait until the stage is loaded and widened. The `widened` barrier alone does not cover the bytes of a."""
-        self.loaded.consumer_wait(state)
+        Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
-
-    @cute.jit
-    def consumer_release(self, state: PipelineState):
-        """Arrive after this warp read the stage. One elected lane does it."""
-        self.loaded.consumer_release(state)
-
-    @cute.jit
-    def advance(self, state: PipelineState) -> PipelineState:
-        """The next state."""
-        return self.loaded.advance(state)
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
@@ -123,17 +136,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         stream,
     ):
         results = out, of_rows, None
-        tile = (self.rows, self.columns, GROUP)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        a_layout, b_layout, as_layout, bs_layout = self.layouts()
         slots = self.config.scale_slots
         # The codes of a converter warp are at the beginning of the warp's part of a stage.
         boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
-        as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
         es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))
-        # Slots are aligned to 128 bytes, as TMA requires.
-        bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
         loads = [
             tile_load(a, a_layout, (self.rows, GROUP)),
             tile_load(a_scale, as_layout, (self.rows, SCALES)),
@@ -148,8 +156,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             pipeline: pipeline_storage(self.stages)
             widened: cute.struct.MemRange[Int64, self.stages]
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 32]
-            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            tiles: tiles_storage(grouped=True)
             tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
             b_scale_32: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(es_layout)], 128]
@@ -182,9 +189,8 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         layouts,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        storage = SmemAllocator().allocate(self.storage)
+        warp, lane = warp_and_lane()
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         widened = Mbarriers(storage.widened.data_ptr(), self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
@@ -195,11 +201,9 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         sas, ses = storage.a_scale.get_tensor(as_layout), storage.b_scale_32.get_tensor(es_layout)
         sbs = storage.b_scale.get_tensor(bs_layout)
         tables = Int32(storage.tables.data_ptr().toint())
-        sums = storage.sums.get_tensor(cute.make_layout(32))
-        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
-        across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
-        tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
-        indices = TileIndices.of(None)
+        across = cute.ceil_div(results[0].shape[1], self.epilogue.tile_columns)
+        tiles = tiles_of_matrices(storage.tiles, ends, count, across, self.rows, self.epilogue.tile_columns)
+        scheduler = static_persistent_scheduler()
         producer = self.consumer_warps + CONVERTERS
 
         if warp == producer:
@@ -210,18 +214,18 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             widened.init(arrivals=CONVERTERS)
             work_tiles.init(consumers=self.consumer_warps + CONVERTERS)
         cute.arch.mbarrier_init_fence()
-        if tid < 32:
-            sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
             write_tables(tables, lane)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(sums, self.config.threads, tid, lane, warp)
+        total = tiles.count(self.config.threads, tid, lane, warp)
 
         if warp >= producer:
             cute.arch.setmaxregister_decrease(self.registers[2])
             if warp == producer:
                 shared = sa, sas, codes, ses, sbs
-                self.produce_codes(loads, shared, indices, tiles, total, blocks, pipeline, work_tiles, lane)
+                self.produce_codes(loads, shared, scheduler, tiles, total, blocks, pipeline, work_tiles, lane)
         elif warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.registers[1])
             memory = [Int32(x.iterator.toint()) for x in (codes, ses, sbs)]
@@ -230,13 +234,11 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             staged = storage.staged.data_ptr().toint() + warp * self.epilogue.warp_bytes
-            both = WidenedPipeline(pipeline, widened)
+            both = WidenedPipeline(pipeline.full, pipeline.empty, self.stages, Int32(0), widened=widened)
             self.consume(results, stores, blocks, (sa, sas, sb, sbs), staged, both, work_tiles, warp, lane)
 
     @cute.jit
-    def produce_codes(
-        self, loads, shared, indices: TileIndices, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane
-    ):
+    def produce_codes(self, loads, shared, scheduler, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane):
         """The warp that finds the work tiles and loads them."""
         (a_atom, ma), (as_atom, mas), (b_atom, mb), (es_atom, mes), (bs_atom, mbs) = loads
         sa, sas, codes, ses, sbs = shared
@@ -244,18 +246,18 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         b_rows = mb.shape[0] // tiles.ends.shape[0]
         size = self.rows * GROUP + self.columns * CODE_BYTES
         of_scales = (self.rows + self.columns + 1) * SCALE_BYTES
-        index = indices.first
+        index = scheduler.first
         info = tiles.at(index, Int32(0), total, lane)
         while info.end > 0:
             e = info.matrix
             tile_state = work_tiles.publish(tile_state, info)
             column = e * b_rows + info.column
             begins = [column + OWN_ROWS * i for i in range(CONVERTERS)]
-            of_b = [part(b_atom, codes, tile_of(mb, row, (OWN_ROWS, CODE_BYTES))) for row in begins]
-            tess, tesg = part(es_atom, ses, tile_of(mes, column, (GROUP, SCALE_BYTES)))
-            tbss, tbsg = part(bs_atom, sbs, scales_from(mbs, info.column // GROUP, e))
-            tas, tag = part(a_atom, sa, rows_from(ma, info.row, self.rows))
-            tass, tasg = part(as_atom, sas, tile_of(mas, info.row, (self.rows, SCALES)))
+            of_b = [tiles_of(b_atom, codes, mb, (OWN_ROWS, CODE_BYTES), row) for row in begins]
+            tess, tesg = tiles_of(es_atom, ses, mes, (GROUP, SCALE_BYTES), column)
+            tbss, tbsg = scales_of(bs_atom, sbs, mbs, info.column // GROUP, e)
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), info.row)
+            tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -275,7 +277,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if group == 0:
                     # Find the next tile while the stages are full, so that its first loads do not wait for it.
-                    index = indices.behind(index, lane)
+                    index += scheduler.step
                     following = tiles.at(index, e, total, lane)
             info = following
         work_tiles.publish(tile_state, WorkTileInfo.last())
@@ -335,22 +337,18 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
 
 
-@cute.jit
-def tile_of(x, row, shape: cutlass.Constexpr):
-    """The tiles of x's rows from `row` on, one after another along the channels."""
-    return cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
-
-
 def _operands():
     """Fake operands with dynamic sizes: a, a_scale, b, b_scale_32, b_scale, ends."""
     rows, columns, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
-    a = fake(Float8E4M3FN, (rows, cute.sym_int()), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
-    b = fake(Uint8, (columns, cute.sym_int()), (*strides(1, 16), 1))
-    b_scale_32 = fake(Uint8, (columns, cute.sym_int()), (*strides(1, 16), 1))
     row, matrix = strides(2, SCALES)
-    b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
-    return a, a_scale, b, b_scale_32, b_scale, fake(Int32, (matrices,), (1,), 4)
+    return (
+        fake_rows(Float8E4M3FN, rows, cute.sym_int()),
+        fake_rows(Float32, rows, blocks),
+        fake_rows(Uint8, columns, cute.sym_int()),
+        fake_rows(Uint8, columns, cute.sym_int()),
+        fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix)),
+        fake_contiguous(Int32, matrices),
+    )
 
 
 @cached
@@ -362,15 +360,30 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     4 with finite scales and any bytes in b_scale_32. Rows of all tensors except ends and weights are aligned to 16
     bytes.
     """
-    out_type = cute_dtype(out_dtype)
-    rows = cute.sym_int()
-    out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
-    weights = fake(Float32, (rows,), (1,), 4) if weighted else None
-    kernel = Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted))
-    return compile_sm90(kernel, *_operands(), out, weights, Int32(1), fake_stream())
+    out_type, rows = cute_dtype(out_dtype), cute.sym_int()
+    return compile_sm90(
+        Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted)),
+        *_operands(),
+        fake_rows(out_type, rows, cute.sym_int()),
+        fake_contiguous(Float32, rows) if weighted else None,
+        *(Int32(1), fake_stream()),
+    )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
+    """The configuration with the fewest modelled cycles for `rows` rows of all matrices together."""
+    return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
+
+
+def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
+    """Modelled cycles of a work tile with `rows` rows. The slowest of these determines the time of a block, as in the
+    FP8 product: the tensor cores with the multiply-adds, shared memory, the latency of one warpgroup, or the
+    converters."""
+    block = tile_block_clocks(config, rows, config.columns // 2 + WIDEN_MOVES, latency=100)
+    stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
+    return stored + blocks * (BLOCK_CLOCKS + max(block, WIDEN_CLOCKS))
+
+
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
-    variants = itertools.product(OUT_DTYPES, CONFIGS, (False, True))
-    return [(compile_fp8_fp4_gemm, arguments) for arguments in variants]
+    return [(compile_fp8_fp4_gemm, variant) for variant in itertools.product(OUT_DTYPES, CONFIGS, (False, True))]

@@ -100,15 +100,15 @@ GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
 # tensor cores are busy, so the rows of larger results are copied before the launch.
 GATHERED_ROWS = 4096
 # Configurations with a dynamic scheduler.
-DRAWN_CONFIGS = CONFIGS[3:]
-# Of DRAWN_CONFIGS, those that swap A/B for work tiles with few rows (turned_tile.py). SwiGLU tiles do so, too.
-TURNED_CONFIGS = (CONFIGS[3], CONFIGS[5])
-TURNED_COUNTS = (16, 32)  # rows of a per wgmma with swapped operands, as N
-TURNED_ROWS = TURNED_COUNTS[-1]  # maximum rows of a work tile with swapped operands
+DYNAMIC_CONFIGS = CONFIGS[3:]
+# Of DYNAMIC_CONFIGS, those that swap A/B for work tiles with few rows (swap_ab_tile.py). SwiGLU tiles do so, too.
+SWAP_AB_CONFIGS = (CONFIGS[3], CONFIGS[5])
+SWAP_AB_COUNTS = (16, 32)  # rows of a per wgmma with swapped operands, as N
+SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # maximum rows of a work tile with swapped operands
 # The cost model, in cycles, measured on an H200. Overhead of a work tile if TMA stores its results, and if warps do;
 # overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
-TURNED_CLOCKS = 300  # least cycles of a block of a work tile with swapped operands
+SWAP_AB_CLOCKS = 300  # least cycles of a block of a work tile with swapped operands
 # The model of products with one matrix and up to MODEL_ROWS rows, measured on an H200; it does not use BLOCK_CLOCKS.
 # CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE: relative slowdown of memory per
 # fraction of idle SMs. TILE_END: microseconds at the end of a work tile. TMA_STORE_RATE, STORE_RATE: results per
@@ -134,9 +134,9 @@ def choose_config(
     return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
-def choose_drawn_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
+def choose_dynamic_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
     """`choose_config` for a dynamic scheduler."""
-    return of_fewest_clocks(DRAWN_CONFIGS, drawn_tile_clocks, rows, columns, channels, matrices, multiprocessors)
+    return of_fewest_clocks(DYNAMIC_CONFIGS, dynamic_tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:
@@ -155,7 +155,7 @@ def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
-    block = tile_block_clocks(config, high) / CLOCKS + (UNSHARED if down == 1 else 0)
+    block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
         # In the last tiles of rows, one warpgroup has no rows. These tiles are a part of the waves, or the whole of a
         # single wave.
@@ -210,28 +210,28 @@ def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
 
-def drawn_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
+def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
     """`tile_clocks` for a dynamic scheduler. Tiles with few rows swap A/B: they take the time of shared memory, or the
     latency of a warpgroup."""
-    if rows > TURNED_ROWS or config not in TURNED_CONFIGS:
+    if rows > SWAP_AB_ROWS or config not in SWAP_AB_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns
-    return STORE_CLOCKS + blocks * (BLOCK_CLOCKS + max(moved, TURNED_CLOCKS))
+    return STORE_CLOCKS + blocks * (BLOCK_CLOCKS + max(moved, SWAP_AB_CLOCKS))
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
     """Modelled cycles of a work tile with `rows` rows."""
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
-    return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows))
+    return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows, config.columns))
 
 
-def tile_block_clocks(config: Fp8GemmConfig, rows: int) -> int:
+def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
     """Modelled cycles of a block of 128 channels, without overhead: the slowest of three. (1) The tensor cores plus the
-    multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per cycle: what TMA writes,
-    and the 64 rows and all columns that each wgmma reads. (3) The latency of one warpgroup, which waits for each of its
-    products."""
+    multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per cycle: a and b, whose
+    writing takes `b_moves` cycles, and the 64 rows and all columns that each wgmma reads. (3) The latency of one
+    warpgroup, which waits for each of its products."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
-    moved = units * (64 + config.columns) + config.rows + config.columns
-    alone = -(-units // config.groups) * (config.columns * 5 // 2 + 180 // config.together)
+    moved = units * (64 + config.columns) + config.rows + b_moves
+    alone = -(-units // config.groups) * (config.columns * 5 // 2 + latency // config.together)
     return max(multiplied, moved, alone)

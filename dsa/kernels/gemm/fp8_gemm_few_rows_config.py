@@ -125,9 +125,5 @@ def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, 
         busy += TILE_END
     else:
         exchange = BARRIERS + blocks * COLUMNS * config.rows * 4 / config.ctas / SEND_RATE
-    return math.hypot(rounds * busy, memory(rows, columns, channels)) + rounds * exchange
-
-
-def memory(rows: int, columns: int, channels: int) -> float:
-    """Microseconds to read the operands from memory and to write the results."""
-    return (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE
+    memory = (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE
+    return math.hypot(rounds * busy, memory) + rounds * exchange

@@ -30,25 +30,19 @@ Roofline: memory, b once. Otherwise the mainloop: about 80 cycles per block of c
 tile. With 8 rows, the load bandwidth of an SM: (64 + rows) x 128 bytes per block at about 75 bytes per cycle.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.sm90 import opaque
-from dsa.cute.wgmma import multiply
+from dsa.cute.sm90 import WARP, opaque, warp_and_lane
+from dsa.cute.wgmma import k_major_layout, multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
-from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix as choose_for_one_matrix
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
     CONFIGS,
@@ -57,15 +51,22 @@ from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     SCALES,
     FewRowsConfig,
 )
-from dsa.kernels.gemm.fp8_gemm_few_rows_config import choose_grouped_config as choose_grouped_config
 from dsa.kernels.gemm.fp8_gemm_split_channels_sm90 import Fp8GemmSplitChannelsSm90
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles
+from dsa.kernels.gemm.grouped_tiles import OneMatrixTiles, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.turned_tile import store_turned
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.kernels.gemm.operand_loads import (
+    SMALL_M_THREADS,
+    fragments,
+    load_blocks,
+    operand_layouts,
+    prefetch_blocks,
+    tiles_of,
+)
+from dsa.kernels.gemm.swap_ab_tile import add_scaled, store_swap_ab
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
-class GroupedFp8GemmFewRowsSm90:
+class GroupedFp8GemmSmallMSm90:
     grouped = True
 
     def __init__(self, cfg: FewRowsConfig):
@@ -87,7 +88,8 @@ class GroupedFp8GemmFewRowsSm90:
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
         # With 32 columns, the other rows of a wgmma are never loaded.
-        b_atom, b_tma = tile_load(b, self.loaded(b_layout), (self.columns, GROUP))
+        b_box = b_layout if self.columns == COLUMNS else k_major_layout(Float8E4M3FN, self.columns, GROUP, 1)
+        b_atom, b_tma = tile_load(b, b_box, (self.columns, GROUP))
         s_atom, s_tma = tile_load(a_scale, s_layout, (self.rows, SCALES))
 
         @cute.struct
@@ -95,8 +97,7 @@ class GroupedFp8GemmFewRowsSm90:
             pipeline: pipeline_storage(self.stages)
             b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * self.stages], 16]
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(s_layout)], 128]
-            sums: cute.struct.MemRange[Int32, 32 if self.grouped else 1]
-            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS if self.grouped else 1]
+            tiles: tiles_storage(self.grouped)
             out: cute.struct.Align[cute.struct.MemRange[Int32, CONSUMER_WARPS * self.rows * 8], 128]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
@@ -104,7 +105,7 @@ class GroupedFp8GemmFewRowsSm90:
         self.storage = Storage
         self.kernel(
             a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, ends, a_layout, b_layout, s_layout
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+        ).launch(grid=(ctas, 1, 1), block=(SMALL_M_THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -123,9 +124,8 @@ class GroupedFp8GemmFewRowsSm90:
         s_layout: cute.Layout,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        storage = SmemAllocator().allocate(self.storage)
+        warp, lane = warp_and_lane()
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
@@ -134,6 +134,7 @@ class GroupedFp8GemmFewRowsSm90:
         groups = b_scale.shape[2] // SCALES
 
         across = cute.ceil_div(out.shape[1], self.columns)
+        tiles = tiles_of_matrices(storage.tiles, ends, out.shape[0], across, self.rows, self.columns)
         if warp == CONSUMER_WARPS:
             with cute.arch.elect_one():
                 pipeline.init(consumers=CONSUMER_WARPS)
@@ -141,22 +142,13 @@ class GroupedFp8GemmFewRowsSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(s_atom)
             if cutlass.const_expr(not self.grouped):
-                one_matrix = OneMatrixTiles(out.shape[0], across, self.rows, self.columns)
-                self.prefetch(b_atom, mb, one_matrix, groups, sb, lane)
+                self.prefetch(b_atom, mb, tiles, groups, sb, lane)
         cute.arch.mbarrier_init_fence()
-        sums = storage.sums.get_tensor(cute.make_layout(32 if self.grouped else 1))
-        if cutlass.const_expr(self.grouped):
-            if tid < 32:
-                sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        if cutlass.const_expr(self.grouped):
-            prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
-            tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
-            total = tiles.count(sums, THREADS, tid, lane, warp)
-        else:
-            tiles = OneMatrixTiles(out.shape[0], across, self.rows, self.columns)
-            total = tiles.count()
+        total = tiles.count(SMALL_M_THREADS, tid, lane, warp)
 
         if warp == CONSUMER_WARPS:
             atoms = (b_atom, a_atom, s_atom)
@@ -164,12 +156,6 @@ class GroupedFp8GemmFewRowsSm90:
         else:
             staged = storage.out.data_ptr().toint() + warp * (self.rows * 32)
             self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
-
-    def loaded(self, b_layout):
-        """The layout that one load of b fills: the first rows of a block in a stage."""
-        if self.columns == COLUMNS:
-            return b_layout
-        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.columns, GROUP), Float8E4M3FN, 1)
 
     def filled(self, sb: cute.Tensor) -> cute.Tensor:
         """The part of the ring's blocks that loads of b fill."""
@@ -228,13 +214,13 @@ class GroupedFp8GemmFewRowsSm90:
                 scales = self.scales(ss, s_of_b, state, lane)
                 for i in cutlass.range_constexpr(SCALES):
                     cute.nvgpu.warpgroup.wait_group(SCALES - 1 - i)
-                    add_scaled(sums, acc[i], scales, i)
+                    add_scaled(sums, acc[i], [of_row[i] for of_row in scales])
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
             # With 32 columns, two of the warps have no results.
             if warp * 16 < self.columns:
-                store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
+                store_swap_ab(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
@@ -250,7 +236,7 @@ class GroupedFp8GemmFewRowsSm90:
         return scales
 
 
-class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
+class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
     """The product with one matrix."""
 
     grouped = False
@@ -259,16 +245,7 @@ class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
     def __call__(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor, out, ctas, stream):
         tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
         operands = a, a_scale, b, b_scale, out, None
-        GroupedFp8GemmFewRowsSm90.__call__(self, *operands, cutlass.min(ctas, tiles), stream)
-
-
-@cute.jit
-def add_scaled(sums, acc, scales, block: cutlass.Constexpr):
-    """sums += acc, scaled. Four consecutive accumulators are two rows in one column, then the same rows in the column 8
-    further on."""
-    products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        sums[i] += products[i] * scales[i // 4 * 2 + i % 2][block]
+        GroupedFp8GemmSmallMSm90.__call__(self, *operands, cutlass.min(ctas, tiles), stream)
 
 
 def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
@@ -276,12 +253,13 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
     rows, columns, channels = (cute.sym_int() for _ in range(3))
     of_all = columns if matrices == 1 else cute.sym_int()
     blocks = cute.sym_int(divisibility=SCALES)
-    out_type = cute_dtype(out_dtype)
-    a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
-    b = fake(Float8E4M3FN, (of_all, channels), (*strides(1, 16), 1))
-    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, SCALES), 1))
-    return a, a_scale, b, b_scale, fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
+    return (
+        fake_rows(Float8E4M3FN, rows, channels),
+        fake_rows(Float32, rows, blocks),
+        fake_rows(Float8E4M3FN, of_all, channels),
+        fake_rows(Float32, matrices, cute.sym_int(), blocks),
+        fake_rows(cute_dtype(out_dtype), rows, columns),
+    )
 
 
 @cached
@@ -292,20 +270,19 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     and at most 64 with split-K. Rows are aligned to 16 bytes.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
-    return compile_sm90(split or Fp8GemmFewRowsSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
+    return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
 
 
 @cached
 def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
     ctas), with the rules of `compile_fp8_gemm_few_rows`; E up to 1024."""
-    kernel = GroupedFp8GemmFewRowsSm90(config)
     matrices = cute.sym_int()
-    ends = fake(Int32, (matrices,), (1,), 4)
-    return compile_sm90(kernel, *fake_operands(out_dtype, matrices), ends, Int32(1), fake_stream())
+    operands = *fake_operands(out_dtype, matrices), fake_contiguous(Int32, matrices)
+    return compile_sm90(GroupedFp8GemmSmallMSm90(config), *operands, Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     one = [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
     return one + [

@@ -6,7 +6,8 @@ Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). Finding it requires counting the tiles of all matrices
   first, 0.6 us before the first load; a product with one matrix skips that. Rows that a tile loads beyond its matrix
   are not stored, and a warpgroup whose 64 rows all lie beyond it multiplies nothing. With dynamic scheduling, tiles of
-  up to 32 rows swap A/B (turned_tile.py), and only those boxes of 64 rows of a are loaded that have rows of the matrix.
+  up to 32 rows swap A/B (swap_ab_tile.py), and only those boxes of 64 rows of a are loaded that have rows of the
+  matrix.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. If `rows`
   selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A consumer warpgroup
   owns 64 rows of a work tile, or of each wave of it.
@@ -25,7 +26,7 @@ Plan
   TMA stores them while the next work tile is multiplied. Otherwise, as for 256 x 128, whose stages take that room, the
   warps store them.
 - Scheduler: static persistent. Dynamic for several matrices with many rows, since their work tiles take different times
-  (tile_indices.py).
+  (grouped_tiles.py).
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp 2 KiB of results per 64 columns;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes.
 Registers: of 240 per consumer thread, COLUMNS / 2 sums per wave and 64 to 96 accumulators; 24 per producer thread.
@@ -35,48 +36,40 @@ block of 128 x 256, of which shared memory (128 bytes per cycle) is busy for 115
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.sm90 import REGISTERS, WARPGROUP
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, warp_and_lane
 from dsa.cute.tile_counter import fake_tile_counter
-from dsa.cute.wgmma import multiply
-from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.cute.wgmma import k_major_layout, multiply
+from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp8_gemm_config import (
     CONFIGS,
-    DRAWN_CONFIGS,
+    DYNAMIC_CONFIGS,
     GATHERING_CONFIGS,
     ONE_MATRIX_CONFIGS,
     SCALES,
+    SWAP_AB_CONFIGS,
+    SWAP_AB_COUNTS,
+    SWAP_AB_ROWS,
     SWIGLU_CONFIGS,
-    TURNED_CONFIGS,
-    TURNED_COUNTS,
-    TURNED_ROWS,
     WARP_ROWS,
     Fp8GemmConfig,
 )
-from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
-from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
-from dsa.kernels.gemm.fp8_gemm_config import choose_drawn_config as choose_drawn_config
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles, WorkTileInfo
+from dsa.kernels.gemm.grouped_tiles import WorkTileInfo, next_index, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
+from dsa.kernels.gemm.operand_loads import scales_of, tiled_mma, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
+from dsa.kernels.gemm.swap_ab_tile import load_floats, swap_ab_blocks
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
-from dsa.kernels.gemm.tile_indices import TileIndices
-from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
 # Scale blocks of b that a work tile reads: its first column's and the next one; with SwiGLU, gate's and up's.
@@ -87,25 +80,36 @@ BOX_ROWS = 64  # rows of a per TMA load if boxes without rows are skipped
 
 
 class Fp8GemmSm90:
-    """epilogue: computes results from the sums, and stores them. gathered: `rows` selects the rows of a. turned: work
+    """epilogue: computes results from the sums, and stores them. gathered: `rows` selects the rows of a. swap_ab: work
     tiles with few rows swap A/B."""
 
     def __init__(
-        self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, turned: bool = False
+        self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, swap_ab: bool = False
     ):
-        self.config, self.gathered, self.epilogue, self.turned = config, gathered, epilogue, turned
+        self.config, self.gathered, self.epilogue, self.swap_ab = config, gathered, epilogue, swap_ab
         self.rows, self.columns, self.stages = config.rows, config.columns, config.stages
         self.groups, self.waves, self.parts = config.groups, config.waves, epilogue.parts
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
         # Rows of a per TMA load. If tiles with few rows swap A/B, only boxes that have rows are loaded.
-        self.box_rows = BOX_ROWS if turned else self.rows
+        self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
         self.registers = LOADING_REGISTERS
         if gathered:
             # One consumer warpgroup leaves enough registers to the warps that gather.
             self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
+
+    def layouts(self):
+        """The shared-memory layouts of a, b and their scales."""
+        slots = self.config.scale_slots
+        return (
+            k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages),
+            k_major_layout(Float8E4M3FN, self.columns, GROUP, self.stages),
+            cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES)),
+            # Slots are aligned to 128 bytes, as TMA requires.
+            cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32)),
+        )
 
     @cute.jit
     def __call__(
@@ -124,31 +128,22 @@ class Fp8GemmSm90:
         stream,
     ):
         results = out, of_rows, limit
-        tile = (self.rows, self.columns, GROUP)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        slots = self.config.scale_slots
-        as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
-        # Slots are aligned to 128 bytes, as TMA requires.
-        bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
+        a_layout, b_layout, as_layout, bs_layout = self.layouts()
         # A stage has the rows of b of each part, one part after the other.
-        b_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.width, GROUP), Float8E4M3FN, 1)
+        b_box = k_major_layout(Float8E4M3FN, self.width, GROUP, 1)
         loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
         if const_expr(not self.gathered):
-            box = (self.box_rows, self.columns, GROUP)
-            a_box = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, box, Float8E4M3FN, 1)
+            a_box = k_major_layout(Float8E4M3FN, self.box_rows, GROUP, 1)
             loads += [tile_load(a, a_box, (self.box_rows, GROUP)), tile_load(a_scale, as_layout, (self.rows, SCALES))]
         stores = self.epilogue.tma_stores(results)
-        count = out.shape[0]
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 1 if ends is None else 32]
-            prefix: cute.struct.MemRange[Int32, 1 if ends is None else PREFIX_SUMS]
+            tiles: tiles_storage(ends is not None)
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
-            b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * slots * 32], 128]
+            b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * self.config.scale_slots * 32], 128]
             staged: cute.struct.Align[
                 cute.struct.MemRange[Int32, self.consumer_warps * self.epilogue.warp_bytes // 4], 1024
             ]
@@ -157,7 +152,8 @@ class Fp8GemmSm90:
 
         self.storage = Storage
         self.kernel(
-            *(a, a_scale, rows, loads, ends, results, stores, counter, count, a_layout, b_layout, as_layout, bs_layout)
+            *(a, a_scale, rows, loads, ends, results, stores, counter),
+            *(out.shape[0], a_layout, b_layout, as_layout, bs_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -178,23 +174,16 @@ class Fp8GemmSm90:
         bs_layout: cute.Layout,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        storage = SmemAllocator().allocate(self.storage)
+        warp, lane = warp_and_lane()
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sas, sbs = storage.a_scale.get_tensor(as_layout), storage.b_scale.get_tensor(bs_layout)
-        across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
-        indices = TileIndices.of(counter)
-        grouped = const_expr(ends is not None)
-        if const_expr(grouped):
-            sums = storage.sums.get_tensor(cute.make_layout(32))
-            prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
-            tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
-        else:
-            tiles = OneMatrixTiles(count, across, self.rows, self.epilogue.tile_columns)
+        across = cute.ceil_div(results[0].shape[1], self.epilogue.tile_columns)
+        scheduler = static_persistent_scheduler()
+        tiles = tiles_of_matrices(storage.tiles, ends, count, across, self.rows, self.epilogue.tile_columns)
 
         if warp == self.consumer_warps:
             for atom, _ in loads:
@@ -204,19 +193,20 @@ class Fp8GemmSm90:
             pipeline.init(consumers=self.consumer_warps, producers=producers)
             work_tiles.init(consumers=self.consumer_warps + (3 if const_expr(self.gathered) else 0))
         cute.arch.mbarrier_init_fence()
-        if const_expr(grouped):
-            if tid < 32:
-                sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(sums, self.config.threads, tid, lane, warp) if const_expr(grouped) else tiles.count()
+        total = tiles.count(self.config.threads, tid, lane, warp)
 
         blocks, memory = a_scale.shape[1], (sa, sas, sb, sbs)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.registers[1])
             gather = a, a_scale, rows, tid - 32 * self.consumer_warps
             if warp == self.consumer_warps:
-                self.produce(loads, gather, indices, tiles, total, blocks, memory, pipeline, work_tiles, lane)
+                self.produce(
+                    loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane
+                )
             elif const_expr(self.gathered):
                 self.gather_only(gather, blocks, sa, sas, pipeline, work_tiles)
         else:
@@ -225,7 +215,7 @@ class Fp8GemmSm90:
             self.consume(results, stores, blocks, memory, staged, pipeline, work_tiles, warp, lane)
 
     @cute.jit
-    def produce(self, loads, gather, indices, tiles, total, blocks, memory, pipeline, work_tiles, lane):
+    def produce(self, loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane):
         """The warp that finds the work tiles and loads them."""
         (b_atom, mb), (bs_atom, mbs) = loads[:2]
         sa, sas, sb, sbs = memory
@@ -235,40 +225,36 @@ class Fp8GemmSm90:
         size, of_scales = self.columns * GROUP, SCALE_BLOCKS * SCALE_BYTES
         if const_expr(not self.gathered):
             size, of_scales = size + self.box_rows * GROUP, of_scales + self.rows * SCALE_BYTES
-        index = indices.first
+        index = scheduler.first
         info = tiles.at(index, Int32(0), total, lane)
         while info.end > 0:
             e = info.matrix
             tile_state = work_tiles.publish(tile_state, info)
             columns = self.epilogue.columns_of_parts(info.column, b_rows)
             of_b = [
-                part(b_atom, target, rows_from(mb, e * b_rows + c, self.width)) for target, c in zip(targets, columns)
+                tiles_of(b_atom, target, mb, (self.width, GROUP), e * b_rows + c) for target, c in zip(targets, columns)
             ]
             scale_rows = self.epilogue.scale_blocks(info.column, b_rows)
-            of_bs = [part(bs_atom, sbs, scales_from(mbs, c, e)) for c in scale_rows]
+            of_bs = [scales_of(bs_atom, sbs, mbs, c, e) for c in scale_rows]
             if const_expr(self.gathered):
                 sources = self.sources(gather, info)
             else:
                 (a_atom, ma), (as_atom, mas) = loads[2:]
                 boxes = [cute.local_tile(sa, (self.box_rows, GROUP, self.stages), (j, 0, 0)) for j in range(self.boxes)]
                 of_a = [
-                    part(a_atom, box, rows_from(ma, info.row + j * self.box_rows, self.box_rows))
+                    tiles_of(a_atom, box, ma, (self.box_rows, GROUP), info.row + j * self.box_rows)
                     for j, box in enumerate(boxes)
                 ]
                 # The number of boxes that have rows.
                 used = Int32(1)
-                if const_expr(self.turned):
+                if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
-                tass, tasg = part(
-                    as_atom,
-                    sas,
-                    cute.local_tile(cute.domain_offset((info.row, 0), mas), (self.rows, SCALES), (0, None)),
-                )
+                tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
             following = info  # a gathering warp lacks the registers to find the next tile before its last loads
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
                     block = group * SCALES + i
-                    more = (used - 1) * (self.box_rows * GROUP) if const_expr(self.turned) else 0
+                    more = (used - 1) * (self.box_rows * GROUP) if const_expr(self.swap_ab) else 0
                     pipeline.producer_acquire(state, size + more + (of_scales if const_expr(i == 0) else 0))
                     full = pipeline.producer_barrier(state)
                     if const_expr(i == 0):
@@ -298,10 +284,10 @@ class Fp8GemmSm90:
                 if const_expr(not self.gathered):
                     if group == 0:
                         # Find the next tile while the stages are full, so that its first loads do not wait for it.
-                        index = indices.behind(index, lane)
+                        index = next_index(index, scheduler.step, counter, lane)
                         following = tiles.at(index, e, total, lane)
             if const_expr(self.gathered):
-                index = indices.behind(index, lane)
+                index = next_index(index, scheduler.step, counter, lane)
                 following = tiles.at(index, e, total, lane)
             info = following
         work_tiles.publish(tile_state, WorkTileInfo.last())
@@ -366,7 +352,7 @@ class Fp8GemmSm90:
     def consume(self, results, stores, blocks, memory, staged, pipeline: Pipeline, work_tiles, warp, lane):
         """A consumer warpgroup."""
         sa, sas, sb, sbs = memory
-        mma = self.tiled_mma()
+        mma = tiled_mma(self.groups, 64, self.width)
         # Warp-uniform for the compiler, so that the wgmma descriptors are in uniform registers.
         group = cute.arch.make_warp_uniform(warp // 4)
         thr_mma = mma.get_slice(group * WARPGROUP)
@@ -386,9 +372,9 @@ class Fp8GemmSm90:
         while info.end > 0:
             tile_state = work_tiles.release(tile_state)
             own = operands, sums, scales
-            if const_expr(self.turned):
-                if info.end - info.row <= TURNED_ROWS:
-                    state, slot = self.turned_tile(
+            if const_expr(self.swap_ab):
+                if info.end - info.row <= SWAP_AB_ROWS:
+                    state, slot = self.swap_ab_tile(
                         *(info, results, memory, blocks, staged, pipeline, state, slot, group, warp, lane)
                     )
                 else:
@@ -407,13 +393,13 @@ class Fp8GemmSm90:
         """Compute a work tile. -> the pipeline state and scale slot after it."""
         operands, sums, scales = own
         high = 64 * self.groups
-        behind = self.epilogue.pieces_behind(info.column)
+        in_next_block = self.epilogue.pieces_in_next_block(info.column)
         left = info.end - info.row - group * 64
         if left > high * (self.waves - 1):
             for product in cutlass.range_constexpr(self.waves * self.parts):
                 sums[product].fill(0.0)
             for _ in cutlass.range(blocks // SCALES, unroll=1):
-                state, slot = self.four_blocks(len(sums), operands, sums, scales, behind, pipeline, state, slot)
+                state, slot = self.four_blocks(len(sums), operands, sums, scales, in_next_block, pipeline, state, slot)
             for wave in cutlass.range_constexpr(self.waves):
                 row = info.row + wave * high + warp * WARP_ROWS
                 of_wave = sums[wave * self.parts : (wave + 1) * self.parts]
@@ -423,7 +409,7 @@ class Fp8GemmSm90:
                 # The second wave has no rows.
                 sums[0].fill(0.0)
                 for _ in cutlass.range(blocks // SCALES, unroll=1):
-                    state, slot = self.four_blocks(1, operands, sums, scales, behind, pipeline, state, slot)
+                    state, slot = self.four_blocks(1, operands, sums, scales, in_next_block, pipeline, state, slot)
                 self.epilogue.store(sums[:1], results, stores, info, info.row + warp * WARP_ROWS, staged, lane)
         else:
             for _ in cutlass.range(blocks, unroll=1):
@@ -434,36 +420,31 @@ class Fp8GemmSm90:
         return state, slot
 
     @cute.jit
-    def turned_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
+    def swap_ab_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
         """Compute a work tile with few rows with swapped operands. -> the pipeline state and scale slot after it."""
         sa, sas, sb, sbs = memory
         count = info.end - info.row
         operands = sa, sb, group
         scales = sas.iterator.toint() + lane % 4 * 2 * SCALE_BYTES, sbs.iterator.toint()
         sizes = self.rows * SCALE_BYTES, SCALE_BLOCKS * 128, 128
-        for i in cutlass.range_constexpr(len(TURNED_COUNTS)):
-            least, most = (0, *TURNED_COUNTS)[i], TURNED_COUNTS[i]
+        for i in cutlass.range_constexpr(len(SWAP_AB_COUNTS)):
+            least, most = (0, *SWAP_AB_COUNTS)[i], SWAP_AB_COUNTS[i]
             if count > least and count <= most:
                 sums = [cute.make_rmem_tensor((most // 2,), Float32) for _ in range(self.parts)]
-                state, slot = turned_blocks(
+                state, slot = swap_ab_blocks(
                     *(most, sums, operands, (*scales, *sizes), blocks, self.config.scale_slots, pipeline, state, slot)
                 )
-                self.epilogue.store_turned(sums, results, info, staged, warp, lane)
+                self.epilogue.store_swap_ab(sums, results, info, staged, warp, lane)
         return state, slot
 
-    def tiled_mma(self):
-        """A new TiledMma for each branch of the kernel, since `multiply` changes it."""
-        major = cute.nvgpu.OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.groups, 1, 1), (64, self.width))
-        )
-
     @cute.jit
-    def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, behind, pipeline: Pipeline, state, slot):
+    def four_blocks(
+        self, products: cutlass.Constexpr, operands, sums, scales, in_next_block, pipeline: Pipeline, state, slot
+    ):
         """Add SCALES blocks of channels to the sums of the first `products` products. -> the pipeline state and scale
         slot after them."""
         acc, ra, rb = operands
-        mma = self.tiled_mma()
+        mma = tiled_mma(self.groups, 64, self.width)  # one per branch of the kernel, since `multiply` changes it
         together = self.config.together
         # For each product: its wave of rows of a, and its part of b.
         pairs = [(i // self.parts, i % self.parts) for i in range(products)]
@@ -497,7 +478,7 @@ class Fp8GemmSm90:
                         pipeline.consumer_release(states[i])
                     half_piece = self.piece // 2
                     for j in cutlass.range_constexpr(self.width // self.piece):
-                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], behind)
+                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], in_next_block)
                         both = [of_rows[2 * wave + half][first + i] * of for half in range(2)]
                         multiplied = cute.make_tensor(acc[i].iterator + half_piece * j, cute.make_layout(half_piece))
                         add_scaled(sums[product], half_piece * j, multiplied, *both)
@@ -522,19 +503,20 @@ def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row
 def _operands(gathered: bool, matrices: Any):
     """a, a_scale, rows, b and b_scale with dynamic sizes."""
     channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
-    a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
-    source = fake(Int32, (cute.sym_int(),), (1,), 4) if gathered else None
-    b = fake(Float8E4M3FN, (cute.sym_int(), channels), (*strides(1, 16), 1))
     row, matrix = strides(2, SCALES)
-    b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
-    return a, a_scale, source, b, b_scale
+    return (
+        fake_rows(Float8E4M3FN, rows, channels),
+        fake_rows(Float32, rows, blocks),
+        fake_contiguous(Int32, cute.sym_int()) if gathered else None,
+        fake_rows(Float8E4M3FN, cute.sym_int(), channels),
+        fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix)),
+    )
 
 
 def _grouped_operands(gathered: bool):
     """The tensors of `_operands` for several matrices, and ends."""
     matrices = cute.sym_int()
-    return *_operands(gathered, matrices), fake(Int32, (matrices,), (1,), 4)
+    return *_operands(gathered, matrices), fake_contiguous(Int32, matrices)
 
 
 @cached
@@ -542,10 +524,13 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas), with the
     rules of `compile_grouped_fp8_gemm` for one matrix that has all rows."""
     out_type = cute_dtype(out_dtype)
-    out = fake(out_type, (cute.sym_int(), cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
-    kernel = Fp8GemmOneMatrixSm90(config, False, ResultEpilogue(out_type, config, weighted=False))
-    return compile_sm90(kernel, a, a_scale, b, b_scale, out, Int32(1), fake_stream())
+    return compile_sm90(
+        Fp8GemmOneMatrixSm90(config, False, ResultEpilogue(out_type, config, weighted=False)),
+        *(a, a_scale, b, b_scale),
+        fake_rows(out_type, cute.sym_int(), cute.sym_int()),
+        *(Int32(1), fake_stream()),
+    )
 
 
 @cached
@@ -560,15 +545,18 @@ def compile_grouped_fp8_gemm(
     rounded up to a multiple of 4 with finite scales. Rows of all tensors except ends, rows and weights are aligned to
     16 bytes.
     """
-    out_type = cute_dtype(out_dtype)
-    out_rows = cute.sym_int()
-    out = fake(out_type, (out_rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
-    weights = fake(Float32, (out_rows,), (1,), 4) if weighted else None
-    turned = dynamic and config in TURNED_CONFIGS
-    epilogue = LateResultEpilogue if turned else ResultEpilogue
-    kernel = Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), turned)
-    counter = fake_tile_counter() if dynamic else None
-    return compile_sm90(kernel, *_grouped_operands(gathered), out, weights, None, counter, Int32(1), fake_stream())
+    out_type, rows = cute_dtype(out_dtype), cute.sym_int()
+    swap_ab = dynamic and config in SWAP_AB_CONFIGS
+    epilogue = LateResultEpilogue if swap_ab else ResultEpilogue
+    return compile_sm90(
+        Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), swap_ab),
+        *_grouped_operands(gathered),
+        fake_rows(out_type, rows, cute.sym_int()),
+        fake_contiguous(Float32, rows) if weighted else None,
+        None,
+        fake_tile_counter() if dynamic else None,
+        *(Int32(1), fake_stream()),
+    )
 
 
 @cached
@@ -579,23 +567,26 @@ def compile_fp8_gemm_swiglu(
     if `limited` or None, counter if `dynamic` or None, ctas), with the rules of `compile_grouped_fp8_gemm`; I is a
     multiple of 128."""
     rows = cute.sym_int()
-    q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
-    scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
-    kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), turned=dynamic)
-    limit = Float32(1.0) if limited else None
-    counter = fake_tile_counter() if dynamic else None
-    return compile_sm90(kernel, *_grouped_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())
+    return compile_sm90(
+        Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), swap_ab=dynamic),
+        *_grouped_operands(gathered),
+        fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1)),
+        fake_rows(Float32, rows, cute.sym_int(), align=4),
+        Float32(1.0) if limited else None,
+        fake_tile_counter() if dynamic else None,
+        *(Int32(1), fake_stream()),
+    )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for. Variants of grouped products are (config,
     gathered, weighted, dynamic)."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]
     gathered = [(config, True, weighted, False) for config in GATHERING_CONFIGS for weighted in both]
-    drawn = [(config, False, weighted, True) for config in DRAWN_CONFIGS for weighted in both]
-    kinds = plain + gathered + drawn
+    dynamic = [(config, False, weighted, True) for config in DYNAMIC_CONFIGS for weighted in both]
+    kinds = plain + gathered + dynamic
     products = [(compile_grouped_fp8_gemm, (dtype, *kind)) for dtype in OUT_DTYPES for kind in kinds]
     kinds = [(config, gathered, False) for config in SWIGLU_CONFIGS for gathered in both]
     kinds += [(SWIGLU_CONFIGS[-1], False, True)]

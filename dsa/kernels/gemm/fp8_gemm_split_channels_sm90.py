@@ -26,15 +26,12 @@ Roofline: memory, b once; then a fixed part: launch, the latency of one load, tw
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storage, start
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
 from dsa.cute.wgmma import multiply
-from dsa.kernels.gemm.cluster import remote_address, store_remote_8
-from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
     CONSUMER_WARPS,
@@ -44,8 +41,33 @@ from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     FewRowsConfig,
 )
 from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.operand_loads import (
+    SMALL_M_THREADS,
+    fragments,
+    load_blocks,
+    operand_layouts,
+    prefetch_blocks,
+    tiles_of,
+)
 
 SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # distance of the scales of two rows: it puts 8 rows into different banks
+
+
+@cute.jit
+def remote_address(address: Int32, rank: Int32) -> Int32:
+    """Map `address` of this CTA's shared memory to the same location in CTA `rank` of the cluster. Offsets from both
+    addresses correspond."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+@cute.jit
+def store_remote_8(address: Int32, low: Float32, high: Float32):
+    """Store two numbers to 8 bytes at a remote address, which is a multiple of 8."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v2.f32 [{$r0}], {" + "{$r1}, {$r2}" + "};", read_only_args=[address, low, high]
+    )
 
 
 class Fp8GemmSplitChannelsSm90:
@@ -82,7 +104,7 @@ class Fp8GemmSplitChannelsSm90:
         tiles = cute.ceil_div(out.shape[1], COLUMNS) * cute.ceil_div(out.shape[0], self.rows)
         self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, out, a_layout, b_layout).launch(
             grid=(tiles * self.ctas, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(SMALL_M_THREADS, 1, 1),
             cluster=(self.ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -102,13 +124,12 @@ class Fp8GemmSplitChannelsSm90:
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
     ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         cta, _, _ = cute.arch.block_idx()
         # Neighbouring clusters have the same columns, so b is read from memory once.
         rank, of_rows = cta % self.ctas, cute.ceil_div(out.shape[0], self.rows)
         index, down = cta // self.ctas // of_rows, cta // self.ctas % of_rows
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -151,8 +172,7 @@ class Fp8GemmSplitChannelsSm90:
                 self.load_scales(a_scale, down * self.rows, of_columns, scales, scales_loaded, lane)
             cute.arch.cluster_wait()
             self.multiply_blocks(rank, groups, sa, sb, products, pipeline, warp, lane)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        cluster_sync()
         if warp < CONSUMER_WARPS:
             scales_loaded.wait(0)
             for first in cutlass.range_constexpr(0, self.slabs, CONSUMER_WARPS):

@@ -10,6 +10,11 @@ rows as columns, and the L2 cache holds what several of them read. With one matr
 With several matrices, columns are innermost: a matrix with few tiles of rows has a last one with few rows, and with
 rows innermost a static scheduler would give these short tiles to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
+
+With static scheduling CTAs take tiles at a fixed distance. If work tiles take different times, as those of matrices
+with few rows do, the CTAs drift apart. Weights that several tiles read are then no longer in the L2 cache when the
+second tile reads them. With dynamic scheduling a CTA takes the next tile when it becomes free, so neighbouring tiles
+are computed at the same time.
 """
 
 import math
@@ -21,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from dsa.cute.reductions import block_exclusive_scan
+from dsa.cute.tile_counter import draw
 from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
@@ -55,6 +61,7 @@ class GroupedTiles:
     ends    [matrices]
     rows    of the result, including those after the last matrix
     across  tiles of columns
+    sums    [32] in shared memory
     prefix  [PREFIX_SUMS] in shared memory
     height  rows of a tile
     width   columns of a tile
@@ -63,6 +70,7 @@ class GroupedTiles:
     ends: cute.Tensor
     rows: Int32
     across: Int32
+    sums: cute.Tensor
     prefix: cute.Tensor
     height: cutlass.Constexpr[int]
     width: cutlass.Constexpr[int]
@@ -72,11 +80,13 @@ class GroupedTiles:
         return self.ends.shape[0]
 
     @cute.jit
-    def count(self, sums, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
-        """Fill the prefix sums. -> the number of tiles of all matrices. Called by all threads of the CTA.
+    def clear(self, tid):
+        """Prepare `count`. Called by the CTA's first warp, before a barrier."""
+        self.sums[tid] = 0
 
-        sums  32 Int32 of shared memory, zero beyond the CTA's warps
-        """
+    @cute.jit
+    def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
+        """Fill the prefix sums. -> the number of tiles of all matrices. Called by all threads of the CTA."""
         matrices = self.ends.shape[0]
         # Decreasing ends make matrices overlap. Their tiles could then overflow an int32, so the sums are clamped.
         most = MAX_TILES // self.across
@@ -87,7 +97,7 @@ class GroupedTiles:
             if e < matrices:
                 begin, end = self.bounds(e)
                 own = cute.ceil_div(end - begin, self.height)
-            before, of_all = block_exclusive_scan(own, sums, lane, warp)
+            before, of_all = block_exclusive_scan(own, self.sums, lane, warp)
             if e < matrices:
                 self.prefix[e] = cutlass.min(total + before, most)
             total = cutlass.min(total + of_all, most)
@@ -165,7 +175,11 @@ class OneMatrixTiles:
     matrices = 1
 
     @cute.jit
-    def count(self) -> Int32:
+    def clear(self, tid):
+        """Nothing to prepare."""
+
+    @cute.jit
+    def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
         """The number of tiles."""
         return cute.ceil_div(self.rows, self.height) * self.across
 
@@ -188,6 +202,35 @@ class OneMatrixTiles:
             row = (band + local % of_band) * self.height
             column = local // of_band * self.width
         return WorkTileInfo(e, row, end, column)
+
+
+def tiles_storage(grouped: bool) -> type:
+    """The shared memory of `tiles_of_matrices`: a field of a @cute.struct."""
+
+    @cute.struct
+    class TilesStorage:
+        sums: cute.struct.MemRange[Int32, 32 if grouped else 1]
+        prefix: cute.struct.MemRange[Int32, PREFIX_SUMS if grouped else 1]
+
+    return TilesStorage
+
+
+def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: int, width: int):
+    """The tiles of several matrices, or of a single matrix if `ends` is None."""
+    if ends is None:
+        return OneMatrixTiles(rows, across, height, width)
+    sums, prefix = (x.get_tensor(cute.make_layout(n)) for x, n in ((storage.sums, 32), (storage.prefix, PREFIX_SUMS)))
+    return GroupedTiles(ends, rows, across, sums, prefix, height, width)
+
+
+@cute.jit
+def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane) -> Int32:
+    """The index of this CTA's tile after tile `index`, for `step` CTAs. Without a tile counter the scheduler is static.
+    Called by one warp; returned to all lanes."""
+    following = index + step
+    if cutlass.const_expr(tile_counter is not None):
+        following = step + draw(tile_counter, lane)
+    return following
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:

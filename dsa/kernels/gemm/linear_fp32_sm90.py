@@ -1,30 +1,16 @@
 """Small-M products with a matrix of 16-bit numbers, with fp32 results.
 
-Plan: the small-M product of dsa/cute/few_rows_product.py. A cluster or a CTA computes a tile, see
+Plan: the small-M product of dsa/cute/small_m_product.py. A cluster or a CTA computes a tile, see
 linear_fp32_limits.py.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.few_rows_product import ROUND, FewRowsProduct
+from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
+from dsa.cute.small_m_product import ROUND, SmallMProduct
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, DTYPES
-from dsa.runtime.compile_cache import cached, compile_sm90
-
-
-class LinearFP32Sm90:
-    def __init__(self, dtype: type[cutlass.Numeric], config: tuple[int, int]):
-        tokens, ctas = config
-        self.product = FewRowsProduct(dtype, tokens, ctas)
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
-        self.product.launch(x, weight, y, scale, scaled_from, stream)
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
 @cached
@@ -36,17 +22,15 @@ def compile_linear_fp32(dtype: str, config: tuple[int, int]):
     """
     element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
     channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)
-
-    def operand(count):
-        return fake(element, (count, channels), (*strides(1, 8), 1))
-
     return compile_sm90(
-        LinearFP32Sm90(element, config),
-        *(operand(tokens), operand(rows), fake(Float32, (tokens, rows), (*strides(1), 1), 4)),
+        SmallMProduct(element, *config),
+        fake_rows(element, tokens, channels),
+        fake_rows(element, rows, channels),
+        fake_rows(Float32, tokens, rows, align=4),
         *(Float32(1.0), Int32(0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_linear_fp32, (dtype, (tokens, ctas))) for dtype in DTYPES for ctas, tokens in ROUND]

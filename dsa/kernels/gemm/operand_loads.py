@@ -1,32 +1,67 @@
-"""Views of the operands for the TMA loads of the large-M products."""
+"""The operands of the FP8 products: layouts in shared memory, views for TMA loads, and the wgmma.
+
+The functions from `operand_layouts` on belong to the small-M products. Their work tiles are 32 or 64 columns of the
+result, which are the rows of the wgmma (swap A/B), by 8 to 64 rows.
+"""
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32
+from cutlass.utils import hopper_helpers as sm90
 
+from dsa.cute.copies import partition
+from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.wgmma import k_major_layout
 from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.fp8_gemm_few_rows_config import COLUMNS
 from dsa.kernels.gemm.limits import GROUP
 
+SMALL_M_THREADS = WARPGROUP + WARP
 
-def out_columns(results):
-    return results[0].shape[1]
+
+def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
+    """Partition a TMA load of x. -> its stages in shared memory, and the blocks [shape] of x from row `row` on."""
+    return partition(atom, shared, cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None)))
+
+
+def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e):
+    """`tiles_of` for the scales of block `block` of b's rows in matrix e, SCALES blocks of channels at a time."""
+    scales = cute.domain_offset((block, 0, e), x)[None, None, 0]
+    return partition(atom, shared, cute.local_tile(scales, (1, SCALES), (0, None)))
+
+
+def tiled_mma(warpgroups: int, rows: int, columns: int, a_in_registers: bool = False) -> cute.TiledMma:
+    """The e4m3 wgmma of `rows` by `columns` per warpgroup, with operands in K-major order."""
+    major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
+    shape = (warpgroups, 1, 1), (rows, columns), sources.RMEM if a_in_registers else sources.SMEM
+    return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, *shape)
+
+
+def operand_layouts(rows: int, blocks: int) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+    """The shared-memory layouts of `blocks` blocks of a and of b."""
+    return tuple(k_major_layout(Float8E4M3FN, count, GROUP, blocks) for count in (rows, COLUMNS))
+
+
+def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
+    """-> the wgmma, accumulators for `together` blocks, and the operands b and a as fragments."""
+    mma = tiled_mma(1, COLUMNS, rows)
+    thr_mma = mma.get_slice(0)
+    shape = thr_mma.partition_shape_C((COLUMNS, rows))
+    acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(together)]
+    return mma, acc, mma.make_fragment_A(thr_mma.partition_A(sb)), mma.make_fragment_B(thr_mma.partition_B(sa))
 
 
 @cute.jit
-def rows_from(x, row, height: cutlass.Constexpr):
-    """The blocks of channels of x's rows from `row` on."""
-    return cute.local_tile(cute.domain_offset((row, 0), x), (height, GROUP), (0, None))
+def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.Constexpr):
+    """Prefetch the `span` blocks of each of the groups first, first + step and so on below `end` to L2. Called by one
+    warp."""
+    for group in cutlass.range(first, end, step, unroll=1):
+        for i in cutlass.range_constexpr(span):
+            cute.prefetch(atom, source[None, span * group + i])
 
 
 @cute.jit
-def scales_from(x, block, e):
-    """The scales of block `block` of b's rows in matrix e, SCALES blocks of channels at a time."""
-    return cute.local_tile(cute.domain_offset((block, 0, e), x)[None, None, 0], (1, SCALES), (0, None))
-
-
-@cute.jit
-def part(atom, shared, tensor):
-    """Partition a TMA load. -> its stages in shared memory, and the blocks of the tensor."""
-    one = cute.make_layout(1)
-    return cute.nvgpu.cpasync.tma_partition(
-        *(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tensor, 0, 2))
-    )
+def load_blocks(atom, source: cute.Tensor, target: cute.Tensor, group, stage, span: cutlass.Constexpr, barrier):
+    """Load the `span` blocks of a group to a stage."""
+    for i in cutlass.range_constexpr(span):
+        cute.copy(atom, source[None, span * group + i], target[None, span * stage + i], tma_bar_ptr=barrier)

@@ -16,19 +16,19 @@ Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. 
 fp32 scales) leave half of the issue slots idle at copy bandwidth.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
+from dsa.cute.registers import converted
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SHORT_INPUT = 1 << 24  # elements
 
@@ -44,11 +44,8 @@ class CastConfig:
 
 class PerTokenCastToFp8Sm90:
     def __init__(self, use_ue8m0: bool, hadamard: bool, config: CastConfig):
-        self.use_ue8m0 = use_ue8m0
-        self.hadamard = hadamard
-        self.threads = config.threads
-        self.channels = config.channels
-        self.unroll = config.groups
+        self.use_ue8m0, self.hadamard = use_ue8m0, hadamard
+        self.threads, self.channels, self.unroll = config.threads, config.channels, config.groups
         self.lanes = GROUP // config.channels
         self.groups_per_pass = config.threads // self.lanes
         self.groups_per_cta = self.groups_per_pass * config.groups
@@ -74,15 +71,13 @@ class PerTokenCastToFp8Sm90:
         row_groups: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         lane = tid % self.lanes
         first = block * self.groups_per_cta + tid // self.lanes
         wait_for_prerequisite_grids()
 
         raw = cute.make_rmem_tensor((self.channels, self.unroll), x.element_type)
-        rows = [None] * self.unroll
-        cols = [None] * self.unroll
+        rows, cols = [None] * self.unroll, [None] * self.unroll
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end, read the last group again and store nothing.
             group = cutlass.min(first + u * self.groups_per_pass, total - 1)
@@ -90,15 +85,13 @@ class PerTokenCastToFp8Sm90:
             source = cute.local_tile(x, (1, self.channels), (rows[u], cols[u] * self.lanes + lane))
             cute.autovec_copy(source[0, None], raw[None, u])
 
-        v = cute.make_rmem_tensor((self.channels,), Float32)
-        out = cute.make_rmem_tensor((self.channels,), Float8E4M3FN)
         for u in cutlass.range_constexpr(self.unroll):
-            v.store(raw[None, u].load().to(Float32))
+            v = converted(raw[None, u], Float32)
             if const_expr(self.hadamard):
                 hadamard(v, lane, self.channels)
                 round_to(v, x.element_type)
             s = quantize(v, self.channels, self.use_ue8m0)
-            out.store(v.load().to(Float8E4M3FN))
+            out = converted(v, Float8E4M3FN)
             if first + u * self.groups_per_pass < total:
                 if const_expr(places is None):
                     self.store(out, s, q, scale, rows[u], cols[u], lane)
@@ -123,14 +116,16 @@ def compile_per_token_cast_to_fp8(
 ):
     """-> f(x [T, K] dtype, places int32 [T, k] if `scattered` or None, q [T, K] e4m3, scale [T, K / 128] fp32); T * K >
     0. The row stride of x is a multiple of 16 bytes. If `scattered`, q and scale may have any number of rows."""
-    element = cute_dtype(dtype)
-    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
-    x = fake(element, (rows, cols), (*strides(1, 128 // element.width), 1))
-    places = fake(Int32, (rows, cute.sym_int()), (*strides(1), 1), 4) if scattered else None
+    rows, cols = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     results = cute.sym_int() if scattered else rows
-    q = fake(Float8E4M3FN, (results, cols), (*strides(1, GROUP), 1))
-    scale = fake(Float32, (results, groups), (*strides(1), 1), 4)
-    return compile_sm90(PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config), x, places, q, scale, fake_stream())
+    return compile_sm90(
+        PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config),
+        fake_rows(cute_dtype(dtype), rows, cols),
+        fake_rows(Int32, rows, cute.sym_int(), align=4) if scattered else None,
+        fake(Float8E4M3FN, (results, cols), (*strides(1, GROUP), 1)),
+        fake_rows(Float32, results, cute.sym_int(), align=4),
+        fake_stream(),
+    )
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
@@ -139,7 +134,7 @@ def choose_config(dtype: str, elements: int) -> CastConfig:
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config, scattered))

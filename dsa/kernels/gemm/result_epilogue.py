@@ -10,15 +10,16 @@ stored from registers as pairs of columns, 32 consecutive bytes per row.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32, const_expr
+from cutlass import const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.cute.copies import partition
+from dsa.cute.shared_memory import pack, store_matrices
 from dsa.cute.sm90 import opaque
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK, CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
 from dsa.kernels.gemm.limits import GROUP
-from dsa.kernels.gemm.turned_tile import store_turned
+from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
@@ -43,7 +44,7 @@ class ResultEpilogue:
         return column // GROUP, column // GROUP + 1
 
     @cute.jit
-    def pieces_behind(self, column):
+    def pieces_in_next_block(self, column):
         """For each piece of a work tile's columns after the first: whether it lies in a later scale block than the
         first piece."""
         before = column // self.piece % self.pieces
@@ -52,11 +53,11 @@ class ResultEpilogue:
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
-    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, behind):
+    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, in_next_block):
         """The scale of piece j of the work tile's columns."""
         of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
         if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
-            of = of_blocks[1] if behind[j - 1] else of_blocks[0]
+            of = of_blocks[1] if in_next_block[j - 1] else of_blocks[0]
         return of
 
     def tma_stores(self, results):
@@ -105,7 +106,7 @@ class ResultEpilogue:
             self.store_pairs(sums, out, row + (lane >> 2), info.end, info.column + lane % 4 * 2)
 
     @cute.jit
-    def store_turned(self, sums, results, info, staged, warp, lane):
+    def store_swap_ab(self, sums, results, info, staged, warp, lane):
         """Store the transposed sums of a warp's 16 columns."""
         out, weights, _ = results
         sums = sums[0]
@@ -118,7 +119,7 @@ class ResultEpilogue:
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
-        store_turned(sums, out, info.row, info.end, info.column + warp * WARP_ROWS, staged, lane)
+        store_swap_ab(sums, out, info.row, info.end, info.column + warp * WARP_ROWS, staged, lane)
 
     @cute.jit
     def finish(self):
@@ -151,16 +152,13 @@ class ResultEpilogue:
                 target = cute.local_tile(
                     cute.domain_offset((row, column + chunk * CHUNK), out), (WARP_ROWS, CHUNK), (0, 0)
                 )
-                shared, place = cute.nvgpu.cpasync.tma_partition(
-                    atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
-                )
+                shared, place = partition(atom, source, target)
                 cute.copy(atom, shared[None, 0], place)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
         """Store the rows of a chunk that are before `end`, 16 bytes per lane."""
-        eight = cute.make_rmem_tensor((4,), Uint32)
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector
@@ -168,11 +166,8 @@ class ResultEpilogue:
             if const_expr(CHUNK * (chunk + 1) > self.tile_columns):
                 inside = inside and CHUNK * chunk + 8 * vector < self.tile_columns
             if row + r < end and inside:
-                loaded = load_16(staged + place * CHUNK_BYTES + r * 128 + (vector ^ (r % 8)) * 16)
-                for k in cutlass.range_constexpr(4):
-                    eight[k] = loaded[k]
-                target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
-                cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
+                address = staged + place * CHUNK_BYTES + r * 128 + (vector ^ (r % 8)) * 16
+                store_16_bytes(address, out[row + r, None], at // 8)
 
     @cute.jit
     def store_pairs(self, sums, out, row, end, column):
@@ -198,6 +193,6 @@ class LateResultEpilogue(ResultEpilogue):
         ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
 
     @cute.jit
-    def store_turned(self, sums, results, info, staged, warp, lane):
+    def store_swap_ab(self, sums, results, info, staged, warp, lane):
         """Store the transposed sums of a warp's 16 columns."""
-        ResultEpilogue.store_turned(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))
+        ResultEpilogue.store_swap_ab(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))

@@ -14,20 +14,18 @@ Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. 
 trip to memory.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.registers import converted, loaded
 from dsa.cute.rounded import rotate_pair
-from dsa.kernels.gemm.limits import CAST_DTYPES
-from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.cute.sm90 import thread_and_cta
+from dsa.kernels.gemm.limits import CAST_DTYPES, ROTARY_MULTIPLE
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = ROTARY_MULTIPLE  # per lane
 LANES = GROUP // CHANNELS
@@ -60,32 +58,28 @@ class RotaryCastToFp8Sm90:
         group_heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         lane, index = tid % LANES, cta * (THREADS // LANES) + tid // LANES
         # Past the end, compute the last channels again and store nothing.
         row, block = divmod(cutlass.min(index, total - 1), blocks)
         t, h = divmod(row, heads)
         group, of_group = divmod(h, group_heads)
         at = block * LANES + lane
-        turned = at - (x.shape[2] - 2 * cos.shape[1]) // CHANNELS
+        rotated = at - (x.shape[2] - 2 * cos.shape[1]) // CHANNELS
         wait_for_prerequisite_grids()
 
-        raw = cute.make_rmem_tensor((CHANNELS,), x.element_type)
+        raw = loaded(cute.local_tile(x[t, h, None], (CHANNELS,), (at,)))
         c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(x[t, h, None], (CHANNELS,), (at,)), raw)
-        if turned >= 0:
+        if rotated >= 0:
             for source, angles in ((cos, c), (sin, s)):
-                cute.autovec_copy(cute.local_tile(source[t, None], (CHANNELS // 2,), (turned,)), angles)
-        v = cute.make_rmem_tensor((CHANNELS,), Float32)
-        v.store(raw.load().to(Float32))
-        if turned >= 0:
+                cute.autovec_copy(cute.local_tile(source[t, None], (CHANNELS // 2,), (rotated,)), angles)
+        v = converted(raw, Float32)
+        if rotated >= 0:
             for i in cutlass.range_constexpr(CHANNELS // 2):
                 v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i], s[i])
             round_to(v, x.element_type)
         own_scale = quantize(v, CHANNELS, self.use_ue8m0)
-        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
-        out.store(v.load().to(Float8E4M3FN))
+        out = converted(v, Float8E4M3FN)
         if index < total:
             cute.autovec_copy(out, cute.local_tile(q[group, t, of_group, None], (CHANNELS,), (at,)))
             if lane == 0:
@@ -99,20 +93,19 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
     T * H > 0; d is a multiple of 128, R a multiple of 8 from 8 to d. T * H * d / 128, plus the groups of 128 channels
     of a CTA, is below 2^31. Rows are aligned to 16 bytes, those of q to 8 bytes.
     """
-    element = cute_dtype(dtype)
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
     half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)
     groups, group_heads = cute.sym_int(), cute.sym_int()
-    cos, sin = (fake(Float32, (tokens, half), (*strides(1, 4), 1)) for _ in range(2))
     return compile_sm90(
         RotaryCastToFp8Sm90(use_ue8m0),
-        *(fake(element, (tokens, heads, dim), (*strides(2, 128 // element.width), 1)), cos, sin),
+        fake_rows(cute_dtype(dtype), tokens, heads, dim),
+        *(fake_rows(Float32, tokens, half) for _ in range(2)),
         fake(Float8E4M3FN, (groups, tokens, group_heads, dim), (*strides(3, GROUP), 1)),
-        fake(Float32, (groups, tokens, group_heads, cute.sym_int()), (*strides(3), 1), 4),
+        fake_rows(Float32, groups, tokens, group_heads, cute.sym_int(), align=4),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_rotary_cast_to_fp8, (dtype, use_ue8m0)) for dtype in CAST_DTYPES for use_ue8m0 in (True, False)]

@@ -22,19 +22,19 @@ an SM issues 34 in the time of these bytes.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.registers import converted
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
-from dsa.kernels.gemm.swiglu import swiglu
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.kernels.gemm.swiglu_epilogue import swiglu
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128
 CHANNELS = 16  # per lane
@@ -45,8 +45,7 @@ RESIDENT = 10  # CTAs per SM, with 48 registers per thread
 
 class SwigluCastSm90:
     def __init__(self, use_ue8m0: bool, ragged: bool):
-        self.use_ue8m0 = use_ue8m0
-        self.ragged = ragged
+        self.use_ue8m0, self.ragged = use_ue8m0, ragged
         self.width = SWIGLU_MULTIPLE if ragged else CHANNELS
 
     @cute.jit
@@ -76,8 +75,7 @@ class SwigluCastSm90:
         row_groups: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         group = block * GROUPS_PER_CTA + tid // LANES
         wait_for_prerequisite_grids()
         self.cast(gate, up, q, scale, limit, row_groups, group, total, tid % LANES)
@@ -89,48 +87,35 @@ class SwigluCastSm90:
         row, col = divmod(cutlass.min(group, total - 1), row_groups)
         channel = col * GROUP + lane * CHANNELS
 
-        gates = cute.make_rmem_tensor((CHANNELS,), gate.element_type)
-        ups = cute.make_rmem_tensor((CHANNELS,), gate.element_type)
-        self.read(gates, gate[row, None], channel)
-        self.read(ups, up[row, None], channel)
+        gates, ups = [cute.make_rmem_tensor((CHANNELS,), gate.element_type) for _ in range(2)]
+        self.copy(gates, gate[row, None], channel, write=False)
+        self.copy(ups, up[row, None], channel, write=False)
         h = cute.make_rmem_tensor((CHANNELS,), Float32)
         for i in cutlass.range_constexpr(CHANNELS):
-            g, u = gates[i].to(Float32), ups[i].to(Float32)
-            h[i] = swiglu(g, u, limit)
+            h[i] = swiglu(gates[i].to(Float32), ups[i].to(Float32), limit)
         round_to(h, gate.element_type)
         s = quantize(h, CHANNELS, self.use_ue8m0)
-        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
-        out.store(h.load().to(Float8E4M3FN))
+        out = converted(h, Float8E4M3FN)
         if group < total:
-            self.write(out, q[row, None], channel)
+            self.copy(out, q[row, None], channel, write=True)
             if lane == 0:
                 scale[row, col] = s
 
     @cute.jit
-    def read(self, target: cute.Tensor, source: cute.Tensor, channel: Int32):
-        """Read a lane's channels from `channel` on; zeros for those past the end of the row."""
-        if const_expr(self.ragged):
-            target.fill(0.0)
+    def copy(self, registers: cute.Tensor, row: cute.Tensor, channel: Int32, write: cutlass.Constexpr):
+        """Copy a lane's channels of a row, from `channel` on, to registers; with `write`, copy registers to the row.
+        Channels past the end of the row are read as zeros and not written."""
+        if const_expr(self.ragged and not write):
+            registers.fill(0.0)
         for i in cutlass.range_constexpr(CHANNELS // self.width):
-            own = cute.local_tile(target, (self.width,), (i,))
-            place = cute.local_tile(source, (self.width,), (channel // self.width + i,))
+            own = cute.local_tile(registers, (self.width,), (i,))
+            place = cute.local_tile(row, (self.width,), (channel // self.width + i,))
+            source, target = (own, place) if write else (place, own)
             if const_expr(self.ragged):
-                if channel + i * self.width < source.shape[0]:
-                    cute.autovec_copy(place, own)
+                if channel + i * self.width < row.shape[0]:
+                    cute.autovec_copy(source, target)
             else:
-                cute.autovec_copy(place, own)
-
-    @cute.jit
-    def write(self, source: cute.Tensor, target: cute.Tensor, channel: Int32):
-        """Write a lane's channels from `channel` on, except those past the end of the row."""
-        for i in cutlass.range_constexpr(CHANNELS // self.width):
-            own = cute.local_tile(source, (self.width,), (i,))
-            place = cute.local_tile(target, (self.width,), (channel // self.width + i,))
-            if const_expr(self.ragged):
-                if channel + i * self.width < target.shape[0]:
-                    cute.autovec_copy(own, place)
-            else:
-                cute.autovec_copy(own, place)
+                cute.autovec_copy(source, target)
 
 
 class SwigluCastOfMatricesSm90(SwigluCastSm90):
@@ -162,8 +147,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
         ends: cute.Tensor,
         row_groups: cute.FastDivmodDivisorV2,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         ctas, _, _ = cute.arch.grid_dim()
         wait_for_prerequisite_grids()
         end = ends[ends.shape[0] - 1]
@@ -177,12 +161,13 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
 
 def _operands(dtype: str, limited: bool, multiple: int):
     """gate, up, q, scale and limit, as the compile functions document them."""
-    element = cute_dtype(dtype)
-    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
-    gate, up = (fake(element, (rows, cols), (*strides(1, 128 // element.width), 1)) for _ in range(2))
-    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1))
-    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
-    return gate, up, q, scale, Float32(1.0) if limited else None
+    rows, cols = cute.sym_int(), cute.sym_int(divisibility=multiple)
+    return (
+        *(fake_rows(cute_dtype(dtype), rows, cols) for _ in range(2)),
+        fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1)),
+        fake_rows(Float32, rows, cute.sym_int(), align=4),
+        Float32(1.0) if limited else None,
+    )
 
 
 @cached
@@ -198,12 +183,15 @@ def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool
 def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
     """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): `compile_swiglu_cast` of the rows before ends[E
     - 1], or of all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0; ctas: RESIDENT per SM."""
-    ends = fake(Int32, (cute.sym_int(),), (1,), 4)
-    kernel = SwigluCastOfMatricesSm90(use_ue8m0, ragged=False)
-    return compile_sm90(kernel, *_operands(dtype, limited, GROUP), ends, Int32(1), fake_stream())
+    return compile_sm90(
+        SwigluCastOfMatricesSm90(use_ue8m0, ragged=False),
+        *_operands(dtype, limited, GROUP),
+        fake_contiguous(Int32, cute.sym_int()),
+        *(Int32(1), fake_stream()),
+    )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
     kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
     plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]

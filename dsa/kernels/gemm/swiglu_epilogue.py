@@ -5,22 +5,38 @@ of gate in b. gate, up and then h are rounded to `dtype`, so that the bytes are 
 `swiglu_cast_to_fp8`. A quad of lanes has the 128 channels of a row, 32 per lane. The bytes of a warp's 16 rows pass
 through its part of shared memory, 128 bytes per row, with the 16-byte vector c of row r at c ^ (r % 8).
 
-In a work tile with swapped operands (turned_tile.py), the channels of a row are spread over all eight warps, 16 each.
+In a work tile with swapped operands (swap_ab_tile.py), the channels of a row are spread over all eight warps, 16 each.
 The warps exchange the maximum of each row through shared memory. Then they write its bytes there, in the layout above,
 and each warp stores four rows at a time. Barriers of the consumer warps separate these steps.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.quantize import AMAX_MIN, GROUP, quantize, round_to, scale_and_reciprocal, store_pair
-from dsa.cute.shared_memory import load_4, load_16, store_4
-from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, TURNED_ROWS, WARP_ROWS
-from dsa.kernels.gemm.swiglu import swiglu
+from dsa.cute.shared_memory import load_4, store_4
+from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, SWAP_AB_ROWS, WARP_ROWS
+from dsa.kernels.gemm.swap_ab_tile import store_16_bytes
 
 OWN = GROUP // 4  # channels of a row per lane
 WARPS = 8  # whose shared memory a work tile with swapped operands uses
+
+
+@cute.jit
+def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
+    """silu(gate) * up. The separate cast and this epilogue share the formula, so they give the same bits.
+
+    It is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The result is within 2^-20 of the exact
+    value, or within 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity, whose reciprocal is 0.
+
+    limit  clamp gate to at most limit, and up to [-limit, limit], first; NaN stays NaN. None: no clamp
+    """
+    g, u = gate, up
+    if const_expr(limit is not None):
+        g = cute.arch.fmin(g, limit, nan=True)
+        u = cute.arch.fmax(cute.arch.fmin(u, limit, nan=True), -limit, nan=True)
+    return g * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-g)) * u
 
 
 class SwigluEpilogue:
@@ -39,10 +55,10 @@ class SwigluEpilogue:
         """The indices of the blocks of 128 rows of b that have the scales of each part."""
         return column // GROUP, (b_rows // 2 + column) // GROUP
 
-    def pieces_behind(self, column):
+    def pieces_in_next_block(self, column):
         return None
 
-    def scale_of(self, part, j, of_blocks, behind):
+    def scale_of(self, part, j, of_blocks, in_next_block):
         """The scale of a part's columns."""
         return of_blocks[part]
 
@@ -79,18 +95,14 @@ class SwigluEpilogue:
     def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
         """Store `count` rows, a multiple of 4, of those that lie at `staged`, from number `first` on, if they are
         before `end`. The first row at `staged` is row `row` of q. 16 bytes per lane."""
-        bytes_of = cute.make_rmem_tensor((4,), Uint32)
         for i in cutlass.range_constexpr(0, count * 8, 32):
             r, vector = first + (i + lane) // 8, lane % 8
             if row + r < end:
-                loaded = load_16(staged + r * GROUP + (vector ^ (r % 8)) * 16)
-                for k in cutlass.range_constexpr(4):
-                    bytes_of[k] = loaded[k]
-                target = cute.local_tile(q[row + r, None], (16,), (column // 16 + vector,))
-                cute.autovec_copy(cute.recast_tensor(bytes_of, q.element_type), target)
+                address = staged + r * GROUP + (vector ^ (r % 8)) * 16
+                store_16_bytes(address, q[row + r, None], column // 16 + vector)
 
     @cute.jit
-    def store_turned(self, sums, results, info, staged, warp, lane):
+    def store_swap_ab(self, sums, results, info, staged, warp, lane):
         """Store the transposed sums of gate and up, which are 16 channels per warp of all rows of the work tile. The
         maxima and bytes of the rows pass through the shared memory of all warps."""
         q, scale, limit = results
@@ -101,8 +113,8 @@ class SwigluEpilogue:
         for i in cutlass.range_constexpr(count):
             h[i] = swiglu(sums[0][i], sums[1][i], limit)
         round_to(h, self.dtype)
-        everyones = staged - warp * CHUNK_BYTES
-        maxima = everyones + TURNED_ROWS * GROUP
+        all_staged = staged - warp * CHUNK_BYTES
+        maxima = all_staged + SWAP_AB_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
         of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index of the first of a row's two channels
         # With few channels of K, a warp can get here while another warp still stores the previous work tile.
@@ -112,12 +124,12 @@ class SwigluEpilogue:
             for offset in cutlass.range_constexpr(2, 5):
                 amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << offset), nan=True)
             if lane < 4:
-                store_4(Int32(maxima + (warp * TURNED_ROWS + rows[j]) * 4), amax.bitcast(Uint32))
+                store_4(Int32(maxima + (warp * SWAP_AB_ROWS + rows[j]) * 4), amax.bitcast(Uint32))
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = Float32(AMAX_MIN)
             for other in cutlass.range_constexpr(WARPS):
-                of_warp = load_4(Int32(maxima + (other * TURNED_ROWS + rows[j]) * 4)).bitcast(Float32)
+                of_warp = load_4(Int32(maxima + (other * SWAP_AB_ROWS + rows[j]) * 4)).bitcast(Float32)
                 amax = cute.arch.fmax(amax, of_warp, nan=True)
             own_scale, reciprocal = scale_and_reciprocal(amax, self.use_ue8m0)
             if warp == 0 and lane < 4 and info.row + rows[j] < info.end:
@@ -127,16 +139,17 @@ class SwigluEpilogue:
         for i in cutlass.range_constexpr(0, count, 2):
             # Sums i and i + 1 are two rows of one channel.
             channel = warp * WARP_ROWS + lane // 4 + i // 2 % 2 * 8
-            places = []
-            for r in (rows[i // 4 * 2], rows[i // 4 * 2 + 1]):
-                places.append(Int32(everyones + r * GROUP + ((channel // 16) ^ (r % 8)) * 16 + channel % 16))
+            places = [
+                Int32(all_staged + r * GROUP + ((channel // 16) ^ (r % 8)) * 16 + channel % 16)
+                for r in rows[i // 4 * 2 : i // 4 * 2 + 2]
+            ]
             store_bytes(*places, h[i], h[i + 1])
         self.wait_for_all()
         for first in cutlass.range_constexpr(0, 2 * count, WARPS * 4):
             # Each warp stores four rows.
             own = first + warp * 4
             if own < 2 * count:
-                self.store_rows(q, own, 4, info.row, info.end, info.column, everyones, lane)
+                self.store_rows(q, own, 4, info.row, info.end, info.column, all_staged, lane)
         self.wait_for_all()
 
     @cute.jit

@@ -6,10 +6,8 @@ out[t] = round(residual[t] + that sum).
 Plan
 - A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA has THREADS vectors of
   one token; a token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens fill more SMs.
-- All threads read the token's row indices and weights. Then a thread issues BATCH rows' copies at once, 128 bytes in
-  flight, by cp.async into its own part of shared memory. Plain loads would not stay together: the compiler waits for
-  each of them rather than spend registers on several. Copies of absent rows write zeros and read nothing, so k need not
-  be a multiple of BATCH. More than BATCH rows take further rounds.
+- All threads read the token's row indices and weights. Then a thread issues the copies of BATCH rows at once, 128
+  bytes in flight, by cp.async (dsa/cute/weighted_rows.py). More than BATCH rows take further rounds.
 - The vectors of shared and residual are loaded at the start.
 - Products are rounded and then added in the order of j, shared last, so the result has the reference's bits.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
@@ -17,27 +15,22 @@ Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 
 instructions; an SM issues 13 in the time that memory needs for its 2 bytes.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, const_expr
 
-from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
-from dsa.cute.rounded import multiply_rounded
-from dsa.cute.shared_memory import load_16
+from dsa.cute.registers import converted, filled, loaded
+from dsa.cute.sm90 import thread_and_cta
+from dsa.cute.weighted_rows import add_weighted_rows, scratch_of_thread
 from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
 VECTOR_BYTES = VECTOR_BITS // 8
 THREADS = COMBINE_CTA_BYTES // VECTOR_BYTES
-BATCH = 8
 
 
 class CombineExpertsSm90:
@@ -56,12 +49,6 @@ class CombineExpertsSm90:
         stream,
     ):
         parts = cute.ceil_div(out.shape[1], THREADS * self.width)
-
-        @cute.struct
-        class Storage:
-            gathered: cute.struct.Align[cute.struct.MemRange[Uint32, BATCH * THREADS * VECTOR_BYTES // 4], 128]
-
-        self.storage = Storage
         self.kernel(y, rows, weights, shared, residual, out, cute.fast_divmod_create_divisor_v2(parts)).launch(
             grid=(out.shape[0] * parts, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
@@ -77,65 +64,26 @@ class CombineExpertsSm90:
         out: cute.Tensor,
         parts: cute.FastDivmodDivisorV2,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         token, part = divmod(block, parts)
         vector = part * THREADS + tid
-        gathered = Int32(SmemAllocator().allocate(self.storage).gathered.data_ptr().toint()) + tid * VECTOR_BYTES
+        scratch = scratch_of_thread(VECTOR_BYTES, THREADS, tid)
         wait_for_prerequisite_grids()
         if vector * self.width < out.shape[1]:
-            own = cute.make_rmem_tensor((self.width,), self.dtype)
-            stream_part = cute.make_rmem_tensor((self.width,), self.dtype)
             if const_expr(shared is not None):
-                cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
+                own = loaded(cute.local_tile(shared[token, None], (self.width,), (vector,)))
             if const_expr(residual is not None):
-                cute.autovec_copy(cute.local_tile(residual[token, None], (self.width,), (vector,)), stream_part)
-            acc = cute.make_rmem_tensor((self.width,), Float32)
-            acc.fill(0.0)
-            for first in cutlass.range(0, rows.shape[1], BATCH, unroll=1):
-                self.add_rows(acc, y, rows, weights, gathered, token, first, vector)
+                stream_part = loaded(cute.local_tile(residual[token, None], (self.width,), (vector,)))
+            acc = filled((self.width,), 0.0)
+            add_weighted_rows(acc, y, rows, weights, scratch, VECTOR_BYTES, THREADS, token, vector)
             if const_expr(shared is not None):
                 for i in cutlass.range_constexpr(self.width):
                     acc[i] += own[i].to(Float32)
             if const_expr(residual is not None):
                 round_to(acc, self.dtype)
                 acc.store(acc.load() + stream_part.load().to(Float32))
-            own.store(acc.load().to(self.dtype))
-            cute.autovec_copy(own, cute.local_tile(out[token, None], (self.width,), (vector,)))
-
-    @cute.jit
-    def add_rows(self, acc, y, rows, weights, gathered, token, first, vector):
-        """acc += the products of the token's rows `first` to `first` + BATCH - 1, as far as they exist."""
-        row_bytes = Int64(y.stride[0]) * (self.dtype.width // 8)
-        start = y.iterator.toint() + Int64(vector) * VECTOR_BYTES
-        numbers = cute.make_rmem_tensor((BATCH,), rows.element_type)
-        factors = cute.make_rmem_tensor((BATCH,), Float32)
-        for j in cutlass.range_constexpr(BATCH):
-            numbers[j], factors[j] = rows.element_type(-1), Float32(0.0)
-            if first + j < rows.shape[1]:
-                numbers[j] = rows[token, first + j]
-                if const_expr(weights is not None):
-                    factors[j] = weights[token, first + j]
-        for j in cutlass.range_constexpr(BATCH):
-            valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-            # An absent row counts as zero, even if its weight is infinite.
-            factors[j] = factors[j] if valid else Float32(0.0)
-            # Its address is not computed either: use that of y's first row.
-            row = Int64(numbers[j]) if valid else Int64(0)
-            gather_16(gathered + j * (THREADS * VECTOR_BYTES), start + row * row_bytes, valid)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        words = cute.make_rmem_tensor((VECTOR_BYTES // 4,), Uint32)
-        for j in cutlass.range_constexpr(BATCH):
-            loaded = load_16(gathered + j * (THREADS * VECTOR_BYTES))
-            for i in cutlass.range_constexpr(cute.size(words)):
-                words[i] = loaded[i]
-            values = cute.recast_tensor(words, self.dtype)
-            for i in cutlass.range_constexpr(self.width):
-                value = values[i].to(Float32)
-                if const_expr(weights is not None):
-                    value = multiply_rounded(factors[j], value)
-                acc[i] += value
+            target = cute.local_tile(out[token, None], (self.width,), (vector,))
+            cute.autovec_copy(converted(acc, self.dtype), target)
 
 
 @cached
@@ -144,27 +92,22 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
     None, out [T, H]). T, H, M and T * ceil(H / (THREADS * channels in 16 bytes)) are from 1 to 2^31 - 1. Rows of H
     elements are aligned to 16 bytes."""
     element = cute_dtype(dtype)
+    index = cute_dtype(index_dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def rows_of(count):
-        return fake(element, (count, channels), (*strides(1, VECTOR_BITS // element.width), 1))
-
-    def numbers(kind):
-        return fake(kind, (tokens, top_k), strides(2), kind.width // 8)
 
     return compile_sm90(
         CombineExpertsSm90(element),
-        rows_of(sources),
-        numbers(cute_dtype(index_dtype)),
-        numbers(Float32) if weighted else None,
-        rows_of(tokens) if shared else None,
-        rows_of(tokens) if residual else None,
-        rows_of(tokens),
+        fake_rows(element, sources, channels),
+        fake(index, (tokens, top_k), strides(2), index.width // 8),
+        fake(Float32, (tokens, top_k), strides(2), 4) if weighted else None,
+        fake_rows(element, tokens, channels) if shared else None,
+        fake_rows(element, tokens, channels) if residual else None,
+        fake_rows(element, tokens, channels),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_combine_experts, (dtype, index_dtype, weighted, shared, residual))

@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from dsa.cute.sm90 import WARP
+from dsa.cute.registers import filled
+from dsa.cute.sm90 import WARP, cluster_sync
 from dsa.kernels.moe.moe_gate_sm90 import LAST
 from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
 
@@ -40,8 +41,7 @@ class EntryOrder:
     ):
         """Write the results. Called after all warps have sent their keys."""
         if const_expr(self.ctas > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            cluster_sync()
         else:
             cute.arch.sync_threads()
         step = self.ctas * WARPS * BATCH
@@ -56,8 +56,7 @@ class EntryOrder:
         if const_expr(self.ctas == 1):
             keys[entry] = key
         else:
-            number = cute.make_rmem_tensor((1,), Int32)
-            number[0] = key
+            number = filled((1,), key, Int32)
             for rank in cutlass.range_constexpr(self.ctas):
                 there = cute.arch.map_dsmem_ptr(keys.iterator + entry, Int32(rank))
                 cute.autovec_copy(number, cute.make_tensor(there, cute.make_layout(1)))
@@ -67,8 +66,7 @@ class EntryOrder:
         """Count for BATCH entries, or after these for experts, from index `begin` on. Called by one warp."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
-        below = cute.make_rmem_tensor((BATCH,), Int32)
-        below.fill(0)
+        below = filled((BATCH,), 0, Int32)
         for i in cutlass.range_constexpr(BATCH):
             own = keys[cutlass.min(begin + i, entries - 1)]
             bounds[i] = own if begin + i < entries else (begin + i - entries + 1) << ENTRY_BITS

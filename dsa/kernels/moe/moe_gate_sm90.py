@@ -9,17 +9,14 @@ Shared memory: none. Registers: 2 ceil(E / 32) and a dozen. Constraints: E up to
 Roofline: latency, about 60 instructions per selected expert; 4 E bytes per token.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.sm90 import WARP
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake_contiguous, fake_rows, fake_stream
+from dsa.cute.sm90 import WARP, thread_and_cta
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WARPS = 4
 LOWEST = -(2**31)  # below the integer of -inf: not a candidate
@@ -52,8 +49,7 @@ class MoeGateSm90:
     def kernel(
         self, logits: cute.Tensor, bias: cute.Tensor, topk_indices: cute.Tensor, weights: cute.Tensor, scale: Float32
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         token, lane = block * WARPS + tid // WARP, tid % WARP
         wait_for_prerequisite_grids()
         if token < logits.shape[0]:
@@ -71,16 +67,13 @@ class MoeGateSm90:
 
     @cute.jit
     def score(self, x: Float32) -> Float32:
-        result = Float32(0.0)
         if const_expr(self.scores == "sigmoid"):
-            result = 1.0 / (1.0 + cute.math.exp(-x))
-        else:
-            u = cute.math.exp(x)
-            # log1p(u): for a small u, 1 + u would keep few of its bits.
-            small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
-            softplus = small if u < 0.1 else cute.math.log(1.0 + u)
-            result = cute.math.sqrt(x if x > 20.0 else softplus)
-        return result
+            return 1.0 / (1.0 + cute.math.exp(-x))
+        u = cute.math.exp(x)
+        # log1p(u): for a small u, 1 + u would keep few of its bits.
+        small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
+        softplus = small if u < 0.1 else cute.math.log(1.0 + u)
+        return cute.math.sqrt(x if x > 20.0 else softplus)
 
     @cute.jit
     def keep_best_groups(self, order, lane):
@@ -146,10 +139,9 @@ class MoeGateSm90:
     @cute.jit
     def factor(self, own_score: Float32, scale: Float32) -> Float32:
         """The factor from a token's chosen scores to its weights. Each lane has one chosen score, or 0."""
-        result = scale
-        if const_expr(self.normalise):
-            result = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
-        return result
+        if const_expr(not self.normalise):
+            return scale
+        return scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
 
 
 @cute.jit
@@ -172,19 +164,17 @@ def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_g
     """-> f(logits fp32 [T, E], bias fp32 [E], topk_indices int64 [T, top_k], weights fp32 [T, top_k], scale); T > 0.
     The last dimensions are contiguous."""
     tokens = cute.sym_int()
-
-    def rows(dtype, width):
-        return fake(dtype, (tokens, width), (*strides(1), 1), dtype.width // 8)
-
-    bias = fake(Float32, (experts,), (1,), 4)
     return compile_sm90(
         MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise),
-        *(rows(Float32, experts), bias, rows(Int64, top_k), rows(Float32, top_k), Float32(1.0)),
-        fake_stream(),
+        fake_rows(Float32, tokens, experts, align=4),
+        fake_contiguous(Float32, experts),
+        fake_rows(Int64, tokens, top_k, align=8),
+        fake_rows(Float32, tokens, top_k, align=4),
+        *(Float32(1.0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """The gates of the published models. Others compile at their first call."""
     return [
         (compile_moe_gate, (256, 8, "sigmoid", 8, 4, True)),  # V3.2

@@ -10,27 +10,23 @@ Shared memory: 4 bytes per entry. Constraints: E up to 512, top_k up to 32, T up
 Roofline: logits: memory, the matrix once. The rest: latency of three dependent loads.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.few_rows_product import FewRowsProduct
-from dsa.cute.sm90 import WARP
+from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
+from dsa.cute.sm90 import WARP, thread_and_cta, warp_and_lane
+from dsa.cute.small_m_product import SmallMProduct
 from dsa.kernels.moe.entry_order import WARPS, EntryOrder
 from dsa.kernels.moe.moe_gate_sm90 import MoeGateSm90
 from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, TILE_TOKENS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
 class RouteByTableSm90:
     def __init__(self, dtype: type[cutlass.Numeric], tile_tokens: int, experts: int, top_k: int):
-        self.logits = FewRowsProduct(dtype, tile_tokens)
+        self.logits = SmallMProduct(dtype, tile_tokens)
         self.gate = MoeGateSm90(experts, top_k, "sqrtsoftplus", 1, 1, True)
         self.entries = EntryOrder(top_k, tile_tokens == FEW_TOKENS)
 
@@ -51,7 +47,7 @@ class RouteByTableSm90:
         scale: Float32,
         stream,
     ):
-        self.logits.launch(x, weight, logits, Float32(1.0), Int32(0), stream)
+        self.logits(x, weight, logits, Float32(1.0), Int32(0), stream)
         self.kernel(logits, table, token_ids, experts, weights, order, rows, ends, first, scale).launch(
             grid=(self.entries.ctas, 1, 1),
             block=(WARP * WARPS, 1, 1),
@@ -76,11 +72,9 @@ class RouteByTableSm90:
         first: Int32,
         scale: Float32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        rank, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        keys = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
+        tid, rank = thread_and_cta()
+        warp, lane = warp_and_lane()
+        keys = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
         if const_expr(self.entries.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
@@ -126,28 +120,26 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
     weight aligned to 16 bytes, all others contiguous. Writes the logits and the arguments from experts to ends."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
-
-    def operand(rows):
-        return fake(element, (rows, channels), (*strides(1, 8), 1))
-
-    def whole(kind, *shape):
-        inner = (shape[1], 1) if len(shape) == 2 else (1,)
-        return fake(kind, shape, inner, kind.width // 8)
-
     return compile_sm90(
         RouteByTableSm90(element, tile_tokens, experts, top_k),
-        *(operand(tokens), operand(experts), whole(Int64, cute.sym_int(), top_k), whole(Int64, tokens)),
-        *(whole(Float32, tokens, experts), whole(Int64, tokens, top_k), whole(Float32, tokens, top_k)),
-        *(whole(Int32, entries), whole(Int32, entries), whole(Int32, cute.sym_int())),
+        fake_rows(element, tokens, channels),
+        fake_rows(element, experts, channels),
+        fake_contiguous(Int64, cute.sym_int(), top_k),
+        fake_contiguous(Int64, tokens),
+        fake_contiguous(Float32, tokens, experts),
+        fake_contiguous(Int64, tokens, top_k),
+        fake_contiguous(Float32, tokens, top_k),
+        fake_contiguous(Int32, entries),
+        fake_contiguous(Int32, entries),
+        fake_contiguous(Int32, cute.sym_int()),
         *(Int32(0), Float32(1.0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """The gates of the published models. Others compile at their first call."""
-    experts = 256, 384  # V4-Flash's and V4-Pro's
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))
-        for count in experts
+        for count in (256, 384)  # V4-Flash's and V4-Pro's
         for tokens in (FEW_TOKENS, TILE_TOKENS)
     ]

@@ -1,9 +1,9 @@
-"""What the kernels of `route_to_experts` take, in plain numbers and names of torch dtypes; read by kernels, bridge and
-tests. top_k and n_group are as of the gate's kernel."""
+"""Limits of the kernels of `route_to_experts`, as plain numbers and names of torch dtypes, for kernels, ops and tests.
+The limits of top_k and n_group are those of the gate's kernel."""
 
 DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
-# Tokens of a tile of logits: all that there are if these are few, which one CTA then sorts; else a cluster does.
+# Tokens per tile of logits. One CTA sorts up to FEW_TOKENS tokens; a cluster sorts more.
 FEW_TOKENS, TILE_TOKENS = 8, 32
-# Product, gate and sort by themselves take longer for 64 tokens, and less for 128.
+# Separate kernels for product, gate and sort are slower for 64 tokens, and faster for 128.
 MAX_TOKENS, MAX_EXPERTS = 64, 512

@@ -3,7 +3,7 @@ and the order of (token, expert) entries by expert.
 
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
-  (FewRowsProduct), because it is bound by the matrix's bytes. The second does the rest, which is latency. One kernel on
+  (SmallMProduct), because it is bound by the matrix's bytes. The second does the rest, which is latency. One kernel on
   8 SMs would need longer for the bytes than the second kernel needs to start.
 - The second kernel is one CTA for up to 8 tokens, else a cluster of 8. One warp per token runs the code of
   moe_gate_sm90.py, so the bits are the same. Then entry_order.py sorts.
@@ -12,22 +12,18 @@ to 64, channels a multiple of 32.
 Roofline: logits: memory, the matrix once. The rest: latency, about 60 instructions per selected expert.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.few_rows_product import FewRowsProduct
-from dsa.cute.sm90 import WARP
+from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
+from dsa.cute.sm90 import WARP, thread_and_cta, warp_and_lane
+from dsa.cute.small_m_product import SmallMProduct
 from dsa.kernels.moe.entry_order import WARPS, EntryOrder
 from dsa.kernels.moe.moe_gate_sm90 import LOWEST, MoeGateSm90, order_of
 from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, TILE_TOKENS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
 class RouteToExpertsSm90:
@@ -42,7 +38,7 @@ class RouteToExpertsSm90:
         topk_group: int,
         normalise: bool,
     ):
-        self.logits = FewRowsProduct(dtype, tile_tokens)
+        self.logits = SmallMProduct(dtype, tile_tokens)
         self.gate = MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise)
         self.entries = EntryOrder(top_k, tile_tokens == FEW_TOKENS)
 
@@ -62,7 +58,7 @@ class RouteToExpertsSm90:
         scale: Float32,
         stream,
     ):
-        self.logits.launch(x, weight, logits, Float32(1.0), Int32(0), stream)
+        self.logits(x, weight, logits, Float32(1.0), Int32(0), stream)
         self.kernel(logits, bias, experts, weights, order, rows, ends, first, scale).launch(
             grid=(self.entries.ctas, 1, 1),
             block=(WARP * WARPS, 1, 1),
@@ -86,11 +82,9 @@ class RouteToExpertsSm90:
         first: Int32,
         scale: Float32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        rank, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        smem = SmemAllocator()
+        tid, rank = thread_and_cta()
+        warp, lane = warp_and_lane()
+        smem = cutlass.memory.SmemAllocator()
         keys = smem.allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
         chosen = smem.allocate_tensor(Int64, cute.make_layout((self.gate.top_k, WARPS)), 16)
         if const_expr(self.entries.ctas > 1):
@@ -150,24 +144,22 @@ def compile_route_to_experts(
     bytes, all others contiguous. Writes the logits and the arguments from topk_indices to ends."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
-
-    def operand(rows):
-        return fake(element, (rows, channels), (*strides(1, 8), 1))
-
-    def result(kind, *shape):
-        inner = (shape[1], 1) if len(shape) == 2 else (1,)
-        return fake(kind, shape, inner, kind.width // 8)
-
     return compile_sm90(
         RouteToExpertsSm90(element, tile_tokens, experts, top_k, scores, n_group, topk_group, normalise),
-        *(operand(tokens), operand(experts), result(Float32, experts), result(Float32, tokens, experts)),
-        *(result(Int64, tokens, top_k), result(Float32, tokens, top_k)),
-        *(result(Int32, entries), result(Int32, entries), result(Int32, cute.sym_int())),
+        fake_rows(element, tokens, channels),
+        fake_rows(element, experts, channels),
+        fake_contiguous(Float32, experts),
+        fake_contiguous(Float32, tokens, experts),
+        fake_contiguous(Int64, tokens, top_k),
+        fake_contiguous(Float32, tokens, top_k),
+        fake_contiguous(Int32, entries),
+        fake_contiguous(Int32, entries),
+        fake_contiguous(Int32, cute.sym_int()),
         *(Int32(0), Float32(1.0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """The gates of the published models. Others compile at their first call."""
     gates = [
         (256, 8, "sigmoid", 8, 4, True),  # V3.2
@@ -175,5 +167,8 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
         (256, 6, "sqrtsoftplus", 1, 1, True),  # V4-Flash
         (384, 6, "sqrtsoftplus", 1, 1, True),  # V4-Pro
     ]
-    tiles = FEW_TOKENS, TILE_TOKENS
-    return [(compile_route_to_experts, ("bfloat16", tokens, *gate)) for gate in gates for tokens in tiles]
+    return [
+        (compile_route_to_experts, ("bfloat16", tokens, *gate))
+        for gate in gates
+        for tokens in (FEW_TOKENS, TILE_TOKENS)
+    ]

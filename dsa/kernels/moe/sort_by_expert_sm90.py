@@ -7,18 +7,14 @@ Plan
 Shared memory: two numbers per warp. Roofline: L2, 8 (E + 1) N bytes for int32; for few entries, two latencies.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
-from dsa.cute.sm90 import WARP
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_stream
+from dsa.cute.sm90 import WARP, thread_and_cta
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WARPS = 8
 AHEAD = 8  # loads in flight per lane
@@ -33,10 +29,9 @@ class SortByExpertSm90:
 
     @cute.kernel
     def kernel(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor):
-        tid, _, _ = cute.arch.thread_idx()
-        own, _, _ = cute.arch.block_idx()
+        tid, own = thread_and_cta()
         warp, lane = tid // WARP, tid % WARP
-        smem = SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         lowers, equals = (smem.allocate_tensor(Int32, cute.make_layout(WARPS)) for _ in range(2))
         count, entries = ends.shape[0], experts.shape[0]
         each = cute.ceil_div(cute.ceil_div(entries, WARPS), 32) * 32
@@ -91,18 +86,17 @@ class SortByExpertSm90:
 @cached
 def compile_sort_by_expert(dtype: str):
     """-> f(experts [N] int32 or int64, order int32 [N], rows int32 [N], ends int32 [E]); N > 0, E > 0, contiguous."""
-    entries, count = cute.sym_int(), cute.sym_int()
-
-    def row(element, length):
-        return fake(element, (length,), (1,), element.width // 8)
-
+    entries = cute.sym_int()
     return compile_sm90(
         SortByExpertSm90(),
-        *(row(cute_dtype(dtype), entries), row(Int32, entries), row(Int32, entries), row(Int32, count)),
+        fake_contiguous(cute_dtype(dtype), entries),
+        fake_contiguous(Int32, entries),
+        fake_contiguous(Int32, entries),
+        fake_contiguous(Int32, cute.sym_int()),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_sort_by_expert, (dtype,)) for dtype in ("int32", "int64")]

@@ -5,41 +5,24 @@ out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[ro
 Plan
 - As one_shot_sum_sm90.py, but a thread computes its 8 bytes of this rank's part instead of loading them. This saves a
   kernel, and the part does not pass through memory.
-- A thread reads the row indices and weights, then issues BATCH rows' copies at once by cp.async into its own part of
-  shared memory. Plain loads would not stay together: ptxas uses the first before it issues the next. Copies of absent
-  rows write zeros and read nothing. More than BATCH rows take further rounds.
+- A thread reads the row indices and weights, then issues the copies of BATCH rows at once by cp.async
+  (dsa/cute/weighted_rows.py). More than BATCH rows take further rounds.
 - Products are rounded and added in the order of j, shared last, so the part has the bits of combine_experts_sm90.py.
 Constraints: as one_shot_sum_sm90.py; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
 Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
 Roofline: as one_shot_sum_sm90.py, plus the latency of the row indices.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, Int32, Int64, const_expr
 
-from dsa.cute.copies import gather_8
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.rounded import multiply_rounded
-from dsa.cute.shared_memory import load_8
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
+from dsa.cute.registers import filled, loaded
+from dsa.cute.weighted_rows import add_weighted_rows, scratch_of_thread
 from dsa.kernels.parallel.limits import DTYPES, PART, RANKS
 from dsa.kernels.parallel.one_shot_sum_sm90 import THREADS, OneShotSumSm90, fake_memory, fake_numbers
-from dsa.runtime.compile_cache import cached, compile_sm90
-
-BATCH = 8  # rows at a time
-
-
-class ExpertsPart(NamedTuple):
-    """The inputs of this rank's part: y [M, H], rows [T, k], weights [T, k], and shared [T, H] or None."""
-
-    y: cute.Tensor
-    rows: cute.Tensor
-    weights: cute.Tensor
-    shared: cute.Tensor | None
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
 class ExpertsSumSm90(OneShotSumSm90):
@@ -60,51 +43,24 @@ class ExpertsSumSm90(OneShotSumSm90):
         lost: Int64,
         stream,
     ):
-        source = ExpertsPart(y, rows, weights, shared)
-        self.launch(source, out, memory, memories, turns, rank, ctas, patience, lost, stream)
+        self.launch((y, rows, weights, shared), out, memory, memories, turns, rank, ctas, patience, lost, stream)
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
-        @cute.struct
-        class Storage:
-            gathered: cute.struct.Align[cute.struct.MemRange[Uint32, BATCH * THREADS * PART // 4], 128]
-
-        return Int32(SmemAllocator().allocate(Storage).gathered.data_ptr().toint()) + tid * PART
+        """This thread's shared-memory address for `load`."""
+        return scratch_of_thread(PART, THREADS, tid)
 
     @cute.jit
     def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
+        """Compute place i of this rank's part. source: y [M, H], rows [T, k], weights [T, k], and shared [T, H] or
+        None."""
         y, rows, weights, shared = source
         vectors = y.shape[1] // self.width
         token, vector = i // vectors, i % vectors
-        own = cute.make_rmem_tensor((self.width,), self.dtype)
         if const_expr(shared is not None):
-            cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
-        acc = cute.make_rmem_tensor((self.width,), Float32)
-        acc.fill(0.0)
-        words = cute.make_rmem_tensor((PART // 4,), Uint32)
-        row_bytes = Int64(y.stride[0]) * (self.dtype.width // 8)
-        start = y.iterator.toint() + Int64(vector) * PART
-        for first in cutlass.range(0, rows.shape[1], BATCH, unroll=1):
-            numbers = cute.make_rmem_tensor((BATCH,), Int32)
-            factors = cute.make_rmem_tensor((BATCH,), Float32)
-            for j in cutlass.range_constexpr(BATCH):
-                numbers[j], factors[j] = Int32(-1), Float32(0.0)
-                if first + j < rows.shape[1]:
-                    numbers[j] = rows[token, first + j]
-                    factors[j] = weights[token, first + j]
-            for j in cutlass.range_constexpr(BATCH):
-                valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-                # An absent row counts as zero, even if its weight is infinite. Its address is not computed.
-                factors[j] = factors[j] if valid else Float32(0.0)
-                row = Int64(numbers[j]) if valid else Int64(0)
-                gather_8(scratch + j * (THREADS * PART), start + row * row_bytes, valid)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            for j in cutlass.range_constexpr(BATCH):
-                words[0], words[1] = load_8(scratch + j * (THREADS * PART))
-                values = cute.recast_tensor(words, self.dtype)
-                for c in cutlass.range_constexpr(self.width):
-                    acc[c] += multiply_rounded(factors[j], values[c].to(Float32))
+            own = loaded(cute.local_tile(shared[token, None], (self.width,), (vector,)))
+        acc = filled((self.width,), 0.0)
+        add_weighted_rows(acc, y, rows, weights, scratch, PART, THREADS, token, vector)
         if const_expr(shared is not None):
             for c in cutlass.range_constexpr(self.width):
                 acc[c] += own[c].to(Float32)
@@ -118,19 +74,18 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
     kind = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
-    def rows_of(count):
-        return fake(kind, (count, channels), (*strides(1, 128 // kind.width), 1))
+    return compile_sm90(
+        ExpertsSumSm90(kind, ranks),
+        fake_rows(kind, sources, channels),
+        fake(Int32, (tokens, top_k), strides(2), 4),
+        fake(Float32, (tokens, top_k), strides(2), 4),
+        fake_rows(kind, tokens, channels) if shared else None,
+        fake_rows(kind, cute.sym_int(divisibility=8)),
+        *(*fake_memory(ranks), *fake_numbers(), fake_stream()),
+    )
 
-    def numbers(element):
-        return fake(element, (tokens, top_k), strides(2), element.width // 8)
 
-    part = rows_of(sources), numbers(Int32), numbers(Float32), rows_of(tokens) if shared else None
-    out = fake(kind, (cute.sym_int(divisibility=8),), (1,))
-    arguments = *part, out, *fake_memory(ranks), *fake_numbers()
-    return compile_sm90(ExpertsSumSm90(kind, ranks), *arguments, fake_stream())
-
-
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the sums over GPUs can ask for."""
     return [
         (compile_experts_sum, (dtype, ranks, shared)) for dtype in DTYPES for ranks in RANKS for shared in (False, True)

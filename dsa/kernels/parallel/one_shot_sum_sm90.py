@@ -22,8 +22,7 @@ Roofline: small tensors: latency of a load, NVLink and a load. Large ones: NVLin
 GPU.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,8 +30,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 256
 
@@ -96,12 +96,6 @@ def _address(memory: cute.Tensor, half: Int32, rank, place: Int32) -> Int64:
     return Int64(memory[half, rank, place, None].iterator.toint())
 
 
-class Part(NamedTuple):
-    """This GPU's part of the sum, [n]."""
-
-    x: cute.Tensor
-
-
 class OneShotSumSm90:
     def __init__(self, dtype: type[cutlass.Numeric], ranks: int):
         self.dtype, self.ranks = dtype, ranks
@@ -121,7 +115,7 @@ class OneShotSumSm90:
         lost: Int64,
         stream,
     ):
-        self.launch(Part(x), y, memory, memories, turns, rank, ctas, patience, lost, stream)
+        self.launch((x,), y, memory, memories, turns, rank, ctas, patience, lost, stream)
 
     @cute.jit
     def launch(self, source, y, memory, memories, turns, rank, ctas, patience, lost, stream):
@@ -141,8 +135,7 @@ class OneShotSumSm90:
         patience: Int64,
         lost: Int64,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         ctas, _, _ = cute.arch.grid_dim()
         first, step, places = cta * THREADS + tid, ctas * THREADS, y.shape[0] // self.width
         scratch = self.scratch(tid)
@@ -183,8 +176,8 @@ class OneShotSumSm90:
 
     @cute.jit
     def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
-        """Load place i of this rank's part."""
-        cute.autovec_copy(cute.local_tile(source.x, (self.width,), (i,)), part)
+        """Load place i of this rank's part, of which `source` has the operands: x [n]."""
+        cute.autovec_copy(cute.local_tile(source[0], (self.width,), (i,)), part)
 
 
 @cached
@@ -211,6 +204,6 @@ def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
     return Int32(0), Int32(1), Int64(1), Int64(0)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the sums over GPUs can ask for."""
     return [(compile_one_shot_sum, (dtype, ranks)) for dtype in DTYPES for ranks in RANKS]

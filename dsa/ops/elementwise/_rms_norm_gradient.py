@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE
-from dsa.kernels.elementwise.rms_norm_gradient_limits import MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime import backends
 from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, op
@@ -48,7 +48,7 @@ def _rms_norm_gradient(
 
     name, channels = dtype_name(x.dtype), x.shape[-1]
     rows, dx, _ = with_dims(rows_at_16_bytes(x), 3), *_results(x)
-    config = kernel.choose_gradient_config(name, channels)
+    config = kernel.choose_config(name, channels, kernel.GRADIENT_CONFIGS)
     ctas = kernel.choose_ctas(rows.shape[0] * rows.shape[1], config, backends.num_sms(x.device))
     parts = None
     if weight is not None:

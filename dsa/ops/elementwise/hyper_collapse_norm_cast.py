@@ -2,8 +2,7 @@
 
 import torch
 
-from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
-from dsa.kernels.elementwise.limits import HYPER_STREAMS, MAX_HYPER_CHANNELS
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS

@@ -82,12 +82,12 @@ def _sum_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def _rms_norm_cast_to_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from dsa.kernels.elementwise.rms_norm_sm90 import choose_cast_config, compile_rms_norm_cast
+    from dsa.kernels.elementwise.rms_norm_sm90 import CAST_CONFIGS, choose_config, compile_rms_norm_cast
 
     y, q, scale = _cast_results(x)
     if len(x):
         name = dtype_name(x.dtype)
-        launch = compile_rms_norm_cast(name, False, use_ue8m0, choose_cast_config(name, x.shape[1]))
+        launch = compile_rms_norm_cast(name, False, use_ue8m0, choose_config(name, x.shape[1], CAST_CONFIGS))
         launch(rows_at_16_bytes(x), None, weight, None, y, q, scale, float(eps))
     return y, q, scale
 
@@ -101,11 +101,11 @@ def _rms_norm_cast_to_fp8(
 def _add_rms_norm_cast_to_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from dsa.kernels.elementwise.rms_norm_sm90 import choose_cast_config, compile_rms_norm_cast
+    from dsa.kernels.elementwise.rms_norm_sm90 import CAST_CONFIGS, choose_config, compile_rms_norm_cast
 
     total, y, q, scale = _sum_results(x)
     if len(x):
         name = dtype_name(x.dtype)
-        launch = compile_rms_norm_cast(name, True, use_ue8m0, choose_cast_config(name, x.shape[1]))
+        launch = compile_rms_norm_cast(name, True, use_ue8m0, choose_config(name, x.shape[1], CAST_CONFIGS))
         launch(rows_at_16_bytes(x), rows_at_16_bytes(residual), weight, total, y, q, scale, float(eps))
     return total, y, q, scale

@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
-from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROTARY_CHANNELS, MAX_NORM_ROWS
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.elementwise.rotary import check_channels
 from dsa.reference.elementwise import rms_norm_rotary as reference
 from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, at_most, multiple_of, op
@@ -68,11 +68,11 @@ def _rms_norm_rotary(
     sin: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    from dsa.kernels.elementwise.rms_norm_sm90 import choose_rotary_config, compile_rms_norm_rotary
+    from dsa.kernels.elementwise.rms_norm_sm90 import ROTARY_CONFIGS, choose_config, compile_rms_norm_rotary
 
     out = _results(x)
     if out.numel():
         name = dtype_name(x.dtype)
-        launch = compile_rms_norm_rotary(name, weight is not None, choose_rotary_config(name, x.shape[2]))
+        launch = compile_rms_norm_rotary(name, weight is not None, choose_config(name, x.shape[2], ROTARY_CONFIGS))
         launch(rows_at_16_bytes(x), weight, rows_at_16_bytes(cos), rows_at_16_bytes(sin), out, float(eps))
     return out

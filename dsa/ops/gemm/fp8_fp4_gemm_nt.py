@@ -17,8 +17,8 @@ from dsa.runtime import backends
 from dsa.runtime.declare import ALIGNED, E4M3, F32, FLOATS, INT32, Arguments, Dtype, Int, Tensor, check_memory, op
 
 if TYPE_CHECKING:
-    from dsa.kernels.gemm.fp8_fp4_gemm_config import Fp8Fp4GemmConfig
     from dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90 import Fp8Fp4GemmFewRowsConfig
+    from dsa.kernels.gemm.fp8_fp4_gemm_sm90 import Fp8Fp4GemmConfig
 
 __all__ = ["fp4_block_scales", "grouped_fp8_fp4_gemm_nt", "widen_fp4"]
 
@@ -196,7 +196,7 @@ def _group_scales(scale: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(4096)
 def _choose_config(rows: int, columns: int, channels: int, matrices: int, sms: int) -> "Fp8Fp4GemmConfig":
-    from dsa.kernels.gemm.fp8_fp4_gemm_config import choose_config
+    from dsa.kernels.gemm.fp8_fp4_gemm_sm90 import choose_config
 
     return choose_config(rows, columns, channels, matrices, sms)
 

@@ -317,7 +317,7 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
     """Whether work tiles are scheduled dynamically: tiles of several matrices take different times."""
-    return matrices > 1 and rows >= max(limits.DRAWN_ROWS, limits.DRAWN_ROWS_OF_A_MATRIX * matrices)
+    return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 
 def tile_counter(like: torch.Tensor, is_dynamic: bool) -> torch.Tensor | None:
@@ -352,7 +352,7 @@ def _choose_grouped_config(
 
     sizes = rows, columns, channels, matrices, sms
     if is_dynamic:
-        return configs.choose_drawn_config(*sizes)
+        return configs.choose_dynamic_config(*sizes)
     return configs.choose_config(*sizes, configs.GATHERING_CONFIGS if gathered else configs.CONFIGS)
 
 

@@ -39,7 +39,7 @@ ONE_MATRIX = [
 KINDS = [
     *((config, False, False) for config in kernels.CONFIGS),
     *((config, True, False) for config in kernels.GATHERING_CONFIGS),
-    *((config, False, True) for config in kernels.DRAWN_CONFIGS),
+    *((config, False, True) for config in kernels.DYNAMIC_CONFIGS),
 ]
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 import pytest
 
 from dsa.kernels.elementwise import hyper_collapse_norm_cast_sm90 as kernels
-from dsa.kernels.elementwise import hyper_fusion_limits, limits, rms_norm_sm90
+from dsa.kernels.elementwise import limits, rms_norm_sm90
 from tests.kernels.variants import assert_counts, shipped
 
 
@@ -30,8 +30,8 @@ def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
 def test_sums_are_in_the_order_of_the_separate_kernels(channels):
     """The norm has the same lanes and vectors; the same thread of the collapse adds a vector's squares in the same
     step."""
-    threads, lanes, vectors = next(t for t in hyper_fusion_limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
-    config = rms_norm_sm90.choose_cast_config("bfloat16", channels)
+    threads, lanes, vectors = next(t for t in limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
+    config = rms_norm_sm90.choose_config("bfloat16", channels, rms_norm_sm90.CAST_CONFIGS)
     assert (lanes, vectors) == (config.lanes, config.vectors) and config.threads % lanes == 0
     assert threads == next(t for t, steps in limits.HYPER_TILES if channels <= t * steps * 8)
     shares = threads // lanes

@@ -4,10 +4,8 @@ import pytest
 
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise import limits
-from dsa.kernels.elementwise import rms_norm_gradient_limits as gradient_limits
 from dsa.kernels.elementwise import rms_norm_gradient_sm90 as gradients
 from dsa.kernels.elementwise import rms_norm_sm90 as kernels
-from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from tests.kernels.variants import assert_counts, shipped
 
 by_dtype = pytest.mark.parametrize("dtype", limits.DTYPES)
@@ -57,17 +55,18 @@ def test_sass_of_gradients(sass, arguments):
     assert sass.registers <= (255 if weighted and vectors == 4 else 168)
 
 
-@pytest.mark.parametrize(("dtype", "most"), gradient_limits.MAX_NORM_GRADIENT_CHANNELS.items())
+@pytest.mark.parametrize(("dtype", "most"), limits.MAX_NORM_GRADIENT_CHANNELS.items())
 def test_gradients_take_all_channels_up_to_their_limit(dtype, most):
-    longest = gradients.choose_gradient_config(dtype, most)
+    longest = kernels.choose_config(dtype, most, gradients.GRADIENT_CONFIGS)
     assert kernels.max_channels(dtype, longest) == most and longest.threads == 256
     for channels in range(8, most + 1, 8):
-        assert kernels.max_channels(dtype, gradients.choose_gradient_config(dtype, channels)) >= channels
+        config = kernels.choose_config(dtype, channels, gradients.GRADIENT_CONFIGS)
+        assert kernels.max_channels(dtype, config) >= channels
 
 
 @pytest.mark.parametrize("config", gradients.GRADIENT_CONFIGS)
 def test_the_ctas_cover_all_rows_and_no_row_number_overflows(config):
-    for rows in (1, 7, 132, 65536, gradient_limits.MAX_NORM_GRADIENT_ROWS):
+    for rows in (1, 7, 132, 65536, limits.MAX_NORM_GRADIENT_ROWS):
         ctas = gradients.choose_ctas(rows, config, 132)
         at_a_time = ctas * (config.threads // config.lanes)
         turns = -(-rows // at_a_time)
@@ -89,15 +88,15 @@ def test_every_row_length_has_a_configuration(dtype):
 def test_fused_norms_have_the_configuration_of_the_plain_norm(dtype):
     """So that their results have the same bits."""
     for channels in range(256, limits.MAX_NORM_CAST_CHANNELS[dtype] + 1, 128):
-        assert kernels.choose_cast_config(dtype, channels) == kernels.choose_config(dtype, channels)
-    assert kernels.choose_cast_config(dtype, 128) == kernels.CAST_CONFIGS[0]
-    for channels in range(8, MAX_NORM_ROTARY_CHANNELS[dtype] + 1, 8):
-        assert kernels.choose_rotary_config(dtype, channels) == kernels.choose_config(dtype, channels)
+        assert kernels.choose_config(dtype, channels, kernels.CAST_CONFIGS) == kernels.choose_config(dtype, channels)
+    assert kernels.choose_config(dtype, 128, kernels.CAST_CONFIGS) == kernels.CAST_CONFIGS[0]
+    for channels in range(8, limits.MAX_NORM_ROTARY_CHANNELS[dtype] + 1, 8):
+        assert kernels.choose_config(dtype, channels, kernels.ROTARY_CONFIGS) == kernels.choose_config(dtype, channels)
 
 
 @by_dtype
 def test_limits_are_what_the_variants_hold(dtype):
     assert limits.MAX_NORM_CHANNELS[dtype] == kernels.max_channels(dtype)
     assert limits.MAX_NORM_CAST_CHANNELS[dtype] == kernels.max_channels(dtype, kernels.CAST_CONFIGS[-1])
-    assert MAX_NORM_ROTARY_CHANNELS[dtype] == kernels.max_channels(dtype, kernels.ROTARY_CONFIGS[-1])
+    assert limits.MAX_NORM_ROTARY_CHANNELS[dtype] == kernels.max_channels(dtype, kernels.ROTARY_CONFIGS[-1])
     assert limits.MAX_NORM_ROWS == 2**31 - 2 * max(c.threads // c.lanes for c in kernels.CONFIGS)

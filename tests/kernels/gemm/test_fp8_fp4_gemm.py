@@ -3,7 +3,6 @@ widened by byte permutations, and the choice of a tile."""
 
 import pytest
 
-from dsa.kernels.gemm import fp8_fp4_gemm_config as configs
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
 from dsa.kernels.gemm.fp8_gemm_config import SCALES, of_fewest_clocks
 from tests.kernels.variants import assert_counts, shipped
@@ -35,17 +34,17 @@ def test_tiles_are_as_high_as_the_rows_of_an_expert(tokens, rows):
 
 
 @pytest.mark.parametrize("matrices", [1, 3])
-@pytest.mark.parametrize("favourite", configs.CONFIGS)
+@pytest.mark.parametrize("favourite", kernels.CONFIGS)
 def test_the_choice_uses_the_given_clocks(favourite, matrices):
     """Not the clocks of the FP8 product, whose tiles widen nothing."""
 
     def tile_clocks(config, rows, blocks):
         return 1.0 if config is favourite else 1e6
 
-    assert of_fewest_clocks(configs.CONFIGS, tile_clocks, 900, 4096, 4096, matrices, 132) is favourite
+    assert of_fewest_clocks(kernels.CONFIGS, tile_clocks, 900, 4096, 4096, matrices, 132) is favourite
 
 
-@pytest.mark.parametrize("config", configs.CONFIGS)
+@pytest.mark.parametrize("config", kernels.CONFIGS)
 def test_a_work_tile_has_the_columns_of_the_converter_warps(config):
     """Each converter warp widens OWN_ROWS columns, which share one row of block scales."""
     assert config.columns == kernels.CONVERTERS * kernels.OWN_ROWS == kernels.GROUP

@@ -55,8 +55,8 @@ def products(config, parts=1):
 
 def swapped_counts(config, dynamic):
     """Columns of the wgmma of work tiles that swap A and B."""
-    swapped = dynamic and config in (*configs.TURNED_CONFIGS, configs.SWIGLU_CONFIGS[-1])
-    return configs.TURNED_COUNTS if swapped else ()
+    swapped = dynamic and config in (*configs.SWAP_AB_CONFIGS, configs.SWIGLU_CONFIGS[-1])
+    return configs.SWAP_AB_COUNTS if swapped else ()
 
 
 def check_mainloop(sass, config, gathered, dynamic, parts):
@@ -97,7 +97,7 @@ def test_every_shape_gets_one_of_the_allowed_tiles(matrices, among):
     for rows, columns, channels, sms in itertools.product(ROWS, COLUMNS, CHANNELS, (1, 78, 132)):
         sizes = rows, columns, channels, matrices, sms
         assert configs.choose_config(*sizes, among) in among
-        assert configs.choose_drawn_config(*sizes) in configs.DRAWN_CONFIGS
+        assert configs.choose_dynamic_config(*sizes) in configs.DYNAMIC_CONFIGS
     # Also if all allowed tiles have more rows than a matrix.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, among[-1:]) is among[-1]
 

@@ -1,6 +1,6 @@
 """SASS of products in fp32: all loads of a round are in flight before its products, with two CTAs per SM."""
 
-from dsa.cute.few_rows_product import CTAS, ROUND
+from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped
 

@@ -1,6 +1,6 @@
 """What the kernels that route tokens share in SASS."""
 
-from dsa.cute.few_rows_product import CTAS, ROUND
+from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.moe import entry_order
 from dsa.kernels.moe.route_to_experts_limits import TILE_TOKENS
 from tests.kernels.variants import assert_counts

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dsa.cute.weighted_rows import BATCH
 from dsa.kernels.parallel import experts_sum_sm90 as experts
 from dsa.kernels.parallel import one_shot_sum_sm90 as kernels
 from dsa.kernels.parallel.limits import PART, RANKS
@@ -23,9 +24,9 @@ def test_sass(sass, arguments):
 def test_sass_of_experts(sass, arguments):
     _, ranks, shared = arguments
     # Copies bring the rows of this part and of the next one, a batch at a time, after their numbers and weights.
-    assert_counts(sass, LDGSTS=2 * experts.BATCH, LDGDEPBAR=2)
-    assert sass.instructions["LDG"] >= 1 + 2 * (2 * experts.BATCH + shared) + ranks
-    assert sass.registers <= 96 and sass.shared <= experts.BATCH * kernels.THREADS * PART + 2048
+    assert_counts(sass, LDGSTS=2 * BATCH, LDGDEPBAR=2)
+    assert sass.instructions["LDG"] >= 1 + 2 * (2 * BATCH + shared) + ranks
+    assert sass.registers <= 96 and sass.shared <= BATCH * kernels.THREADS * PART + 2048
 
 
 @pytest.mark.parametrize(("parts", "ctas"), [(1, 1), (1024, 4), (10**6, 132)])

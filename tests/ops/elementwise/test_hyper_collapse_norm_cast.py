@@ -3,8 +3,7 @@
 import pytest
 
 from dsa.cases import cases_of
-from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
-from dsa.kernels.elementwise.limits import HYPER_TILES
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_TILES
 
 (CASE,) = cases_of("hyper_collapse_norm_cast")
 

@@ -7,6 +7,7 @@ import torch
 
 import dsa
 from dsa.kernels.gemm import fp8_gemm_choice as choice
+from dsa.kernels.gemm import fp8_gemm_config as configs
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
@@ -87,7 +88,7 @@ def test_rows_that_are_gathered_and_weighted(launches):
     for given in (None, weights):
         out = dsa.grouped_fp8_gemm_nt((q, s), b, ends, torch.float16, rows=rows, weights=given)
         variant, arguments = launches.pop()
-        config = kernels.choose_config(4, 136, 512, 3, 132, kernels.GATHERING_CONFIGS)
+        config = configs.choose_config(4, 136, 512, 3, 132, configs.GATHERING_CONFIGS)
         assert variant == ("float16", config, True, given is not None, False)
         assert arguments[0] is q and arguments[1] is s and arguments[2] is rows and arguments[6] is out
         assert out.shape == (4, 136) and arguments[8] is arguments[9] is None
@@ -98,7 +99,7 @@ def test_rows_that_are_gathered_and_weighted(launches):
 @pytest.mark.parametrize("rows_first", [(-5, 6), (2**31 - 1, -(2**31))])
 def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     (q, s), b = operands(channels=16, columns=8, matrices=2)
-    rows = torch.randint(0, 6, (kernels.GATHERED_ROWS + 1,), dtype=torch.int32)
+    rows = torch.randint(0, 6, (configs.GATHERED_ROWS + 1,), dtype=torch.int32)
     ends = torch.tensor([100, len(rows) - 1], dtype=torch.int32)
     dsa.grouped_fp8_gemm_nt((q, s), b, ends, rows=rows[:-1])
     gathered, arguments = launches.pop()
@@ -142,7 +143,7 @@ def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, 
     ones, ends = torch.ones(count), torch.tensor([1, 3], dtype=torch.int32)
     out = dsa.grouped_fp8_gemm_nt((q, s), b, ends, rows=rows, weights=ones, expected_rows=expected)
     [(variant, arguments)] = launches
-    keeps_rows = gathered and chosen_for <= kernels.GATHERED_ROWS
+    keeps_rows = gathered and chosen_for <= configs.GATHERED_ROWS
     is_dynamic = not keeps_rows and chosen_for >= 1024
     config = op._choose_grouped_config(chosen_for, 8, 512, matrices, 132, keeps_rows, is_dynamic)
     assert variant == ("bfloat16", config, keeps_rows, True, is_dynamic)
@@ -157,7 +158,7 @@ def test_only_shipped_variants_are_asked_for(gathered, matrices):
     shipped = {arguments for function, arguments in kernels.shipped_variants()
                if function is kernels.compile_grouped_fp8_gemm}  # fmt: skip
     for rows in (1, 7, 64, 65, 300, 1024, 4096, 16384, 131072, limits.MAX_ROWS):
-        if gathered and rows > kernels.GATHERED_ROWS:
+        if gathered and rows > configs.GATHERED_ROWS:
             continue
         is_dynamic = not gathered and op.schedules_dynamically(rows, matrices)
         for columns, channels in ((8, 16), (136, 128), (2112, 7168), (24576, 1536)):

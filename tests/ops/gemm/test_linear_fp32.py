@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
-from dsa.cute import few_rows_product, slices
-from dsa.cute.few_rows_product import ROUND
+from dsa.cute import slices, small_m_product
+from dsa.cute.small_m_product import ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
 from dsa.kernels.gemm.linear_fp32_limits import (
     CLUSTERS,
@@ -53,8 +53,8 @@ def test_what_the_kernel_gets(tokens, rows, channels, config, dtype, launches):
 def test_only_shipped_variants_are_chosen():
     """Calls with few tiles run in clusters. A CTA without a cluster has channels for all slices."""
     assert {tile for _, tile in ROUND} == set(TILE_TOKENS) and {ctas for ctas, _ in ROUND} == {1, 8}
-    assert ROWS == few_rows_product.ROWS
-    assert LEAST_CHANNELS == slices.SLICES * few_rows_product.STEP  # no slice is empty
+    assert ROWS == small_m_product.ROWS
+    assert LEAST_CHANNELS == slices.SLICES * small_m_product.STEP  # no slice is empty
     for tokens in range(1, MAX_TOKENS + 1):
         for rows in (1, 64, 256, 512, 2048):
             for channels in (32, LEAST_CHANNELS, 7168):

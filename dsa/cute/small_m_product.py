@@ -25,12 +25,12 @@ Latency: launch, one round of loads for up to 8192 channels in a cluster, three 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.registers import filled, sum_in_order
 from dsa.cute.slices import SLICES, slice_start
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
 
 ROWS = 16  # of the matrix, per mma
 OCTET = 8  # columns of an mma
@@ -43,7 +43,7 @@ THREADS = WARPS * WARP
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
 
-class FewRowsProduct:
+class SmallMProduct:
     def __init__(self, dtype: type[cutlass.Numeric], tokens: int, ctas: int = CTAS):
         self.dtype, self.tokens, self.octets = dtype, tokens, tokens // OCTET
         self.ctas, self.round = ctas, ROUND[ctas, tokens]
@@ -51,7 +51,7 @@ class FewRowsProduct:
         self.pairs = tokens // 2 * ROWS  # of neighbouring tokens of a row
 
     @cute.jit
-    def launch(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
+    def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
         """y [T, O] fp32: rows of the matrix from `scaled_from` on times `scale`."""
         self.kernel(x, weight, y, scale, scaled_from).launch(
             grid=(cute.ceil_div(x.shape[0], self.tokens) * self.ctas, cute.ceil_div(weight.shape[0], ROWS), 1),
@@ -67,17 +67,12 @@ class FewRowsProduct:
     def kernel(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta, column, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         tile, rank = cta // self.ctas, cta % self.ctas
-
-        @cute.struct
-        class Storage:
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * self.pairs * 2], 16]
-            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2 if self.ctas > 1 else 4], 16]
-
-        storage = SmemAllocator().allocate(Storage)
-        sums = storage.sums.get_tensor(cute.make_layout((2, self.pairs, WARPS)))
+        smem = cutlass.memory.SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((2, self.pairs, WARPS)), 16)
+        owned = self.pairs // CTAS if self.ctas > 1 else 1
+        received = smem.allocate_tensor(Float32, cute.make_layout((2, owned, CTAS if self.ctas > 1 else 2)), 16)
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
 
@@ -95,16 +90,14 @@ class FewRowsProduct:
                 cute.autovec_copy(own[None, half, octet], sums[None, pair, warp])
         cute.arch.sync_threads()
         if const_expr(self.ctas > 1):
-            received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
             cute.arch.cluster_wait()
             if tid < self.pairs:
                 low, high = in_order(sums[None, tid, None])
-                self.send(received, rank, tid, low, high)
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            if tid < self.pairs // CTAS:
+                send(received, rank, tid, low, high)
+            cluster_sync()
+            if tid < owned:
                 totals = in_order(received[None, tid, None])
-                self.store(y, tile, column, rank * (self.pairs // CTAS) + tid, totals, scale, scaled_from)
+                self.store(y, tile, column, rank * owned + tid, totals, scale, scaled_from)
         else:
             if tid < self.pairs:
                 self.store(y, tile, column, tid, in_order(sums[None, tid, None]), scale, scaled_from)
@@ -122,17 +115,12 @@ class FewRowsProduct:
         """The sum of a warp's slices, from slice `index` on, in the layout of the accumulators: [2 neighbouring tokens,
         half of the rows, octet of tokens]."""
         place, quad = lane // 4, lane % 4
-        acc = cute.make_rmem_tensor((2, 2, self.octets), Float32)
-        acc.fill(0.0)
-        total = cute.make_rmem_tensor((2, 2, self.octets), Float32)
-        total.fill(0.0)
+        acc, total = filled((2, 2, self.octets), 0.0), filled((2, 2, self.octets), 0.0)
         steps, number = x.shape[1] // STEP, index + 1
         bound = slice_start(number, steps)
         for begin in cutlass.range(first, end, self.round, unroll=1):
-            w = cute.make_rmem_tensor((WORDS, 2, self.round), Uint32)
-            v = cute.make_rmem_tensor((WORDS, self.octets, self.round), Uint32)
-            w.fill(0)
-            v.fill(0)
+            w = filled((WORDS, 2, self.round), 0, Uint32)
+            v = filled((WORDS, self.octets, self.round), 0, Uint32)
             for i in cutlass.range_constexpr(self.round):
                 if begin + i < end:
                     at = (begin + i) * (STEP // VECTOR) + quad
@@ -177,15 +165,6 @@ class FewRowsProduct:
                 acc[i, half] = made[2 * half + i]
 
     @cute.jit
-    def send(self, received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-        """Send two partial sums of this CTA's group to the CTA that owns the results."""
-        owned = received.shape[1]
-        numbers = cute.make_rmem_tensor((2,), Float32)
-        numbers[0], numbers[1] = low, high
-        there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
-        cute.autovec_copy(numbers, cute.make_tensor(there, cute.make_layout(2)))
-
-    @cute.jit
     def store(self, y: cute.Tensor, tile, column, pair, totals, scale: Float32, scaled_from: Int32):
         """Store the results of two neighbouring tokens, as far as they exist."""
         row, token = column * ROWS + pair % ROWS, tile * self.tokens + pair // ROWS * 2
@@ -196,13 +175,20 @@ class FewRowsProduct:
 
 
 @cute.jit
+def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
+    """Send two partial sums of this CTA's group to the CTA that owns the results. received: [2, owned pairs, CTAs] in
+    each CTA."""
+    owned = received.shape[1]
+    numbers = cute.make_rmem_tensor((2,), Float32)
+    numbers[0], numbers[1] = low, high
+    there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
+    cute.autovec_copy(numbers, cute.make_tensor(there, cute.make_layout(2)))
+
+
+@cute.jit
 def in_order(parts: cute.Tensor):
     """The two sums over n of parts [2, n], added in order from zero."""
     values = cute.make_rmem_tensor(parts.shape, Float32)
     for i in cutlass.range_constexpr(parts.shape[1]):
         cute.autovec_copy(parts[None, i], values[None, i])
-    totals = [Float32(0.0), Float32(0.0)]
-    for j in cutlass.range_constexpr(2):
-        for i in cutlass.range_constexpr(parts.shape[1]):
-            totals[j] += values[j, i]
-    return totals[0], totals[1]
+    return sum_in_order(values[0, None]), sum_in_order(values[1, None])

@@ -12,22 +12,22 @@ in the column 8 further on.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
-from cutlass.utils import hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.pipeline import Pipeline
-from dsa.cute.shared_memory import load_16, pack, store_transposed
+from dsa.cute.shared_memory import load_16, load_registers, pack, store_transposed
 from dsa.cute.sm90 import WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.fp8_gemm_config import SCALES
 from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.operand_loads import tiled_mma
 
 GROUPS = 2  # warpgroups; each has 64 columns of each part of a work tile
 SCALE_BYTES = 4 * SCALES
 
 
 @cute.jit
-def turned_blocks(
+def swap_ab_blocks(
     count: cutlass.Constexpr, sums, operands, scales, blocks, slots: cutlass.Constexpr, pipeline: Pipeline, state, slot
 ):
     """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> the pipeline state and scale slot
@@ -39,10 +39,7 @@ def turned_blocks(
     """
     sa, sb, group = operands
     stages = sb.shape[2]
-    major = cute.nvgpu.OperandMajorMode.K
-    mma = sm90.make_trivial_tiled_mma(
-        *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (GROUPS, 1, 1), (GROUP // GROUPS, count))
-    )
+    mma = tiled_mma(GROUPS, GROUP // GROUPS, count)
     thr_mma = mma.get_slice(group * WARPGROUP)
     parts = [cute.local_tile(sb, (GROUP, GROUP, stages), (i, 0, 0)) for i in range(len(sums))]
     rb = [mma.make_fragment_A(thr_mma.partition_A(part)) for part in parts]
@@ -69,13 +66,26 @@ def turned_blocks(
                         # All lanes have read the scales; releasing this stage also frees their slot.
                         cute.arch.sync_warp()
                     pipeline.consumer_release(state)
-                products = cute.make_tensor(acc[part].iterator, cute.make_layout(cute.size(acc[part])))
-                both = [row[i] * of_parts[part][i] for row in of_rows]
-                for k in cutlass.range_constexpr(cute.size(products)):
-                    sums[part][k] += products[k] * both[k // 4 * 2 + k % 2]
+                add_scaled(sums[part], acc[part], [row[i] * of_parts[part][i] for row in of_rows])
             state = pipeline.advance(state)
         slot = 0 if slot == slots - 1 else slot + 1
     return state, slot
+
+
+@cute.jit
+def add_scaled(sums, acc, scales):
+    """sums += acc, scaled per row. Four consecutive accumulators are two rows in one column, then the same rows in the
+    column 8 further on."""
+    products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        sums[i] += products[i] * scales[i // 4 * 2 + i % 2]
+
+
+@cute.jit
+def store_16_bytes(address: Int32, row: cute.Tensor, vector):
+    """Copy 16 bytes from shared memory to vector `vector` of a row in global memory."""
+    values = cute.recast_tensor(load_registers(address), row.element_type)
+    cute.autovec_copy(values, cute.local_tile(row, (cute.size(values),), (vector,)))
 
 
 @cute.jit
@@ -84,7 +94,7 @@ def load_floats(address):
 
 
 @cute.jit
-def store_turned(sums, out, row, end, column, staged, lane):
+def store_swap_ab(sums, out, row, end, column, staged, lane):
     """Store the transposed sums of a warp's 16 columns from `column` on, for the rows from `row` to `end`. 16-bit
     results pass through the warp's part of shared memory, 32 bytes per row; fp32 results are stored from registers."""
     if const_expr(out.element_type.width == 16):
@@ -106,14 +116,9 @@ def _store_16_bits(sums, out, row, end, column, staged, lane):
         matrix = first + lane // 8 % matrices
         store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)
     cute.arch.sync_warp()
-    eight = cute.make_rmem_tensor((4,), Uint32)
     for first in cutlass.range_constexpr(0, 2 * count, 32):
         r, chunk = (first + lane) // 2, lane % 2
         at = column + 8 * chunk
         if r < cutlass.min(count, end - row) and at < out.shape[1]:
-            loaded = load_16(staged + r * 32 + chunk * 16)
-            for k in cutlass.range_constexpr(4):
-                eight[k] = loaded[k]
-            target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
-            cute.autovec_copy(cute.recast_tensor(eight, out.element_type), target)
+            store_16_bytes(staged + r * 32 + chunk * 16, out[row + r, None], at // 8)
     cute.arch.sync_warp()
