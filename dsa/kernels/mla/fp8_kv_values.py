@@ -7,8 +7,6 @@ Product j holds the lane's channels 2 j and 2 j + 1, of these eight, in its rows
 A value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in swap_ab_exchange.py).
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
@@ -20,31 +18,14 @@ from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.fp8_kv_convert import halves_of_two, interleave, times, times_split, times_to_f16
 from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.mla_attention import MlaShared
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
 from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
-from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
+from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop, ValueOperands
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 LAST_CHUNK = ROPE_CHUNK - 1  # last chunk of the value; bf16 if keys have 512 channels
-
-
-@dataclass(frozen=True)
-class ValueOperands:
-    """Tiled MMA, operands and accumulators of O^T.
-
-    rp      P^T as a wgmma operand
-    v_rmem  a lane's part of V^T as a wgmma operand
-    accs    accumulators; `flat` is the same memory, flat
-    raw     address of the stages
-    """
-
-    mma: cute.TiledMma
-    rp: cute.Tensor
-    v_rmem: cute.Tensor
-    accs: list[cute.Tensor]
-    flat: cute.Tensor
-    raw: Int32
 
 
 class Fp8KvValues(SwapAbOutputLoop):
@@ -64,27 +45,12 @@ class Fp8KvValues(SwapAbOutputLoop):
 
     @cute.jit
     def output_mainloop(
-        self,
-        results: Results,
-        mma: cute.TiledMma,
-        raw,
-        pipeline: Fp8KvPipeline,
-        exchange: SwapAbExchange,
-        heads: HeadRange,
-        group,
-        thread: Thread,
+        self, results: Results, mma: cute.TiledMma, shared: MlaShared, heads: HeadRange, group, thread: Thread
     ):
         """Run an output warpgroup: its half of the channels, all work tiles of this CTA."""
-        thr = mma.get_slice(thread.tid)
-        rp = mma.make_fragment_B(thr.partition_B(exchange.p))
         # Operands of two products of 16 keys, twice.
-        v_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K16)), 2, 2), Float16)
-        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
-        of_product = cute.make_layout(thr.partition_shape_C((TILE_N, self.head_tile)))
-        accs = [cute.make_tensor(flat.iterator + j * (self.head_tile // 2), of_product) for j in range(4)]
-        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        operands = ValueOperands(mma, rp, v_rmem, accs, flat, raw)
-        self.run(results, operands, flat, pipeline, exchange, start(), heads, group, thread)
+        v = cute.make_rmem_tensor((*mma.get_slice(thread.tid).partition_shape_A((TILE_N, K16)), 2, 2), Float16)
+        self.run(results, mma, v, shared, start(), heads, group, thread)
 
     @cute.jit
     def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
@@ -103,16 +69,15 @@ class Fp8KvValues(SwapAbOutputLoop):
     def add_tile(
         self,
         operands: ValueOperands,
-        pipeline: Fp8KvPipeline,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         state: PipelineState,
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        chunk = self.chunk_of(thread)
+        pipeline, exchange, chunk = shared.pipeline, shared.exchange, self.chunk_of(thread)
         pipeline.kv.consumer_wait(state)
         lane = opaque(thread.lane)
-        first = operands.raw + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
+        first = shared.kv + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
         first += chunk * K_CHUNK + (lane >> 2) * 4
         numbers = self.numbers_of(first, 0, 0) if self.ahead else None
         p_state = state_at_of_two(tile_count)
@@ -132,7 +97,7 @@ class Fp8KvValues(SwapAbOutputLoop):
         self,
         operands: ValueOperands,
         results: Results,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         work: WorkTileInfo,
         heads: HeadRange,
         group,
@@ -140,10 +105,10 @@ class Fp8KvValues(SwapAbOutputLoop):
     ):
         if work.split_idx >= 0:
             rows = results.out_partial[work.split_idx, 0, None, None]
-            self.write_rows(operands, exchange, rows, heads, thread)
+            self.write_rows(operands, shared.exchange, rows, heads, thread)
         else:
             sequence, query = divmod(work.batch_idx, group)
-            self.write_rows(operands, exchange, results.out[sequence, query, None, None], heads, thread)
+            self.write_rows(operands, shared.exchange, results.out[sequence, query, None, None], heads, thread)
 
     @cute.jit
     def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, heads: HeadRange, thread: Thread):
@@ -171,9 +136,7 @@ class Fp8KvValues(SwapAbOutputLoop):
         numbers  the first values, if they are loaded ahead
         """
         # [channel of two, half of the keys, product of two, which of the two operands]
-        words = cute.make_tensor(
-            cute.recast_ptr(operands.v_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2))
-        )
+        words = cute.make_tensor(cute.recast_ptr(operands.v.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
         factors = self.factors_of(scales, 0) if self.ahead else None
         for s in cutlass.range_constexpr(TILE_N // K16):
             for half in cutlass.range_constexpr(2):
@@ -237,8 +200,8 @@ class Fp8KvValues(SwapAbOutputLoop):
         """Issue two of the four products, for 16 keys."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
-            acc, v = operands.accs[2 * half + j], operands.v_rmem[None, None, 0, j, half]
-            cute.gemm(operands.mma, acc, v, operands.rp[None, None, s, p_stage], acc)
+            acc, v = operands.accs[2 * half + j], operands.v[None, None, 0, j, half]
+            cute.gemm(operands.mma, acc, v, operands.p[None, None, s, p_stage], acc)
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit

@@ -22,7 +22,7 @@ for 512 threads, so O += P V runs in v chunks of 128 columns.
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -47,7 +47,6 @@ from dsa.kernels.mla.mla_tiles import (
     KvPipeline,
     KvStages,
     KvState,
-    KvTensors,
     k_chunk_order,
 )
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
@@ -79,8 +78,7 @@ REGISTERS = RoleRegisters(152, 160, 40)
 Q_RMEM_CHUNKS = 5  # chunks of Q in registers
 
 
-@dataclass(frozen=True)
-class TiledMmas:
+class TiledMmas(NamedTuple):
     """S = Q K^T with Q in shared memory (qk) and in registers (qk_rmem), and O += P V (pv)."""
 
     qk: cute.TiledMma
@@ -89,29 +87,21 @@ class TiledMmas:
 
 
 @dataclass(frozen=True)
-class MlaOperands:
-    """Tiled MMAs, and the layouts of Q, of v chunks and of rope parts. The host builds them for the kernel."""
-
-    mmas: TiledMmas
-    q_layout: cute.ComposedLayout
-    v_layout: cute.ComposedLayout
-    rope_layout: cute.ComposedLayout
-
-
-@dataclass(frozen=True)
 class MlaShared:
     """A CTA's shared memory.
 
     pipeline  pipelines of work tiles and keys
     exchange  P and other data that score warpgroups pass to output warpgroups
-    q         the chunks of Q that are not in registers
-    kv        stages of keys
+    kv        stages of keys: tensors, or the address of FP8 bytes
+    q         the chunks of Q that are not in registers (without swap A/B)
+    staging   16 x head_tile elements per output warp (16-bit keys with swap A/B)
     """
 
-    pipeline: KvPipeline
-    exchange: Exchange
-    q: cute.Tensor
-    kv: KvTensors
+    pipeline: Any
+    exchange: Any
+    kv: Any
+    q: cute.Tensor | None = None
+    staging: cute.Pointer | None = None
 
 
 class MlaAttention:
@@ -146,9 +136,6 @@ class MlaAttention:
         shape = (TILE_M, TILE_N, self.q_smem_chunks * K_CHUNK)
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
 
-    def operands(self) -> MlaOperands:
-        return MlaOperands(self.tiled_mmas(), self.q_layout(), self.kv.v_layout(), self.kv.rope_layout())
-
     def operand_storage(self) -> type:
         """Return the struct of Q and keys in shared memory."""
 
@@ -159,13 +146,14 @@ class MlaAttention:
 
         return OperandStorage
 
-    def shared(self, storage, operands: MlaOperands) -> MlaShared:
+    def shared(self, storage) -> MlaShared:
         """Return the shared memory of a struct with members pipeline, exchange and operands."""
+        q_layout = self.q_layout()
         return MlaShared(
             self.kv.pipeline(storage.pipeline),
             self.exchange_memory.exchange(storage.exchange),
-            storage.operands.q.get_tensor(operands.q_layout.outer, swizzle=operands.q_layout.inner),
-            self.kv.tensors(storage.operands.kv, operands.v_layout, operands.rope_layout),
+            self.kv.tensors(storage.operands.kv),
+            storage.operands.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
         )
 
     @cute.jit

@@ -32,7 +32,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.decode_scheduler import PlanColumn
 from dsa.kernels.mla.limits import DTYPES, FIXED_SPLIT_TILES, HEAD_DIM_V, MAX_FIXED_SPLITS, MAX_PARTS, TILE_N
-from dsa.kernels.mla.sparse_arguments import fake_results, fake_sink
+from dsa.kernels.mla.sparse_mla_kernel import fake_results, fake_sink
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 

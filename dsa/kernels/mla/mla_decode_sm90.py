@@ -44,9 +44,9 @@ from dsa.kernels.mla.mla_attention import (
     REGISTERS,
     THREADS,
     MlaAttention,
-    MlaOperands,
     MlaShared,
     NamedBarrier,
+    TiledMmas,
     WarpRole,
 )
 from dsa.kernels.mla.mla_epilogue import Epilogue, Results
@@ -132,7 +132,7 @@ class MlaDecodeSm90(MlaAttention):
             parts = lengths.shape[0] * fixed_splits
         self.kernel(
             *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_partial, lse_partial),
-            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles, self.operands()),
+            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles, self.tiled_mmas()),
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
             block=(THREADS, 1, 1),
@@ -162,7 +162,7 @@ class MlaDecodeSm90(MlaAttention):
         fixed_splits: Int32,
         page_boxes: cute.FastDivmodDivisorV2,
         row_tiles: Int32,
-        operands: MlaOperands,
+        mmas: TiledMmas,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -170,7 +170,7 @@ class MlaDecodeSm90(MlaAttention):
         block, kv_head, _ = cute.arch.block_idx()
         part, row_tile = block // row_tiles, block % row_tiles
         storage = SmemAllocator().allocate(self.storage)
-        shared = self.shared(storage, operands)
+        shared = self.shared(storage)
 
         if warp == WarpRole.LOAD:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
@@ -202,12 +202,10 @@ class MlaDecodeSm90(MlaAttention):
                 )
         elif warp < WarpRole.OUTPUT:
             cute.arch.setmaxregister_increase(REGISTERS.score)
-            self.score_mainloop(q, results, operands.mmas, shared, q_tile, scale, tid, warp, lane)
+            self.score_mainloop(q, results, mmas, shared, q_tile, scale, tid, warp, lane)
         else:
             cute.arch.setmaxregister_increase(REGISTERS.output)
-            self.output_mainloop(
-                results, operands.mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1
-            )
+            self.output_mainloop(results, mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1)
         if const_expr(self.cluster > 1):
             # The peer CTA may still write to this CTA's shared memory.
             cute.arch.cluster_arrive()

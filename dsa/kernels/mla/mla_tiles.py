@@ -140,7 +140,8 @@ class KvStages:
 
         return TensorStorage
 
-    def tensors(self, storage, v_layout: cute.ComposedLayout, rope_layout: cute.ComposedLayout) -> KvTensors:
+    def tensors(self, storage) -> KvTensors:
+        v_layout, rope_layout = self.v_layout(), self.rope_layout()
         return KvTensors(
             storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
             storage.rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),

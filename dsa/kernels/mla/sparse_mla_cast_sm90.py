@@ -21,7 +21,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM_V, ROTATED_BACK
 from dsa.kernels.mla.mla_cast_epilogue import CastEpilogue, CastResults
-from dsa.kernels.mla.sparse_arguments import fake_cache, fake_sink, selections
+from dsa.kernels.mla.sparse_mla_kernel import fake_cache, fake_sink, selections
 from dsa.kernels.mla.sparse_mla_sm90 import SparseMlaSm90
 from dsa.runtime.compile_cache import cached, compile_sm90
 

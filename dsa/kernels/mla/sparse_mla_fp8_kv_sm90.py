@@ -26,50 +26,26 @@ to every SM.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Uint8, const_expr
 
 from dsa.cute.fake_tensors import fake, strides
-from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
-from dsa.kernels.mla.fp8_kv_scores import Fp8KvScores, QkMmas
+from dsa.kernels.mla.fp8_kv_gather import Fp8TopkGather
+from dsa.kernels.mla.fp8_kv_scores import Fp8KvScores
 from dsa.kernels.mla.fp8_kv_values import Fp8KvValues
 from dsa.kernels.mla.limits import FP8_KV_BYTES, FP8_KV_HEADS, SPARSE_HEAD_DIMS
-from dsa.kernels.mla.mla_attention import RoleRegisters
+from dsa.kernels.mla.mla_attention import MlaShared, RoleRegisters
 from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.sparse_arguments import fake_arguments
-from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
-from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
+from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel, fake_arguments
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchangeMemory, Thread
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 # Keyed by the heads per CTA.
 SCORE_WARPGROUPS = {16: 2, 32: 2, 64: 1}
 REGISTERS = {16: RoleRegisters(104, 104, 56), 32: RoleRegisters(104, 120, 32), 64: RoleRegisters(136, 176, 24)}
 STAGES = {16: 4, 32: 4, 64: 3}  # tiles of FP8 bytes
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Tiled MMAs, and the layouts of Q and P^T."""
-
-    qk: QkMmas
-    pv: cute.TiledMma
-    q_layout: cute.ComposedLayout
-    p_layout: cute.ComposedLayout
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A CTA's shared memory.
-
-    kv  address of the tiles of FP8 bytes
-    """
-
-    pipeline: Fp8KvPipeline
-    exchange: SwapAbExchange
-    kv: Int32
 
 
 class SparseMlaFp8KvSm90(SparseMlaKernel):
@@ -89,31 +65,27 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
 
         return OperandStorage
 
-    def operands(self) -> Operands:
-        return Operands(self.scores.tiled_mmas(), self.values.tiled_mma(), *self.exchange_memory.layouts())
+    def tiled_mmas(self) -> tuple[list[cute.TiledMma], cute.TiledMma]:
+        return self.scores.tiled_mmas(), self.values.tiled_mma()
 
-    def shared(self, storage, operands: Operands) -> Shared:
-        return Shared(
+    def shared(self, storage) -> MlaShared:
+        return MlaShared(
             self.kv.pipeline(storage.pipeline),
-            self.exchange_memory.exchange(storage.exchange, operands.q_layout, operands.p_layout),
+            self.exchange_memory.exchange(storage.exchange),
             Int32(storage.operands.kv.data_ptr().toint()),
         )
 
     @cute.jit
-    def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
+    def score(self, q, results: Results, shared: MlaShared, mmas, group, scale, coord: Coord):
         side = Int32(0) if const_expr(self.score_warpgroups == 1) else coord.warp // 4
-        self.scores.score_mainloop(
-            *(results, operands.qk, shared.kv, shared.pipeline, shared.exchange),
-            *(HeadRange(coord.first_head, coord.heads), group, scale, Thread(side, coord.warp % 4, coord.lane)),
-        )
+        heads, thread = HeadRange(coord.first_head, coord.heads), Thread(side, coord.warp % 4, coord.lane)
+        self.scores.score_mainloop(results, mmas[0], shared, heads, group, scale, thread)
 
     @cute.jit
-    def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
+    def output(self, results: Results, shared: MlaShared, mmas, group, coord: Coord):
         thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
-        self.values.output_mainloop(
-            *(results, operands.pv, shared.kv, shared.pipeline, shared.exchange),
-            *(HeadRange(coord.first_head, coord.heads), group, thread),
-        )
+        heads = HeadRange(coord.first_head, coord.heads)
+        self.values.output_mainloop(results, mmas[1], shared, heads, group, thread)
 
 
 @cached

@@ -15,7 +15,7 @@ from dsa.kernels.mla.limits import DTYPES, SPARSE_HEAD_DIMS
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.kernels.mla.query_groups import Queue
-from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
+from dsa.kernels.mla.sparse_mla_kernel import of_prefill, queued_arguments, selections
 from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import SparseMlaSwapAbSm90
 from dsa.runtime.compile_cache import cached, compile_sm90
 

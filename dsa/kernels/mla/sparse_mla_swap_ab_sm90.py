@@ -20,7 +20,6 @@ SM (measured with plain loads).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -28,12 +27,10 @@ import cutlass.cute as cute
 
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS
-from dsa.kernels.mla.mla_attention import RoleRegisters
+from dsa.kernels.mla.mla_attention import MlaShared, RoleRegisters
 from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_tiles import KvPipeline, KvTensors
-from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
-from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
-from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
+from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel, fake_arguments, fake_cache
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchangeMemory, Thread
 from dsa.kernels.mla.swap_ab_scores import SCORE_WARPGROUPS, SwapAbScores
 from dsa.kernels.mla.swap_ab_values import SwapAbValues
 from dsa.kernels.mla.topk_gather import TopkGather
@@ -42,31 +39,6 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 V_STAGES = {(HEAD_DIM, 16): 11, (HEAD_DIM, 32): 9, (HEAD_DIM_V, 16): 12, (HEAD_DIM_V, 32): 10}
 ROPE_STAGES = 2
 REGISTERS = RoleRegisters(96, 112, 64)
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Tiled MMAs, and the layouts of Q, P^T, v chunks and rope parts."""
-
-    qk: cute.TiledMma
-    pv: cute.TiledMma
-    q_layout: cute.ComposedLayout
-    p_layout: cute.ComposedLayout
-    v_layout: cute.ComposedLayout
-    rope_layout: cute.ComposedLayout
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A CTA's shared memory.
-
-    staging  16 x head_tile elements for each output warp
-    """
-
-    pipeline: KvPipeline
-    exchange: SwapAbExchange
-    kv: KvTensors
-    staging: cute.Pointer
 
 
 class SparseMlaSwapAbSm90(SparseMlaKernel):
@@ -91,37 +63,29 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
 
         return OperandStorage
 
-    def operands(self) -> Operands:
-        return Operands(
-            *(self.scores.tiled_mma(), self.values.tiled_mma()),
-            *self.exchange_memory.layouts(),
-            *(self.kv.v_layout(), self.kv.rope_layout()),
-        )
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        return self.scores.tiled_mmas(), self.values.tiled_mma()
 
-    def shared(self, storage, operands: Operands) -> Shared:
-        return Shared(
+    def shared(self, storage) -> MlaShared:
+        return MlaShared(
             self.kv.pipeline(storage.pipeline),
-            self.exchange_memory.exchange(storage.exchange, operands.q_layout, operands.p_layout),
-            self.kv.tensors(storage.operands.kv, operands.v_layout, operands.rope_layout),
-            storage.operands.staging.data_ptr(),
+            self.exchange_memory.exchange(storage.exchange),
+            self.kv.tensors(storage.operands.kv),
+            staging=storage.operands.staging.data_ptr(),
         )
 
     def thread(self, warp, lane) -> Thread:
         return Thread(warp // 4 % SCORE_WARPGROUPS, warp % 4, lane)
 
     @cute.jit
-    def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
-        self.scores.score_mainloop(
-            *(results, operands.qk, shared.kv, shared.pipeline, shared.exchange),
-            *(HeadRange(coord.first_head, coord.heads), group, scale, coord.thread),
-        )
+    def score(self, q, results: Results, shared: MlaShared, mmas, group, scale, coord: Coord):
+        heads = HeadRange(coord.first_head, coord.heads)
+        self.scores.score_mainloop(results, mmas[0], shared, heads, group, scale, coord.thread)
 
     @cute.jit
-    def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
-        self.values.output_mainloop(
-            *(results, operands.pv, shared.kv.v, shared.pipeline, shared.exchange, shared.staging),
-            *(HeadRange(coord.first_head, coord.heads), group, coord.thread),
-        )
+    def output(self, results: Results, shared: MlaShared, mmas, group, coord: Coord):
+        heads = HeadRange(coord.first_head, coord.heads)
+        self.values.output_mainloop(results, mmas[1], shared, heads, group, coord.thread)
 
 
 @cached

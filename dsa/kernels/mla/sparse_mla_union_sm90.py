@@ -31,14 +31,13 @@ from dsa.kernels.mla.mla_attention import NamedBarrier
 from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue, Results
 from dsa.kernels.mla.mla_exchange import Exchange
 from dsa.kernels.mla.mla_softmax import SoftmaxState
-from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvState
+from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvPipeline, KvState
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
-from dsa.kernels.mla.query_groups import GroupRows, Queue
-from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
-from dsa.kernels.mla.sparse_mla_kernel import Coord
-from dsa.kernels.mla.sparse_mla_sm90 import ROPE_STAGES, V_STAGES, SparseMlaAttention, SparseMlaSm90
+from dsa.kernels.mla.query_groups import GroupRows, Queue, entry_key, entry_members
+from dsa.kernels.mla.sparse_mla_kernel import Coord, of_prefill, queued_arguments, selections
+from dsa.kernels.mla.sparse_mla_sm90 import ROPE_STAGES, V_STAGES, SparseMlaSm90
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
-from dsa.kernels.mla.union_gather import UnionGather
+from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 
@@ -77,8 +76,109 @@ class GroupQTile:
         return query < self.queries and head < self.heads
 
 
-class SparseMlaUnionAttention(SparseMlaAttention):
-    """MLA attention of query groups: each query has its own valid mask."""
+class UnionGather(TopkGather):
+    """Gather for groups of `size` queries."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int, size: int):
+        assert size in GROUP_SIZES.values()
+        super().__init__(dtype, head_dim, v_stages, rope_stages)
+        self.rows, self.masks = GroupRows(size), size
+
+    @cute.jit
+    def locate_row(self, q, query, first_row, warp, lane):
+        """As `TopkGather.locate_row`; `query` is the number of a group."""
+        row = warp * WARP_KEYS + lane % WARP_KEYS
+        token, head = query * self.rows.size + self.rows.member(row), self.rows.head(row)
+        valid = token < q.shape[0] and head < q.shape[2]
+        token, head = cutlass.min(token, q.shape[0] - 1), cutlass.min(head, q.shape[2] - 1)
+        return q[token, 0, head, None].iterator.toint(), valid
+
+    @cute.jit
+    def index_of(self, lists, counts, ends, query, tile, key):
+        """Return the list entry of a tile's key, or 0 past the end of the list."""
+        place = tile * TILE_N + key
+        entry = Int32(0)
+        if place < counts[0]:
+            entry = lists[0].indices[query, place]
+        return entry
+
+    @cute.jit
+    def find(self, selection: Selection, index):
+        address, scales, _ = TopkGather.find(self, selection, entry_key(index))
+        return address, scales, entry_members(index) != 0
+
+    @cute.jit
+    def selected(self, mask: Uint32, index: Int32, lane):
+        """Return, in lane m < size, the bits of the keys that the group's m-th query has selected."""
+        own = Uint32(0)
+        for m in cutlass.range_constexpr(self.rows.size):
+            of_member = Uint32(cute.arch.vote_ballot_sync((entry_members(index) >> m) & 1 != 0)) & 0xFFFF
+            if lane == m:
+                own = of_member
+        return own
+
+    @cute.jit
+    def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
+        if lane < self.rows.size:
+            pipeline.valid_mask[lane * MASK_WORDS + warp, state.rope.stage] = selected
+        cute.arch.sync_warp()
+
+
+class SparseMlaUnionSm90(SparseMlaSm90):
+    """Sparse MLA attention of query groups.
+
+    f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512], lse
+    [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
+    queries [T]).
+
+    Arguments are as in `SparseMlaKernel` and `compile_selection_union`. A group has `size` queries; h <=
+    TILE_M / size.
+    """
+
+    all_heads = True
+
+    def __init__(self, head_dim: int, epilogue: Epilogue, size: int):
+        self.rows = GroupRows(size)
+        super().__init__(head_dim, epilogue)
+
+    def stages(self, dtype: type[cutlass.Numeric], head_dim: int) -> UnionGather:
+        return UnionGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES, self.rows.size)
+
+    def q_tile(self, results: Results, group, coord: Coord) -> GroupQTile:
+        return GroupQTile(self.rows, results.lse.shape[0], coord.heads)
+
+    def head_of_row(self, row, first_head):
+        return self.rows.head(row)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        lists: cute.Tensor,
+        lengths: cute.Tensor,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        max_logits: cute.Tensor,
+        scale: Float32,
+        workers: Int32,
+        queued: cute.Tensor,
+        groups: cute.Tensor,
+        queries: cute.Tensor,
+        stream,
+    ):
+        q, caches, lists, out, lse = of_prefill(q, kv, lists, out, lse)
+        results = GroupResults(
+            *(out, lse, out_partial, lse_partial, max_logits), lengths=lengths, queries=Queue(queries, queued, 1)
+        )
+        self.launch(
+            *(q, selections(caches, lists, [lengths], Int32(1)), results, sink, has_sink, scale),
+            *(Int32(1), workers, Int32(0), Int32(0), stream, Queue(groups, queued, 0), lengths.shape[0]),
+        )
 
     @cute.jit
     def apply_mask(
@@ -93,7 +193,8 @@ class SparseMlaUnionAttention(SparseMlaAttention):
         tid,
         lane,
     ):
-        masks = cute.make_tensor(shared.pipeline.valid_mask.iterator, self.mask_layout())
+        layout = cute.make_layout((MASK_WORDS, self.kv.masks, self.kv.rope_stages))
+        masks = cute.make_tensor(shared.pipeline.valid_mask.iterator, layout)
         mask = cute.make_rmem_tensor((MASK_WORDS,), Uint32)
         tile_row = tid // 32 * 16 + lane // 4
         for r in cutlass.range_constexpr(2):
@@ -107,9 +208,6 @@ class SparseMlaUnionAttention(SparseMlaAttention):
                 column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first
                 if (mask[i // 4] >> column) & 1 == 0:
                     scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
-
-    def mask_layout(self) -> cute.Layout:
-        return cute.make_layout((MASK_WORDS, self.kv.masks, self.kv.rope_stages))
 
     @cute.jit
     def store_whole(
@@ -148,64 +246,6 @@ class SparseMlaUnionAttention(SparseMlaAttention):
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
         cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
         self.epilogue.store(acc, upper, lower, results, coords, left, staging, side, lane)
-
-
-class SparseMlaUnionSm90(SparseMlaSm90):
-    """Sparse MLA attention of query groups.
-
-    f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512], lse
-    [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
-    queries [T]).
-
-    Arguments are as in `SparseMlaKernel` and `compile_selection_union`. A group has `size` queries; h <=
-    TILE_M / size.
-    """
-
-    all_heads = True
-
-    def __init__(self, head_dim: int, epilogue: Epilogue, size: int):
-        self.rows = GroupRows(size)
-        super().__init__(head_dim, epilogue)
-
-    def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
-        kv = UnionGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES, self.rows.size)
-        return SparseMlaUnionAttention(kv, head_dim, epilogue)
-
-    def q_tile(self, results: Results, group, coord: Coord) -> GroupQTile:
-        return GroupQTile(self.rows, results.lse.shape[0], coord.heads)
-
-    def head_of_row(self, row, first_head):
-        return self.rows.head(row)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        lists: cute.Tensor,
-        lengths: cute.Tensor,
-        sink: cute.Tensor,
-        has_sink: Int32,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        out_partial: cute.Tensor,
-        lse_partial: cute.Tensor,
-        max_logits: cute.Tensor,
-        scale: Float32,
-        workers: Int32,
-        queued: cute.Tensor,
-        groups: cute.Tensor,
-        queries: cute.Tensor,
-        stream,
-    ):
-        q, caches, lists, out, lse = of_prefill(q, kv, lists, out, lse)
-        results = GroupResults(
-            *(out, lse, out_partial, lse_partial, max_logits), lengths=lengths, queries=Queue(queries, queued, 1)
-        )
-        self.launch(
-            *(q, selections(caches, lists, [lengths], Int32(1)), results, sink, has_sink, scale),
-            *(Int32(1), workers, Int32(0), Int32(0), stream, Queue(groups, queued, 0), lengths.shape[0]),
-        )
 
 
 @cached

@@ -144,7 +144,8 @@ class SwapAbExchangeMemory:
         return ExchangeStorage
 
     @cute.jit
-    def exchange(self, storage, q_layout: cute.ComposedLayout, p_layout: cute.ComposedLayout):
+    def exchange(self, storage) -> SwapAbExchange:
+        q_layout, p_layout = self.layouts()
         exchange = SwapAbExchange(
             q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             p=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),

@@ -3,22 +3,43 @@
 It runs over the tiles of every work tile. Each of the two warpgroups has 256 channels x `head_tile` of O^T.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from dsa.cute.pipeline import PipelineState, state_at, state_at_of_two
+from dsa.kernels.mla.limits import TILE_N
+from dsa.kernels.mla.mla_attention import MlaShared
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+
+
+class ValueOperands(NamedTuple):
+    """Tiled MMA, V^T and P^T as wgmma operands, and the accumulators of O^T; `flat` is the same memory, flat."""
+
+    mma: cute.TiledMma
+    v: cute.Tensor
+    p: cute.Tensor
+    accs: list[cute.Tensor]
+    flat: cute.Tensor
 
 
 class SwapAbOutputLoop:
-    """The loop for `head_tile` heads, 16, 32 or 64. O^T is four accumulators of 64 channels.
+    """The loop for `head_tile` heads, 16, 32 or 64. An accumulator of O^T has `acc_channels` channels.
 
-    A kernel overrides how Q's stages are skipped (`skip_q`), how a tile is multiplied (`add_tile`) and how
-    O^T is written (`write`).
+    A kernel adds how a tile is multiplied and how O^T is written:
+
+    skip_q(pipeline, state)
+        Return the ring state after the stages with a work tile's Q, which this warpgroup does not read.
+    add_tile(operands, shared, state, tile_count, thread)
+        Compute O^T += V^T P^T of the next tile, after tile_count tiles of P. Return the state after it.
+    write(operands, results, shared, work, heads, group, thread)
+        Write O^T times `inverse` to the result, or to the partial result of a split.
     """
+
+    acc_channels = TILE_N
 
     def __init__(self, head_tile: int):
         self.head_tile, self.columns = head_tile, head_tile // 4  # columns (heads) per lane
@@ -43,39 +64,12 @@ class SwapAbOutputLoop:
                     acc[self.element(c, j)] *= factor
 
     @cute.jit
-    def skip_q(self, pipeline, state: PipelineState) -> PipelineState:
-        """Return the ring state after the stages with a work tile's Q, which this warpgroup does not read."""
-        raise NotImplementedError
-
-    @cute.jit
-    def add_tile(
-        self, operands, pipeline, exchange: SwapAbExchange, state: PipelineState, tile_count, thread: Thread
-    ) -> PipelineState:
-        """Compute O^T += V^T P^T of the next tile, after tile_count tiles of P. Return the state after it."""
-        raise NotImplementedError
-
-    @cute.jit
-    def write(
-        self,
-        operands,
-        results: Results,
-        exchange: SwapAbExchange,
-        work: WorkTileInfo,
-        heads: HeadRange,
-        group,
-        thread: Thread,
-    ):
-        """Write O^T times `inverse` to the result, or to the partial result of a split."""
-        raise NotImplementedError
-
-    @cute.jit
     def run(
         self,
         results: Results,
-        operands,
-        acc,
-        pipeline,
-        exchange: SwapAbExchange,
+        mma: cute.TiledMma,
+        v: cute.Tensor,
+        shared: MlaShared,
         state: PipelineState,
         heads: HeadRange,
         group,
@@ -83,9 +77,16 @@ class SwapAbOutputLoop:
     ):
         """Run an output warpgroup: its half of the channels, all work tiles of this CTA.
 
-        acc    a lane's part of O^T, flat
+        v      V^T as a wgmma operand
         state  the warpgroup's first state in the ring of keys
         """
+        pipeline, exchange, thr = shared.pipeline, shared.exchange, mma.get_slice(thread.tid)
+        p = mma.make_fragment_B(thr.partition_B(exchange.p))
+        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
+        layout = cute.make_layout(thr.partition_shape_C((self.acc_channels, self.head_tile)))
+        accs = [cute.make_tensor(flat.iterator + i, layout) for i in range(0, 2 * self.head_tile, cute.size(layout))]
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        operands = ValueOperands(mma, v, p, accs, flat)
         work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -93,14 +94,14 @@ class SwapAbOutputLoop:
             pipeline.work.release(work_state)
             batch_idx = work.batch_idx
             if batch_idx >= 0:
-                acc.fill(0.0)
+                flat.fill(0.0)
                 state = self.skip_q(pipeline, state)
                 for _ in cutlass.range(work.tiles, unroll=1):
-                    state = self.add_tile(operands, pipeline, exchange, state, tile_count, thread)
+                    state = self.add_tile(operands, shared, state, tile_count, thread)
                     tile_count += 1
                 end_state = state_at(work_count, 1)
                 exchange.end.consumer_wait(end_state)
-                self.write(operands, results, exchange, work, heads, group, thread)
+                self.write(operands, results, shared, work, heads, group, thread)
                 cute.arch.sync_warp()
                 exchange.end.consumer_release(end_state)
                 work_count += 1

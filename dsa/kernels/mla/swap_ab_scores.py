@@ -3,7 +3,7 @@
 The warpgroups take tiles in turns. Keys are M of the wgmmas, straight from shared memory; heads are N.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,6 +13,7 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.pipeline import state_at, state_at_of_two
 from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.limits import TILE_N
+from dsa.kernels.mla.mla_attention import MlaShared
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import (
     K16,
@@ -23,32 +24,23 @@ from dsa.kernels.mla.mla_tiles import (
     V_CHUNKS,
     KvPipeline,
     KvState,
-    KvTensors,
     k_chunk_order,
 )
-from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, Thread
 from dsa.kernels.mla.swap_ab_score_loop import SwapAbScoreLoop
 from dsa.kernels.mla.topk_gather import TopkGather
 
 SCORE_WARPGROUPS = 2
 
 
-@dataclass(frozen=True)
-class ScoreOperands:
-    """Tiled MMA, operands and accumulator of the scores.
-
-    rk, rr, rq  v chunks, rope parts and Q as wgmma operands
-    acc         accumulator; `scores` is the same, flat
-    tensors     the stages of keys
-    """
+class ScoreOperands(NamedTuple):
+    """Tiled MMA, accumulator, and v chunks (rk), rope parts (rr) and Q (rq) as wgmma operands."""
 
     mma: cute.TiledMma
     rk: cute.Tensor
     rr: cute.Tensor
     rq: cute.Tensor
     acc: cute.Tensor
-    scores: cute.Tensor
-    tensors: KvTensors
 
 
 class SwapAbScores(SwapAbScoreLoop):
@@ -58,7 +50,7 @@ class SwapAbScores(SwapAbScoreLoop):
         super().__init__(head_tile, SCORE_WARPGROUPS, kv.dtype, key_exponents=False, with_max_logits=with_max_logits)
         self.kv, self.dtype, self.order = kv, kv.dtype, k_chunk_order(kv.head_dim)
 
-    def tiled_mma(self) -> cute.TiledMma:
+    def tiled_mmas(self) -> cute.TiledMma:
         k_major, shape = cute.nvgpu.OperandMajorMode.K, (TILE_N, self.head_tile)
         return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape)
 
@@ -67,9 +59,7 @@ class SwapAbScores(SwapAbScoreLoop):
         self,
         results: Results,
         mma: cute.TiledMma,
-        tensors: KvTensors,
-        pipeline: KvPipeline,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         heads: HeadRange,
         group,
         scale,
@@ -77,19 +67,16 @@ class SwapAbScores(SwapAbScoreLoop):
     ):
         """Run a score warpgroup: all work tiles of this CTA."""
         thr = mma.get_slice(thread.tid)
-        rk, rr = [mma.make_fragment_A(thr.partition_A(stages)) for stages in (tensors.v, tensors.rope)]
-        rq = mma.make_fragment_B(thr.partition_B(exchange.q))
+        rk, rr = [mma.make_fragment_A(thr.partition_A(stages)) for stages in (shared.kv.v, shared.kv.rope)]
+        rq = mma.make_fragment_B(thr.partition_B(shared.exchange.q))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_N, self.head_tile)), Float32)
-        scores = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2))
-        operands = ScoreOperands(mma, rk, rr, rq, acc, scores, tensors)
-        self.run(results, operands, pipeline, exchange, heads, group, scale, thread)
+        self.run(results, ScoreOperands(mma, rk, rr, rq, acc), shared, heads, group, scale, thread)
 
     @cute.jit
     def score_tile(
         self,
         operands: ScoreOperands,
-        pipeline: KvPipeline,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         q_power,
         ring,
         tile_count,
@@ -98,34 +85,27 @@ class SwapAbScores(SwapAbScoreLoop):
         scale,
         thread: Thread,
     ):
+        pipeline, exchange = shared.pipeline, shared.exchange
         self.start_scores(operands, pipeline, ring + tile)
         p_state = state_at_of_two(tile_count + tile)
         exchange.p_pipeline.producer_wait(p_state)
         cute.nvgpu.warpgroup.wait_group(0)
         rope = state_at(ring + tile, self.kv.rope_stages)
         valid_mask = pipeline.valid_mask[thread.warp, rope.stage]
-        self.softmax(operands.scores, exchange, valid_mask, None, None, max_logits, scale, p_state, thread)
+        self.softmax(operands.acc, exchange, valid_mask, None, None, max_logits, scale, p_state, thread)
         self.kv.release(pipeline.rope, rope)
 
     @cute.jit
-    def load_q(
-        self,
-        operands: ScoreOperands,
-        pipeline: KvPipeline,
-        exchange: SwapAbExchange,
-        ring,
-        heads: HeadRange,
-        thread: Thread,
-    ) -> None:
+    def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, heads: HeadRange, thread: Thread) -> None:
         """Copy Q, which came row by row as tile `ring` of the ring, to its own memory, one k chunk after the other."""
-        rope = state_at(ring, self.kv.rope_stages)
+        pipeline, rope = shared.pipeline, state_at(ring, self.kv.rope_stages)
         vector = cute.make_rmem_tensor((8,), self.dtype)
-        target = cute.recast_ptr(exchange.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        target = cute.recast_ptr(shared.exchange.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         for n, chunk in enumerate(self.order):
-            stages, place = operands.tensors.rope, rope.stage
+            stages, place = shared.kv.rope, rope.stage
             if const_expr(chunk < ROPE_CHUNK):
                 v = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
-                stages, place = operands.tensors.v, v.stage * K_PER_V + chunk % K_PER_V
+                stages, place = shared.kv.v, v.stage * K_PER_V + chunk % K_PER_V
                 pipeline.v.consumer_wait(v, chunk % K_PER_V)
             else:
                 pipeline.rope.consumer_wait(rope)

@@ -4,8 +4,6 @@ Of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lan
 through shared memory.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -15,32 +13,18 @@ from dsa.cute.pipeline import PipelineState, state_at_of_two
 from dsa.cute.shared_memory import pack, store_transposed
 from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.mla_attention import MlaShared
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, V_CHUNK, V_CHUNKS, KvPipeline, KvStages
-from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
-from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, Thread
+from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop, ValueOperands
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
-
-
-@dataclass(frozen=True)
-class ValueOperands:
-    """Tiled MMA, operands and accumulators of O^T.
-
-    rv, rp   V^T and P^T as wgmma operands
-    accs     accumulators; `flat` is the same memory, flat
-    staging  shared memory to transpose O^T
-    """
-
-    mma: cute.TiledMma
-    rv: cute.Tensor
-    rp: cute.Tensor
-    accs: list[cute.Tensor]
-    flat: cute.Tensor
-    staging: cute.Pointer
 
 
 class SwapAbValues(SwapAbOutputLoop):
     """Output for keys in `kv` and `head_tile` heads, 16 or 32."""
+
+    acc_channels = V_CHUNK
 
     def __init__(self, kv: KvStages, head_tile: int):
         super().__init__(head_tile)
@@ -55,26 +39,16 @@ class SwapAbValues(SwapAbOutputLoop):
         self,
         results: Results,
         mma: cute.TiledMma,
-        v: cute.Tensor,
-        pipeline: KvPipeline,
-        exchange: SwapAbExchange,
-        staging: cute.Pointer,
+        shared: MlaShared,
         heads: HeadRange,
         group,
         thread: Thread,
     ):
         """Run an output warpgroup: its half of the channels, all work tiles of this CTA."""
-        thr = mma.get_slice(thread.tid)
-        values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
-        rv = mma.make_fragment_A(thr.partition_A(values))
-        rp = mma.make_fragment_B(thr.partition_B(exchange.p))
-        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
-        of_v_chunk = cute.make_layout(thr.partition_shape_C((V_CHUNK, self.head_tile)))
-        accs = [cute.make_tensor(flat.iterator + half * self.head_tile, of_v_chunk) for half in range(2)]
-        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        operands = ValueOperands(mma, rv, rp, accs, flat, staging)
-        state = PipelineState(thread.side, Int32(0))
-        self.run(results, operands, flat, pipeline, exchange, state, heads, group, thread)
+        keys = shared.kv.v
+        values = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=[1, 0, 2]))
+        v = mma.make_fragment_A(mma.get_slice(thread.tid).partition_A(values))
+        self.run(results, mma, v, shared, PipelineState(thread.side, Int32(0)), heads, group, thread)
 
     @cute.jit
     def skip_q(self, pipeline: KvPipeline, state: PipelineState) -> PipelineState:
@@ -84,13 +58,13 @@ class SwapAbValues(SwapAbOutputLoop):
     def add_tile(
         self,
         operands: ValueOperands,
-        pipeline: KvPipeline,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         state: PipelineState,
         tile_count,
         thread: Thread,
     ) -> PipelineState:
         """As in `SwapAbOutputLoop`; `state` is at the warpgroup's first v chunk of the tile."""
+        pipeline, exchange = shared.pipeline, shared.exchange
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)
         self.rescale(operands.flat, exchange, p_state.stage, thread.lane)
@@ -99,7 +73,7 @@ class SwapAbValues(SwapAbOutputLoop):
         for half, v in enumerate((state, second)):
             own, acc = opaque(v.stage), operands.accs[half]
             for step in cutlass.range_constexpr(TILE_N // K16):
-                a, b = operands.rv[None, None, step, own], operands.rp[None, None, step, p_state.stage]
+                a, b = operands.v[None, None, step, own], operands.p[None, None, step, p_state.stage]
                 cute.gemm(operands.mma, acc, a, b, acc)
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(1)
@@ -114,7 +88,7 @@ class SwapAbValues(SwapAbOutputLoop):
         self,
         operands: ValueOperands,
         results: Results,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         work: WorkTileInfo,
         heads: HeadRange,
         group,
@@ -122,14 +96,14 @@ class SwapAbValues(SwapAbOutputLoop):
     ):
         flat = operands.flat
         for c in cutlass.range_constexpr(self.columns):
-            inverse = exchange.inverse[self.head_of(c, thread.lane)]
+            inverse = shared.exchange.inverse[self.head_of(c, thread.lane)]
             for j in cutlass.range_constexpr(8):
                 flat[self.element(c, j)] *= inverse
         if work.split_idx >= 0:
             self.store_partial(flat, results.out_partial, work.split_idx, heads, thread)
         else:
             sequence, query = divmod(work.batch_idx, group)
-            self.store(flat, results.out, sequence, query, heads, operands.staging, thread)
+            self.store(flat, results.out, sequence, query, heads, shared.staging, thread)
 
     @cute.jit
     def store_partial(self, flat, out_partial, split_idx, heads: HeadRange, thread: Thread):
