@@ -16,7 +16,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import state_at, state_at_of_two
 from dsa.cute.shared_memory import load_4, load_8, load_16, load_byte, store_matrices
@@ -31,18 +30,10 @@ from dsa.kernels.mla.fp8_kv_convert import (
 )
 from dsa.kernels.mla.fp8_kv_gather import Fp8TopkGather
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
-from dsa.kernels.mla.mla_attention import MlaShared
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
-from dsa.kernels.mla.swap_ab_exchange import (
-    F16_ROOM,
-    SCALE_TABLE_BYTES,
-    HeadRange,
-    ScaleTable,
-    SwapAbExchange,
-    Thread,
-)
-from dsa.kernels.mla.swap_ab_score_loop import SwapAbScoreLoop, power_of_two, spread_key
+from dsa.kernels.mla.mla_roles import Coord, MlaShared, Results, RoleRegisters, Thread
+from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
+from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
+from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
 # Range of a key's exponent in P. It keeps row_sum, which does not include the exponent, in fp32's range.
 LEAST_POWER, MOST_POWER = -64, 110
@@ -66,12 +57,12 @@ class ScoreOperands(NamedTuple):
     sums: cute.Tensor
 
 
-class Fp8KvScores(SwapAbScoreLoop):
+class Fp8KvScores(SwapAbAttention):
     """Scores for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
-    def __init__(self, kv: Fp8TopkGather, head_tile: int):
-        super().__init__(head_tile, kv.score_warpgroups, Float16, key_exponents=True)
-        self.kv, self.head_dim, self.q_stages = kv, kv.head_dim, kv.q_stages
+    def __init__(self, kv: Fp8TopkGather, head_tile: int, registers: RoleRegisters):
+        super().__init__(kv, None, head_tile, kv.score_warpgroups, registers)
+        self.head_dim, self.q_stages = kv.head_dim, kv.q_stages
         # e4m3 chunks of 64 channels per key. One more chunk is bf16; for 512 channels it is part of the
         # value.
         self.fp8_chunks = self.head_dim // K_CHUNK - 1
@@ -84,31 +75,23 @@ class Fp8KvScores(SwapAbScoreLoop):
         self.group_chunks = 2 if kv.has_rope else 1  # chunks per group with one scale
         self.table = ScaleTable(self.head_dim)
 
-    def tiled_mmas(self) -> list[cute.TiledMma]:
+    def score_mmas(self) -> list[cute.TiledMma]:
         """Return the tiled MMAs for keys in bf16 and in f16."""
-        k_major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-        rest = (k_major, k_major, Float32, (1, 1, 1), (TILE_N, self.head_tile), registers)
-        return [sm90.make_trivial_tiled_mma(dtype, dtype, *rest) for dtype in (BFloat16, Float16)]
+        return [tiled_mma(dtype, "K K", (TILE_N, self.head_tile), a_in_registers=True) for dtype in (BFloat16, Float16)]
 
     @cute.jit
-    def score_mainloop(
-        self,
-        results: Results,
-        mmas,
-        shared: MlaShared,
-        heads: HeadRange,
-        group,
-        scale,
-        thread: Thread,
-    ):
-        """Run a score warpgroup: all work tiles of this CTA."""
-        thrs = [mma.get_slice(thread.tid) for mma in mmas]
-        tensors = shared.exchange.q, shared.exchange.q_f16
-        q = [mma.make_fragment_B(thr.partition_B(x)) for mma, thr, x in zip(mmas, thrs, tensors)]
+    def score(self, q, results: Results, shared: MlaShared, mmas, group, scale, coord: Coord):
+        side = Int32(0) if const_expr(self.score_warpgroups == 1) else coord.warp // 4
+        coord, mmas = coord._replace(thread=Thread(side, coord.warp % 4, coord.lane)), mmas[0]
+        thrs = [mma.get_slice(coord.thread.tid) for mma in mmas]
+        rq = [
+            mma.make_fragment_B(thr.partition_B(x))
+            for mma, thr, x in zip(mmas, thrs, (shared.exchange.q, shared.exchange.q_f16))
+        ]
         k_rmem = cute.make_rmem_tensor((*thrs[0].partition_shape_A((TILE_N, K_CHUNK)), 2), BFloat16)
         shape = thrs[0].partition_shape_C((TILE_N, self.head_tile))
         acc, sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
-        self.run(results, ScoreOperands(mmas, q, k_rmem, acc, sums), shared, heads, group, scale, thread)
+        self.score_mainloop(results, ScoreOperands(mmas, rq, k_rmem, acc, sums), shared, group, scale, coord)
 
     @cute.jit
     def score_tile(
@@ -136,7 +119,7 @@ class Fp8KvScores(SwapAbScoreLoop):
         self.softmax(operands.acc, exchange, valid_mask, powers, exponents, max_logits, scale, p_state, thread)
 
     @cute.jit
-    def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, heads: HeadRange, thread: Thread) -> Float32:
+    def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> Float32:
         """Copy a work tile's Q from its stages to its own memory, with zeros after the last head.
 
         Each chunk is stored in the order in which lanes read the keys' channels. The part that multiplies
@@ -146,8 +129,8 @@ class Fp8KvScores(SwapAbScoreLoop):
         A warp handles eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
         for stmatrix. Two warpgroups take alternate chunks, as do two warps with the same heads.
         """
-        pipeline, exchange = shared.pipeline, shared.exchange
-        rows, lane = heads.total - heads.first, opaque(thread.lane)
+        pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
+        rows, lane = coord.heads - coord.first_head, opaque(thread.lane)
         chunk = thread.side * self.sharers + thread.warp // self.octets
         first = thread.warp % self.octets * 8  # first of the warp's heads; the next eight are 32 further
         own, sources = first + (lane >> 2), []

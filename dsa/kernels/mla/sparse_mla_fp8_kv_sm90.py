@@ -29,17 +29,15 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Uint8, const_expr
+from cutlass import BFloat16, Int32, Uint8
 
 from dsa.cute.fake_tensors import fake, strides
 from dsa.kernels.mla.fp8_kv_gather import Fp8TopkGather
 from dsa.kernels.mla.fp8_kv_scores import Fp8KvScores
 from dsa.kernels.mla.fp8_kv_values import Fp8KvValues
 from dsa.kernels.mla.limits import FP8_KV_BYTES, FP8_KV_HEADS, SPARSE_HEAD_DIMS
-from dsa.kernels.mla.mla_attention import MlaShared, RoleRegisters
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel, fake_arguments
-from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchangeMemory, Thread
+from dsa.kernels.mla.mla_roles import MlaShared, RoleRegisters
+from dsa.kernels.mla.sparse_mla_kernel import fake_arguments
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 # Keyed by the heads per CTA.
@@ -48,15 +46,12 @@ REGISTERS = {16: RoleRegisters(104, 104, 56), 32: RoleRegisters(104, 120, 32), 6
 STAGES = {16: 4, 32: 4, 64: 3}  # tiles of FP8 bytes
 
 
-class SparseMlaFp8KvSm90(SparseMlaKernel):
+class SparseMlaFp8KvSm90(Fp8KvScores, Fp8KvValues):
     """Sparse MLA over FP8 keys of `head_dim` channels, with `head_tile` heads per CTA."""
 
     def __init__(self, head_dim: int, head_tile: int):
-        score_warpgroups = SCORE_WARPGROUPS[head_tile]
-        kv = Fp8TopkGather(head_dim, head_tile, STAGES[head_tile], score_warpgroups)
-        exchange_memory = SwapAbExchangeMemory(None, head_dim, head_tile, score_warpgroups)
-        super().__init__(kv, exchange_memory, head_tile, score_warpgroups, REGISTERS[head_tile])
-        self.scores, self.values = Fp8KvScores(kv, head_tile), Fp8KvValues(kv, head_tile)
+        kv = Fp8TopkGather(head_dim, head_tile, STAGES[head_tile], SCORE_WARPGROUPS[head_tile])
+        super().__init__(kv, head_tile, REGISTERS[head_tile])
 
     def operand_storage(self) -> type:
         @cute.struct
@@ -66,7 +61,7 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
         return OperandStorage
 
     def tiled_mmas(self) -> tuple[list[cute.TiledMma], cute.TiledMma]:
-        return self.scores.tiled_mmas(), self.values.tiled_mma()
+        return self.score_mmas(), self.value_mma()
 
     def shared(self, storage) -> MlaShared:
         return MlaShared(
@@ -74,18 +69,6 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
             self.exchange_memory.exchange(storage.exchange),
             Int32(storage.operands.kv.data_ptr().toint()),
         )
-
-    @cute.jit
-    def score(self, q, results: Results, shared: MlaShared, mmas, group, scale, coord: Coord):
-        side = Int32(0) if const_expr(self.score_warpgroups == 1) else coord.warp // 4
-        heads, thread = HeadRange(coord.first_head, coord.heads), Thread(side, coord.warp % 4, coord.lane)
-        self.scores.score_mainloop(results, mmas[0], shared, heads, group, scale, thread)
-
-    @cute.jit
-    def output(self, results: Results, shared: MlaShared, mmas, group, coord: Coord):
-        thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
-        heads = HeadRange(coord.first_head, coord.heads)
-        self.values.output_mainloop(results, mmas[1], shared, heads, group, thread)
 
 
 @cached
@@ -95,12 +78,14 @@ def compile_sparse_mla_fp8_kv(head_dim: int, head_tile: int, lists: int):
     Pages are contiguous; max_logits is None.
     """
     width = FP8_KV_BYTES[head_dim]
-
-    def cache():
-        return fake(Uint8, (cute.sym_int(), cute.sym_int(), width), (*strides(1, 16), width, 1))
-
-    arguments = fake_arguments(BFloat16, head_dim, lists, cache, with_max_logits=False)
-    return compile_sm90(SparseMlaFp8KvSm90(head_dim, head_tile), *arguments)
+    return compile_sm90(
+        SparseMlaFp8KvSm90(head_dim, head_tile),
+        *fake_arguments(
+            *(BFloat16, head_dim, lists),
+            cache=lambda: fake(Uint8, (cute.sym_int(), cute.sym_int(), width), (*strides(1, 16), width, 1)),
+            with_max_logits=False,
+        ),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

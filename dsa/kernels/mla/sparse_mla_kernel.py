@@ -3,7 +3,7 @@
 - sparse_mla_sm90.py: 16-bit keys, 64 heads per CTA
 - sparse_mla_swap_ab_sm90.py: 16-bit keys, up to 32 heads, swap A/B (heads are N of the wgmmas)
 - sparse_mla_fp8_kv_sm90.py: FP8 keys, 16, 32 or 64 heads per CTA, swap A/B
-Two variants compute the items of a queue (query_groups.py), for up to 16 heads and 16-bit keys:
+Two variants compute the items of a queue (tile_scheduler.py), for up to 16 heads and 16-bit keys:
 - sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
 - sparse_mla_queued_sm90.py: single queries, swap A/B
 
@@ -20,7 +20,7 @@ Launch: programmatic dependent launch.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -31,29 +31,11 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
-from dsa.kernels.mla.mla_attention import RoleRegisters
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_exchange import ExchangeMemory
-from dsa.kernels.mla.query_groups import Queue, QueueScheduler
-from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory, Thread
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler
+from dsa.kernels.mla.mla_roles import Coord, Results, RoleRegisters, Thread
+from dsa.kernels.mla.mla_softmax import ExchangeMemory
+from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory
+from dsa.kernels.mla.tile_scheduler import Queue, QueueScheduler, StreamKScheduler
 from dsa.kernels.mla.topk_gather import Selection, TopkGather
-
-
-class Coord(NamedTuple):
-    """A thread's position in its CTA.
-
-    first_head  first head of the CTA
-    heads       heads of a query
-    thread      the result of `SparseMlaKernel.thread`
-    """
-
-    tid: Int32
-    warp: Int32
-    lane: Int32
-    first_head: Int32
-    heads: Int32
-    thread: Thread | None
 
 
 class SparseMlaKernel:
@@ -290,16 +272,21 @@ def fake_arguments(
     results = fake_results(dtype, heads)
     if with_max_logits:
         assert lists == 1
-        q = fake(dtype, (queries, heads, head_dim), (*strides(2, 8), 1))
-        kv = fake(dtype, (cute.sym_int(), 1, head_dim), (*strides(2, 8), 1))
-        indices = fake(Int32, (queries, 1, width), (*strides(2), 1), 4)
-        out = fake(dtype, (queries, heads, HEAD_DIM_V), (*strides(1, 8), HEAD_DIM_V, 1))
         lse, max_logits = (fake(Float32, (queries, heads), (*strides(1), 1), 4) for _ in range(2))
-        return q, [kv], [indices], counts, Int32(0), *sink, out, lse, *results[2:], max_logits, *numbers
-    q = fake(dtype, (queries, 1, heads, head_dim), (*strides(3, 8), 1))
-    caches = [cache() for _ in range(lists)]
-    indices = [fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) for _ in range(lists)]
-    return q, caches, indices, counts, Int32(0), *sink, *results, None, *numbers
+        return (
+            fake(dtype, (queries, heads, head_dim), (*strides(2, 8), 1)),
+            [fake(dtype, (cute.sym_int(), 1, head_dim), (*strides(2, 8), 1))],
+            [fake(Int32, (queries, 1, width), (*strides(2), 1), 4)],
+            *(counts, Int32(0), *sink),
+            fake(dtype, (queries, heads, HEAD_DIM_V), (*strides(1, 8), HEAD_DIM_V, 1)),
+            *(lse, *results[2:], max_logits, *numbers),
+        )
+    return (
+        fake(dtype, (queries, 1, heads, head_dim), (*strides(3, 8), 1)),
+        [cache() for _ in range(lists)],
+        [fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) for _ in range(lists)],
+        *(counts, Int32(0), *sink, *results, None, *numbers),
+    )
 
 
 def queued_arguments(dtype: type[cutlass.Numeric], head_dim: int) -> tuple[tuple, tuple]:

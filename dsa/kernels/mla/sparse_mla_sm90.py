@@ -20,7 +20,7 @@ Roofline: wgmma takes 2176 cycles per tile of 576 channels, and 2048 for 512. Th
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -30,12 +30,12 @@ from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
-from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaShared, NamedBarrier, TiledMmas
-from dsa.kernels.mla.mla_epilogue import Epilogue, QTile, Results
+from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, NamedBarrier, TiledMmas
+from dsa.kernels.mla.mla_epilogue import Epilogue
+from dsa.kernels.mla.mla_roles import MlaShared, QTile, Results, WorkTileInfo
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel, fake_arguments, fake_cache
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.topk_gather import TopkGather
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -44,25 +44,15 @@ ROPE_STAGES = 2
 
 
 @dataclass(frozen=True)
-class SparseQTile:
-    """Heads first_row to first_row + TILE_M - 1 of the `rows` heads of a query.
-
-    queries  queries per sequence, as a divisor
-    """
+class SparseQTile(QTile):
+    """Heads of a query. queries: queries per sequence, as a divisor."""
 
     queries: cute.FastDivmodDivisorV2
-    rows: Int32
-    first_row: Int32
-    kv_head: ClassVar[int] = 0
 
     @cute.jit
     def coord(self, query, row):
         """Return (sequence, query of the sequence, head) of a row in the results."""
         return *divmod(query, self.queries), row
-
-    def has_row(self, _, row):
-        """Whether a work tile has the row."""
-        return row < self.rows
 
 
 class SparseMlaSm90(MlaAttention, SparseMlaKernel):
@@ -83,7 +73,7 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
 
     def q_tile(self, results: Results, group, coord: Coord) -> QTile:
         """Return the CTA's rows."""
-        return SparseQTile(group, coord.heads, coord.first_head)
+        return SparseQTile(coord.heads, coord.first_head, 0, group)
 
     @cute.jit
     def score(self, q, results: Results, shared: MlaShared, mmas: TiledMmas, group, scale, coord: Coord):

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.kernels.mla.up_projection_limits import VALUE_GROUP
+from dsa.kernels.mla.limits import VALUE_GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.gemm._operands import pair
 from dsa.ops.mla.mla_absorb_queries import KV_B, KV_B_LIMITS, check_head_rows, check_heads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
+from dsa.kernels.mla.limits import MHA_DIMS, ROPE_DIMS
 from dsa.testing import assert_close, poison_free_memory
 from tests.gpu.attention import FP16, case_of, checked, replayed, starts
 from tests.gpu.op_checks import among_nan, assert_same_bits
