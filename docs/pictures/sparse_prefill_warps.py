@@ -1,7 +1,7 @@
 """The warpgroups of the sparse MLA prefill kernel over time, and the barriers between them.
 
-Source: dsa/kernels/mla/sparse_mla_sm90.py, sparse_mla_kernel.py, mla_attention.py, mla_exchange.py, mla_softmax.py,
-mla_tiles.py, topk_gather.py. The schedule follows from the barriers; the lengths are not measured.
+Source: dsa/kernels/mla/sparse_mla_sm90.py, sparse_mla_kernel.py, mla_attention.py, mla_softmax.py, mla_tiles.py,
+topk_gather.py. The schedule follows from the barriers; the lengths are not measured.
 """
 
 from canvas import LINE_HEIGHT, Canvas

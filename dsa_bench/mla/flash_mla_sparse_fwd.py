@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES
+from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import Results, Selection, attend
 from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Case, bf16_gemm, flop_rate

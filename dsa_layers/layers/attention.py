@@ -8,7 +8,7 @@ from torch import nn
 
 import dsa
 import dsa.runtime.backends
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES
+from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.runtime.checks import check_number
 from dsa_layers.arguments import integer
 from dsa_layers.batch import packing

@@ -23,7 +23,7 @@ from dsa.cute.pipeline import Pipeline, PipelineState, expect_bytes, pipeline_st
 from dsa.cute.shared_memory import store_16
 from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
 V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key; for d = 512 without its scales
@@ -93,18 +93,12 @@ class Fp8TopkGather(TopkGather):
         pipeline.work.init(consumers)
 
     @cute.jit
-    def address_of(self, selection: Selection, page, offset):
+    def addresses_of(self, selection: Selection, page, offset):
         if const_expr(self.has_rope):
-            return selection.cache[page, offset, None].iterator.toint()
-        return selection.cache[page, 0, None].iterator.toint() + Int64(offset) * V4_ROW
-
-    @cute.jit
-    def scales_of(self, selection: Selection, page, offset):
-        """Return the address of a key's scales, if they do not follow the key's values."""
-        if const_expr(self.has_rope):
-            return selection.cache.iterator.toint()
-        start = selection.cache[page, 0, None].iterator.toint()
-        return start + Int64(selection.cache.shape[1]) * V4_ROW + Int64(offset) * 8
+            return TopkGather.addresses_of(self, selection, page, offset)
+        start = Int64(selection.cache[page, 0, None].iterator.toint())
+        scales = start + Int64(selection.cache.shape[1]) * V4_ROW + Int64(offset) * 8
+        return start + Int64(offset) * V4_ROW, scales
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
@@ -166,12 +160,11 @@ class Fp8TopkGather(TopkGather):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 pipeline.valid_mask[warp, state.stage] = mask
-                keys = Int32(cute.arch.popc(mask))
-                expect_bytes(pipeline.kv.producer_barrier(state), keys * self.row_bytes)
+                expect_bytes(pipeline.kv.producer_barrier(state), Int32(cute.arch.popc(mask)) * self.row_bytes)
             cute.arch.sync_warp()
             if valid and lane < WARP_KEYS:
-                full = pipeline.kv.producer_barrier(state)
-                bulk_gather(target + own * self.pitch, source, Int32(self.row_bytes), full)
+                barrier = pipeline.kv.producer_barrier(state)
+                bulk_gather(target + own * self.pitch, source, Int32(self.row_bytes), barrier)
             state = pipeline.kv.advance(state)
         return state
 
@@ -192,12 +185,11 @@ class Fp8TopkGather(TopkGather):
     @cute.jit
     def clear(self, target: Int32, mask: Uint32, lane):
         """Zero-fill the warp's keys that do not exist, which have a 0 in `mask`."""
-        zeros = [Uint32(0)] * 4
         for key in cutlass.range(WARP_KEYS, unroll=1):
             if (mask >> key) & 1 == 0:
                 for i in cutlass.range_constexpr(2):
                     place = 16 * (lane + 32 * i)
                     if place < self.row_bytes:
-                        store_16(target + key * self.pitch + place, zeros)
+                        store_16(target + key * self.pitch + place, [Uint32(0)] * 4)
         # Order these writes before later bulk copies to the same addresses.
         cute.arch.fence_proxy("async.shared", space="cta")

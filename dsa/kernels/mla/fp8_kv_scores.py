@@ -2,123 +2,102 @@
 
 The warpgroups take tiles in turns. e4m3 values are exact in f16. So a group of channels with one scale is a
 separate f16 product, which the scale multiplies in fp32. A lane reads 16 consecutive e4m3 channels of a key
-at once, and Q is stored in the matching order (fp8_kv_queries.py). P is multiplied by the power of two of its
+at once. P is multiplied by the power of two of its
 key's scales (ScaleTable in swap_ab_exchange.py).
+
+Q goes from the key stages in which it arrives to its own memory. The part that multiplies e4m3 keys is stored
+as f16, divided by a power of two so that its largest magnitude is about 2^14. The order of channels in a
+wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane reads a key's
+channels.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import state_at, state_at_of_two
-from dsa.cute.shared_memory import load_4, load_8, load_16, load_byte
+from dsa.cute.shared_memory import load_4, load_8, load_16, load_byte, store_matrices
 from dsa.cute.sm90 import opaque
-from dsa.kernels.mla.fp8_kv_convert import four_halves, larger_bf16, store_half, store_split, ue8m0_scale
-from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
-from dsa.kernels.mla.fp8_kv_queries import Fp8KvQueries
-from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
-from dsa.kernels.mla.swap_ab_exchange import (
-    F16_ROOM,
-    SCALE_TABLE_BYTES,
-    HeadRange,
-    ScaleTable,
-    SwapAbExchange,
-    Thread,
+from dsa.kernels.mla.fp8_kv_convert import (
+    four_halves,
+    larger_bf16,
+    store_half,
+    store_split,
+    times_to_f16,
+    ue8m0_scale,
 )
-from dsa.kernels.mla.swap_ab_softmax import power_of_two, spread_key
+from dsa.kernels.mla.fp8_kv_gather import Fp8TopkGather
+from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.mla_roles import Coord, MlaShared, Results, RoleRegisters, Thread
+from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
+from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
+from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
 # Range of a key's exponent in P. It keeps row_sum, which does not include the exponent, in fp32's range.
 LEAST_POWER, MOST_POWER = -64, 110
+AHEAD = 1  # loads of Q in flight ahead of the stores; the compiler keeps this order
 
 
-@dataclass(frozen=True)
-class QkMmas:
-    """Tiled MMAs of S^T = K Q^T, with keys in bf16 and in f16."""
-
-    bf16: cute.TiledMma
-    f16: cute.TiledMma
-
-
-class QkFragments(NamedTuple):
-    """Q in shared memory as bf16 and as f16, and a lane's part of two chunks of keys in registers."""
-
-    q: cute.Tensor
-    q_f16: cute.Tensor
-    k_rmem: cute.Tensor
-
-
-@dataclass(frozen=True)
-class ScoreOperands:
+class ScoreOperands(NamedTuple):
     """Tiled MMAs, operands and accumulators of the scores.
 
-    acc   accumulator over all groups; `scores` is the same, flat
-    sums  accumulator of one group
-    raw   address of the stages
+    mmas    for keys in bf16 and in f16
+    q       Q in shared memory, as bf16 and as f16
+    k_rmem  a lane's part of two chunks of keys in registers
+    acc     accumulator over all groups
+    sums    accumulator of one group
     """
 
-    mmas: QkMmas
-    fragments: QkFragments
+    mmas: tuple[cute.TiledMma, cute.TiledMma]
+    q: tuple[cute.Tensor, cute.Tensor]
+    k_rmem: cute.Tensor
     acc: cute.Tensor
     sums: cute.Tensor
-    scores: cute.Tensor
-    raw: Int32
 
 
-class Fp8KvScores(Fp8KvQueries):
+class Fp8KvScores(SwapAbAttention):
     """Scores for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
-    def __init__(self, kv: Fp8TopkGather, head_tile: int):
-        super().__init__(kv, head_tile)
+    def __init__(self, kv: Fp8TopkGather, head_tile: int, registers: RoleRegisters):
+        super().__init__(kv, None, head_tile, kv.score_warpgroups, registers)
+        self.head_dim, self.q_stages = kv.head_dim, kv.q_stages
+        # e4m3 chunks of 64 channels per key. One more chunk is bf16; for 512 channels it is part of the
+        # value.
+        self.fp8_chunks = self.head_dim // K_CHUNK - 1
+        # How a warpgroup's four warps share Q: octets of heads at a time, warps per octet, distance between a
+        # warp's chunks, chunks per warp.
+        self.octets = min(head_tile // 8, 4)
+        self.sharers = 4 // self.octets
+        self.stride = kv.score_warpgroups * self.sharers
+        self.turns = -(-(self.fp8_chunks + 1) // self.stride)
         self.group_chunks = 2 if kv.has_rope else 1  # chunks per group with one scale
         self.table = ScaleTable(self.head_dim)
 
-    def tiled_mmas(self) -> QkMmas:
-        k_major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-        shape = (TILE_N, self.head_tile)
-        return QkMmas(
-            *(
-                sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, registers)
-                for dtype in (BFloat16, Float16)
-            )
-        )
+    def score_mmas(self) -> list[cute.TiledMma]:
+        """Return the tiled MMAs for keys in bf16 and in f16."""
+        return [tiled_mma(dtype, "K K", (TILE_N, self.head_tile), a_in_registers=True) for dtype in (BFloat16, Float16)]
 
     @cute.jit
-    def score_mainloop(
-        self,
-        results: Results,
-        mmas: QkMmas,
-        raw,
-        pipeline: Fp8KvPipeline,
-        exchange: SwapAbExchange,
-        heads: HeadRange,
-        group,
-        scale,
-        thread: Thread,
-    ):
-        """Run a score warpgroup: all work tiles of this CTA."""
-        thr, thr_f16 = mmas.bf16.get_slice(thread.tid), mmas.f16.get_slice(thread.tid)
-        fragments = QkFragments(
-            mmas.bf16.make_fragment_B(thr.partition_B(exchange.q)),
-            mmas.f16.make_fragment_B(thr_f16.partition_B(exchange.q_f16)),
-            cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K_CHUNK)), 2), BFloat16),
-        )
-        acc, sums = [cute.make_rmem_tensor(thr.partition_shape_C((TILE_N, self.head_tile)), Float32) for _ in range(2)]
-        scores = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2))
-        operands = ScoreOperands(mmas, fragments, acc, sums, scores, raw)
-        self.run(results, operands, pipeline, exchange, heads, group, scale, thread)
+    def score(self, q, results: Results, shared: MlaShared, mmas, group, scale, coord: Coord):
+        side = Int32(0) if const_expr(self.score_warpgroups == 1) else coord.warp // 4
+        coord, mmas = coord._replace(thread=Thread(side, coord.warp % 4, coord.lane)), mmas[0]
+        thrs = [mma.get_slice(coord.thread.tid) for mma in mmas]
+        rq = [
+            mma.make_fragment_B(thr.partition_B(x))
+            for mma, thr, x in zip(mmas, thrs, (shared.exchange.q, shared.exchange.q_f16))
+        ]
+        k_rmem = cute.make_rmem_tensor((*thrs[0].partition_shape_A((TILE_N, K_CHUNK)), 2), BFloat16)
+        shape = thrs[0].partition_shape_C((TILE_N, self.head_tile))
+        acc, sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        self.score_mainloop(results, ScoreOperands(mmas, rq, k_rmem, acc, sums), shared, group, scale, coord)
 
     @cute.jit
     def score_tile(
         self,
         operands: ScoreOperands,
-        pipeline: Fp8KvPipeline,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         q_power,
         ring,
         tile_count,
@@ -127,17 +106,96 @@ class Fp8KvScores(Fp8KvQueries):
         scale,
         thread: Thread,
     ):
-        state = state_at(ring + tile, self.kv.stages)
+        pipeline, exchange, state = shared.pipeline, shared.exchange, state_at(ring + tile, self.kv.stages)
         pipeline.kv.consumer_wait(state)
         valid_mask = pipeline.valid_mask[thread.warp, state.stage]
-        keys = operands.raw + state.stage * self.kv.stage_bytes
+        keys = shared.kv + state.stage * self.kv.stage_bytes
         largest = self.multiply(operands, keys, q_power, thread)
         p_state = state_at_of_two(tile_count + tile)
         exchange.p_pipeline.producer_wait(p_state)
         powers, exponents = self.share_scales(keys, exchange, p_state.stage, largest, thread)
         cute.arch.sync_warp()
         pipeline.kv.consumer_release(state)
-        self.softmax(operands.scores, exchange, valid_mask, powers, exponents, max_logits, scale, p_state, thread)
+        self.softmax(operands.acc, exchange, valid_mask, powers, exponents, max_logits, scale, p_state, thread)
+
+    @cute.jit
+    def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> Float32:
+        """Copy a work tile's Q from its stages to its own memory, with zeros after the last head.
+
+        Each chunk is stored in the order in which lanes read the keys' channels. The part that multiplies
+        e4m3 keys is converted to f16, divided by a power of two so that its largest magnitude is about 2^14.
+        Return that power of two.
+
+        A warp handles eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
+        for stmatrix. Two warpgroups take alternate chunks, as do two warps with the same heads.
+        """
+        pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
+        rows, lane = coord.heads - coord.first_head, opaque(thread.lane)
+        chunk = thread.side * self.sharers + thread.warp // self.octets
+        first = thread.warp % self.octets * 8  # first of the warp's heads; the next eight are 32 further
+        own, sources = first + (lane >> 2), []
+        by_word = [Uint32(0)] * 4  # four running maxima, for a shorter dependency chain
+        for i in cutlass.range_constexpr(self.kv.q_stages):
+            state = state_at(ring + i, self.kv.stages)
+            pipeline.kv.consumer_wait(state)
+            sources.append(shared.kv + state.stage * self.kv.stage_bytes + own * self.kv.q_pitch)
+            if 32 * i + own < rows:
+                for n in cutlass.range_constexpr(self.turns):
+                    if n * self.stride + chunk < self.fp8_chunks:
+                        words = self.read_q(sources[i], n * self.stride + chunk, lane)
+                        for k in cutlass.range_constexpr(8):
+                            by_word[k % 4] = larger_bf16(by_word[k % 4], words[k])
+        largest = larger_bf16(larger_bf16(by_word[0], by_word[1]), larger_bf16(by_word[2], by_word[3]))
+        for log in cutlass.range_constexpr(5):
+            largest = larger_bf16(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << log))
+        if thread.lane == 0:
+            exchange.q_largest[thread.side * 4 + thread.warp] = largest
+        self.sync_score()
+        for w in cutlass.range_constexpr(4 * self.kv.score_warpgroups):
+            largest = larger_bf16(largest, exchange.q_largest[w])
+        exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
+        exponent = cutlass.max(cutlass.min(exponent - 127 - 14, 100), -100)
+        power, inverse = power_of_two(exponent), power_of_two(-exponent)
+        # Lane 8 i + r addresses row r of matrix i: vector i of that head's 128 bytes of a chunk.
+        row = lane & 7
+        target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * (first + row) + 16 * ((lane >> 3) ^ row)
+        parts = [(i, n) for i in range(self.kv.q_stages) for n in range(self.turns)]
+        read = [self.read_q(sources[i], n * self.stride + chunk, lane) for i, n in parts[:AHEAD]]
+        for k, (i, n) in enumerate(parts):
+            words, of_chunk = read[k], n * self.stride + chunk
+            if const_expr(k + AHEAD < len(parts)):
+                ahead = parts[k + AHEAD]
+                read.append(self.read_q(sources[ahead[0]], ahead[1] * self.stride + chunk, lane))
+            if of_chunk <= self.fp8_chunks:
+                numbers = []
+                for word in words:
+                    number = word
+                    if of_chunk < self.fp8_chunks:
+                        number = times_to_f16(word, inverse, inverse)
+                    if 32 * i + own >= rows:
+                        number = Uint32(0)
+                    numbers.append(number)
+                place = target + 2 * K_CHUNK * (self.head_tile * of_chunk + 32 * i)
+                store_matrices(place, numbers[:4])
+                store_matrices(place ^ 64, numbers[4:])
+        self.sync_score()
+        for i in cutlass.range_constexpr(self.kv.q_stages):
+            state = state_at(ring + i, self.kv.stages)
+            if thread.side == 0:
+                pipeline.kv.consumer_release(state)
+        return power
+
+    @cute.jit
+    def read_q(self, source, chunk, lane):
+        """Return a lane's 8 words of a chunk of a head. Vector v of the wgmma operand is word v of the head's
+        four lanes.
+
+        With t = lane % 4, these are channels 16 t to 16 t + 15 of an e4m3 chunk, and channels 8 t to 8 t + 7
+        of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
+        """
+        of_bf16 = chunk == self.fp8_chunks
+        start = source + 2 * K_CHUNK * chunk + (lane & 3) * (Int32(16) if of_bf16 else Int32(32))
+        return [*load_16(start), *load_16(start + (Int32(64) if of_bf16 else Int32(16)))]
 
     @cute.jit
     def multiply(self, operands: ScoreOperands, keys, power, thread: Thread):
@@ -146,8 +204,7 @@ class Fp8KvScores(Fp8KvQueries):
         The bf16 chunk comes first, then the e4m3 groups, each with its scale. Return, for each of the lane's
         two keys, the largest magnitude of its bf16 values, as the bits of two bf16.
         """
-        mmas, fragments, acc, sums = operands.mmas, operands.fragments, operands.acc, operands.sums
-        k_rmem = fragments.k_rmem
+        (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
         pitch, lane = self.kv.pitch, opaque(thread.lane)
         first = keys + (thread.warp * 16 + spread_key(lane >> 2)) * pitch
         halves = cute.recast_tensor(k_rmem, Float16)
@@ -183,12 +240,11 @@ class Fp8KvScores(Fp8KvQueries):
             for s in cutlass.range_constexpr(K_CHUNK // K16):
                 place = b * (K_CHUNK // K16) + s
                 if const_expr(n == 0):
-                    mmas.bf16.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, s > 0)
-                    cute.gemm(mmas.bf16, acc, k_rmem[None, None, s, 0], fragments.q[None, None, place, 0], acc)
+                    bf16.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, s > 0)
+                    cute.gemm(bf16, acc, k_rmem[None, None, s, 0], q[None, None, place, 0], acc)
                 else:
-                    mmas.f16.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, b % self.group_chunks + s > 0)
-                    q_f16 = fragments.q_f16[None, None, place, 0]
-                    cute.gemm(mmas.f16, sums, halves[None, None, s, n % 2], q_f16, sums)
+                    f16.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, b % self.group_chunks + s > 0)
+                    cute.gemm(f16, sums, halves[None, None, s, n % 2], q_f16[None, None, place, 0], sums)
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
         self.add_group(acc, sums, keys, scales, power, self.fp8_chunks // self.group_chunks - 1, thread.warp, lane)

@@ -7,84 +7,41 @@ Product j holds the lane's channels 2 j and 2 j + 1, of these eight, in its rows
 A value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in swap_ab_exchange.py).
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import PipelineState, start, state_at_of_two
 from dsa.cute.shared_memory import load_4, load_8, pack
 from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.fp8_kv_convert import halves_of_two, interleave, times, times_split, times_to_f16
-from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
+from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
-from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
-from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.mla_roles import Coord, MlaShared, Results, Thread, WorkTileInfo
+from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK, tiled_mma
+from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, ValueOperands
+from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, SwapAbExchange
 
 LAST_CHUNK = ROPE_CHUNK - 1  # last chunk of the value; bf16 if keys have 512 channels
 
 
-@dataclass(frozen=True)
-class ValueOperands:
-    """Tiled MMA, operands and accumulators of O^T.
-
-    rp      P^T as a wgmma operand
-    v_rmem  a lane's part of V^T as a wgmma operand
-    accs    accumulators; `flat` is the same memory, flat
-    raw     address of the stages
-    """
-
-    mma: cute.TiledMma
-    rp: cute.Tensor
-    v_rmem: cute.Tensor
-    accs: list[cute.Tensor]
-    flat: cute.Tensor
-    raw: Int32
-
-
-class Fp8KvValues(SwapAbOutputLoop):
+class Fp8KvValues(SwapAbAttention):
     """Output for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
-    def __init__(self, kv: Fp8TopkGather, head_tile: int):
-        super().__init__(head_tile)
-        self.kv = kv
-        self.table = ScaleTable(kv.head_dim)
-        # With more heads there are no registers left to load ahead.
-        self.ahead = kv.has_rope and head_tile < 32
+    @property
+    def ahead(self) -> bool:
+        """Whether to load ahead. With more heads there are no registers left for it."""
+        return self.kv.has_rope and self.head_tile < 32
 
-    def tiled_mma(self) -> cute.TiledMma:
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        registers, shape = cute.nvgpu.warpgroup.OperandSource.RMEM, (TILE_N, self.head_tile)
-        return sm90.make_trivial_tiled_mma(Float16, Float16, k_major, mn_major, Float32, (1, 1, 1), shape, registers)
+    def value_mma(self) -> cute.TiledMma:
+        return tiled_mma(Float16, "K MN", (TILE_N, self.head_tile), a_in_registers=True)
 
     @cute.jit
-    def output_mainloop(
-        self,
-        results: Results,
-        mma: cute.TiledMma,
-        raw,
-        pipeline: Fp8KvPipeline,
-        exchange: SwapAbExchange,
-        heads: HeadRange,
-        group,
-        thread: Thread,
-    ):
-        """Run an output warpgroup: its half of the channels, all work tiles of this CTA."""
-        thr = mma.get_slice(thread.tid)
-        rp = mma.make_fragment_B(thr.partition_B(exchange.p))
+    def output(self, results: Results, shared: MlaShared, mmas, group, coord: Coord):
+        thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
         # Operands of two products of 16 keys, twice.
-        v_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K16)), 2, 2), Float16)
-        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
-        of_product = cute.make_layout(thr.partition_shape_C((TILE_N, self.head_tile)))
-        accs = [cute.make_tensor(flat.iterator + j * (self.head_tile // 2), of_product) for j in range(4)]
-        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        operands = ValueOperands(mma, rp, v_rmem, accs, flat, raw)
-        self.run(results, operands, flat, pipeline, exchange, start(), heads, group, thread)
+        v = cute.make_rmem_tensor((*mmas[1].get_slice(thread.tid).partition_shape_A((TILE_N, K16)), 2, 2), Float16)
+        self.output_mainloop(results, mmas[1], v, shared, start(), group, coord._replace(thread=thread))
 
     @cute.jit
     def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
@@ -103,16 +60,15 @@ class Fp8KvValues(SwapAbOutputLoop):
     def add_tile(
         self,
         operands: ValueOperands,
-        pipeline: Fp8KvPipeline,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         state: PipelineState,
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        chunk = self.chunk_of(thread)
+        pipeline, exchange, chunk = shared.pipeline, shared.exchange, self.chunk_of(thread)
         pipeline.kv.consumer_wait(state)
         lane = opaque(thread.lane)
-        first = operands.raw + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
+        first = shared.kv + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
         first += chunk * K_CHUNK + (lane >> 2) * 4
         numbers = self.numbers_of(first, 0, 0) if self.ahead else None
         p_state = state_at_of_two(tile_count)
@@ -132,24 +88,24 @@ class Fp8KvValues(SwapAbOutputLoop):
         self,
         operands: ValueOperands,
         results: Results,
-        exchange: SwapAbExchange,
+        shared: MlaShared,
         work: WorkTileInfo,
-        heads: HeadRange,
         group,
-        thread: Thread,
+        coord: Coord,
     ):
         if work.split_idx >= 0:
             rows = results.out_partial[work.split_idx, 0, None, None]
-            self.write_rows(operands, exchange, rows, heads, thread)
+            self.write_rows(operands, shared.exchange, rows, coord)
         else:
             sequence, query = divmod(work.batch_idx, group)
-            self.write_rows(operands, exchange, results.out[sequence, query, None, None], heads, thread)
+            self.write_rows(operands, shared.exchange, results.out[sequence, query, None, None], coord)
 
     @cute.jit
-    def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, heads: HeadRange, thread: Thread):
+    def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, coord: Coord):
         """Write O to a query's `rows`, which are contiguous, at constant offsets from the lane's first element."""
-        lane = opaque(thread.lane)
-        channel, first = self.chunk_of(thread) * K_CHUNK + (lane >> 2) * 4, heads.first + self.head_of(0, lane)
+        lane = opaque(coord.thread.lane)
+        channel = self.chunk_of(coord.thread) * K_CHUNK + (lane >> 2) * 4
+        first = coord.first_head + self.head_of(0, lane)
         own = cute.local_tile(rows, (1, 4), (first, channel // 4))
         inverses = Int32(exchange.inverse.iterator.toint()) + 4 * self.head_of(0, lane)
         # Load all factors before the first branch; after it each load would be waited for separately.
@@ -157,7 +113,7 @@ class Fp8KvValues(SwapAbOutputLoop):
         for c in cutlass.range_constexpr(self.columns):
             further, inverse = self.head_of(c, 0), pairs[c // 2][c % 2].bitcast(Float32)
             numbers = [operands.flat[self.element(c, j)] * inverse for j in range(8)]
-            if first + further < heads.total:
+            if first + further < coord.heads:
                 for half in cutlass.range_constexpr(2):
                     place = own.iterator + (further * HEAD_DIM_V + 32 * half)
                     self.store(numbers[4 * half : 4 * half + 4], cute.make_tensor(place, cute.make_layout(4)))
@@ -171,9 +127,7 @@ class Fp8KvValues(SwapAbOutputLoop):
         numbers  the first values, if they are loaded ahead
         """
         # [channel of two, half of the keys, product of two, which of the two operands]
-        words = cute.make_tensor(
-            cute.recast_ptr(operands.v_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2))
-        )
+        words = cute.make_tensor(cute.recast_ptr(operands.v.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
         factors = self.factors_of(scales, 0) if self.ahead else None
         for s in cutlass.range_constexpr(TILE_N // K16):
             for half in cutlass.range_constexpr(2):
@@ -208,15 +162,13 @@ class Fp8KvValues(SwapAbOutputLoop):
     @cute.jit
     def from_bytes(self, words, numbers, factors, s: cutlass.Constexpr, half: cutlass.Constexpr):
         """Make the operands of two products of 16 keys from e4m3 values."""
+        multiply = times_split if self.table.split else times
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
         for k in cutlass.range_constexpr(2):
             four = halves_of_two(numbers[2 * k], numbers[2 * k + 1])
             for i in cutlass.range_constexpr(4):
-                if const_expr(self.table.split):
-                    words[i % 2, k, i // 2, half] = times_split(four[i], *factors[k])
-                else:
-                    words[i % 2, k, i // 2, half] = times(four[i], *factors[k])
+                words[i % 2, k, i // 2, half] = multiply(four[i], *factors[k])
 
     @cute.jit
     def from_numbers(self, words, first, scales, s: cutlass.Constexpr, half: cutlass.Constexpr):
@@ -237,8 +189,8 @@ class Fp8KvValues(SwapAbOutputLoop):
         """Issue two of the four products, for 16 keys."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
-            acc, v = operands.accs[2 * half + j], operands.v_rmem[None, None, 0, j, half]
-            cute.gemm(operands.mma, acc, v, operands.rp[None, None, s, p_stage], acc)
+            acc, v = operands.accs[2 * half + j], operands.v[None, None, 0, j, half]
+            cute.gemm(operands.mma, acc, v, operands.p[None, None, s, p_stage], acc)
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit

@@ -1,4 +1,7 @@
-"""Limits of the MLA kernels as plain numbers and torch dtype names, for kernels, ops and tests."""
+"""Limits of the MLA kernels as plain numbers and torch dtype names, for kernels, ops and tests.
+
+This module does not import CUTLASS, so ops can check their arguments without it.
+"""
 
 DTYPES = ("bfloat16", "float16")  # dtypes of q, of a 16-bit cache and of out
 
@@ -27,3 +30,22 @@ MERGE_CHANNEL_MULTIPLE = 8
 MAX_MERGE_ROWS = 2**31 - 8
 
 MAX_WINDOW = 2**30  # of queries, columns and keys per page; one step past it still fits in int32
+
+# Multi-head attention
+MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # (d, dv) of a head
+ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels that may be in a tensor of their own, shared by all heads
+SELECTION_KEYS, SELECTION_WORDS = 128, 4  # keys per block, and 32-bit words of selection bits per block
+
+# Groups of queries with few heads that share keys
+# Queries per group, keyed by the largest number of heads for which TILE_M rows hold that many queries.
+GROUP_SIZES = {8: 8, 16: 4}
+MEMBER_SHIFT = 24  # a key in a group's list is below 2^24; the bits above say which queries have selected it
+# A group is computed as one if the union of its selections is at most this share of their sum. A tile of a
+# group takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
+MOST_UNION = (7, 10)
+
+# The products with kv_b in FP8
+ABSORBED_NOPE = (128, 192)  # non-rope channels of a head's q where W_UK is FP8: V3.2, GLM-5
+UP_PROJECTION_ROWS = 32  # rows of kv_b per head are a multiple of this
+MAX_UP_PROJECTION_ROWS = 2**22 - 1  # largest number of rows of kv_b, so that offsets fit in int32
+VALUE_GROUP = 128  # channels of a head's values that share a scale

@@ -58,8 +58,7 @@ class MergeAttentionSm90:
         stream,
     ):
         rows = out.shape[0] * out.shape[1] * out.shape[2]
-        heads = cute.fast_divmod_create_divisor_v2(out.shape[2])
-        inner = cute.fast_divmod_create_divisor_v2(out.shape[1])
+        heads, inner = (cute.fast_divmod_create_divisor_v2(size) for size in (out.shape[2], out.shape[1]))
         self.kernel(outs, lses, attn_sink, out, lse, heads, inner, rows).launch(
             grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=True
         )
@@ -159,11 +158,10 @@ def compile_merge_attention(dtype: str, branches: int, sink: bool):
     to 2^31 - 8; D > 0. Rows of D start at multiples of 16 bytes.
     """
     element = cute_dtype(dtype)
-    width = VECTOR_BITS // element.width
     outer, dim = [cute.sym_int() for _ in range(3)], cute.sym_int(divisibility=MERGE_CHANNEL_MULTIPLE)
 
     def rows():
-        return fake(element, (*outer, dim), (*strides(3, width), 1))
+        return fake(element, (*outer, dim), (*strides(3, VECTOR_BITS // element.width), 1))
 
     def numbers(shape):
         return fake(Float32, tuple(shape), strides(len(shape)), 4)

@@ -1,46 +1,90 @@
-"""The producer warps of dense attention, and the shared memory that they fill.
+"""The producer warps of multi-head attention over packed (varlen) sequences.
 
 The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past the end of a sequence.
+
+The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with
+all KV blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by
+groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first, and heads
+vary fastest. A CTA that becomes free takes the next number from a tile counter in global memory. The warp
+publishes each WorkTileInfo to the other warps through a two-stage pipeline in shared memory.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, start, state_at
+from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.shared_memory import store_16
+from dsa.cute.sm90 import SHARED_BYTES, WARP
+from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline
-from dsa.kernels.mla.mha_scheduler import WorkTileInfo
 
 STAGES = 2  # of K and of V
 
 
-@dataclass(frozen=True)
-class Loads:
-    """TMA atoms of Q, K and V, and the tensors [tokens, channels, heads] that they load.
+OUT_ROWS, OUT_COLUMNS = 16, 64  # rows and channels of O that a warp stages in shared memory at a time
 
-    `rope` and `mrope` load the rope channels of the keys where these are in a tensor of their own.
+
+@dataclass(frozen=True)
+class MhaConfig:
+    """Tile shape and pipeline of a variant.
+
+    dim, value_dim  channels of a head: D of Q and K, DV of V
+    keys            keys per KV block
+    warpgroups      consumer warpgroups, 64 query rows each
+    q_stages        work tiles whose Q is in shared memory at a time
+    q_rmem          whether consumers copy Q from shared memory to registers
     """
 
-    q: cute.CopyAtom
-    mq: cute.Tensor
-    k: cute.CopyAtom
-    mk: cute.Tensor
-    v: cute.CopyAtom
-    mv: cute.Tensor
-    rope: cute.CopyAtom | None = None
-    mrope: cute.Tensor | None = None
+    dim: int
+    value_dim: int
+    keys: int
+    warpgroups: int
+    q_stages: int
+    q_rmem: bool
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    def fits(self) -> bool:
+        """Whether the variant fits in shared memory."""
+        queries = self.q_stages * self.rows * self.dim
+        loaded = STAGES * self.keys * (self.dim + self.value_dim)
+        return 2 * (queries + loaded + 4 * self.warpgroups * OUT_ROWS * OUT_COLUMNS) + 3 * 1024 <= SHARED_BYTES
 
 
-@dataclass(frozen=True)
-class SharedTensors:
-    """Stages in shared memory: q [rows, d, stage], k [keys, d, stage], v [keys, dv, stage]."""
+class WorkTileInfo(NamedTuple):
+    """What the other warps need to know of a work tile.
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    blocks         KV blocks; 0 after the last work tile
+    query          the first query row
+    row_count      query rows from `query` to the end of the sequence
+    head, kv_head  query head, and the KV head that it reads
+    key            first key of the sequence
+    key_count      keys of the sequence
+    first          keys that the first query row sees; each further row sees one more, up to key_count
+    value_rows     valid V rows from the start of the last block on; rows beyond them must be zero-filled
+    """
+
+    blocks: Int32
+    query: Int32
+    row_count: Int32
+    head: Int32
+    kv_head: Int32
+    key: Int32
+    key_count: Int32
+    first: Int32
+    value_rows: Int32
+
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        """Return the end marker, published after the last work tile."""
+        return WorkTileInfo(*(Int32(0) for _ in WorkTileInfo._fields))
 
 
 @dataclass(frozen=True)
@@ -84,69 +128,74 @@ class MhaPipelines:
 
 
 class MhaProducer:
-    """Load Q tiles of `rows` x `dim` into `q_stages` stages, and blocks of `keys` keys and values.
+    """The LOAD and CLEAR warps.
 
-    width  bytes per element
-    rope   number of a key's last channels that all heads share and that are loaded from a tensor of their own
+    rope  number of a key's last channels that all heads share and that are loaded from a tensor of their own
     """
 
-    def __init__(self, rows: int, keys: int, dim: int, value_dim: int, width: int, q_stages: int, rope: int):
-        self.rows, self.keys, self.dim, self.value_dim = rows, keys, dim, value_dim
-        self.width, self.q_stages, self.rope = width, q_stages, rope
+    def __init__(self, dtype: type[cutlass.Numeric], cfg: MhaConfig, rope: int):
+        self.dtype, self.cfg, self.rope = dtype, cfg, rope
+        self.rows, self.keys, self.dim, self.value_dim = cfg.rows, cfg.keys, cfg.dim, cfg.value_dim
 
     @cute.jit
-    def load(self, storage, loads: Loads, shared: SharedTensors):
-        """Run the LOAD warp: all work tiles of this CTA."""
-        q_bytes, k_bytes = self.rows * self.dim * self.width, self.keys * self.dim * self.width
-        v_bytes = self.keys * self.value_dim * self.width
-        pipelines = MhaPipelines.of(storage, self.q_stages)
+    def load(self, storage, loads: list, shared: list):
+        """Run the LOAD warp: all work tiles of this CTA.
+
+        loads   (TMA atom, tensor [tokens, channels, heads]) of Q, of K, of V, and of the rope channels if they
+                are in a tensor of their own
+        shared  stages of Q [rows, d, stage], of K [keys, d, stage] and of V [keys, dv, stage]
+        """
+        width, pipelines = self.dtype.width // 8, MhaPipelines.of(storage, self.cfg.q_stages)
+        (q_atom, mq), (k_atom, mk), (v_atom, mv), *_ = loads
+        rope_atom, mrope = loads[-1]
+        sq, sk, sv = shared
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
         blocks = Int32(1)
         nope = self.dim - self.rope
-        k_shared, rope_shared = shared.k, shared.k
+        k_shared, rope_shared = sk, sk
         if const_expr(self.rope > 0):
-            k_shared = cute.local_tile(shared.k, (self.keys, nope, STAGES), (0, 0, 0))
-            rope_shared = cute.local_tile(shared.k, (self.keys, self.rope, STAGES), (0, nope // self.rope, 0))
+            k_shared = cute.local_tile(sk, (self.keys, nope, STAGES), (0, 0, 0))
+            rope_shared = cute.local_tile(sk, (self.keys, self.rope, STAGES), (0, nope // self.rope, 0))
         while blocks > 0:
             work_tile = pipelines.work_tiles.current(tile_state)
             tile_state = pipelines.work_tiles.release(tile_state)
-            blocks, query, head = work_tile.blocks, work_tile.query, work_tile.head
-            key, kv_head = work_tile.key, work_tile.kv_head
+            blocks, key, kv_head = work_tile.blocks, work_tile.key, work_tile.kv_head
             if blocks > 0:
-                tq, gq = blocks_of(loads.q, loads.mq, shared.q, query, head, (self.rows, self.dim))
-                tk, gk = blocks_of(loads.k, loads.mk, k_shared, key, kv_head, (self.keys, nope))
+                tq, gq = blocks_of(q_atom, mq, sq, work_tile.query, work_tile.head, (self.rows, self.dim))
+                tk, gk = blocks_of(k_atom, mk, k_shared, key, kv_head, (self.keys, nope))
                 tr, gr = tk, gk
                 if const_expr(self.rope > 0):
-                    tr, gr = blocks_of(loads.rope, loads.mrope, rope_shared, key, 0, (self.keys, self.rope))
-                tv, gv = blocks_of(loads.v, loads.mv, shared.v, key, kv_head, (self.keys, self.value_dim))
-                pipelines.q.producer_acquire(q_state, q_bytes)
-                q_full = pipelines.q.producer_barrier(q_state)
-                cute.copy(loads.q, gq[None, 0], tq[None, q_state.stage], tma_bar_ptr=q_full)
+                    tr, gr = blocks_of(rope_atom, mrope, rope_shared, key, 0, (self.keys, self.rope))
+                tv, gv = blocks_of(v_atom, mv, sv, key, kv_head, (self.keys, self.value_dim))
+                pipelines.q.producer_acquire(q_state, self.rows * self.dim * width)
+                cute.copy(
+                    *(q_atom, gq[None, 0], tq[None, q_state.stage]), tma_bar_ptr=pipelines.q.producer_barrier(q_state)
+                )
                 q_state = pipelines.q.advance(q_state)
                 for i in cutlass.range(blocks, unroll=1):
                     n = blocks - 1 - i
-                    pipelines.k.producer_acquire(k_state, k_bytes)
+                    pipelines.k.producer_acquire(k_state, self.keys * self.dim * width)
                     k_full = pipelines.k.producer_barrier(k_state)
-                    cute.copy(loads.k, gk[None, n], tk[None, k_state.stage], tma_bar_ptr=k_full)
+                    cute.copy(k_atom, gk[None, n], tk[None, k_state.stage], tma_bar_ptr=k_full)
                     if const_expr(self.rope > 0):
-                        cute.copy(loads.rope, gr[None, n], tr[None, k_state.stage], tma_bar_ptr=k_full)
+                        cute.copy(rope_atom, gr[None, n], tr[None, k_state.stage], tma_bar_ptr=k_full)
                     k_state = pipelines.k.advance(k_state)
                     pipelines.v.producer_wait(v_state)
                     v_full = pipelines.v.producer_barrier(v_state)
                     if i == 0 and work_tile.value_rows < self.keys:
                         v_full = pipelines.v_loaded.barrier(v_state.stage)
                     with cute.arch.elect_one():
-                        expect_bytes(v_full, v_bytes)
-                    cute.copy(loads.v, gv[None, n], tv[None, v_state.stage], tma_bar_ptr=v_full)
+                        expect_bytes(v_full, self.keys * self.value_dim * width)
+                    cute.copy(v_atom, gv[None, n], tv[None, v_state.stage], tma_bar_ptr=v_full)
                     v_state = pipelines.v.advance(v_state)
 
     @cute.jit
-    def clear(self, storage, shared: SharedTensors, lane):
+    def clear(self, storage, values: cute.Tensor, lane):
         """Run the CLEAR warp: zero-fill the rows of the last V block that are past the sequence's end.
 
         P is 0 in these rows, but 0 * NaN is NaN.
         """
-        pipelines = MhaPipelines.of(storage, self.q_stages)
+        pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         # count: V blocks so far. phases: one phase bit per stage of v_loaded, since not every block needs
         # clearing.
         tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
@@ -159,7 +208,7 @@ class MhaProducer:
                     v_state = state_at(count, STAGES)
                     pipelines.v_loaded.wait((phases >> v_state.stage) & 1, v_state.stage)
                     phases = phases ^ (1 << v_state.stage)
-                    self.clear_values(shared.v, v_state.stage, work_tile.value_rows, lane)
+                    self.clear_values(values, v_state.stage, work_tile.value_rows, lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     pipelines.v.producer_commit(v_state)
@@ -171,11 +220,10 @@ class MhaProducer:
 
         A stage is stored as blocks of 64 columns, in which a row has 128 contiguous bytes.
         """
-        zero = Uint32(0)
         start = Int32(values.iterator.toint()) + stage * (self.keys * self.value_dim * 2)
         for block in cutlass.range_constexpr(self.value_dim // 64):
             for place in cutlass.range(first * 8 + lane, self.keys * 8, 32, unroll=1):
-                store_16(start + block * (self.keys * 128) + place * 16, [zero, zero, zero, zero])
+                store_16(start + block * (self.keys * 128) + place * 16, [Uint32(0)] * 4)
 
 
 @cute.jit
@@ -185,3 +233,106 @@ def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, hea
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
     )
+
+
+@dataclass(frozen=True)
+class MhaScheduler:
+    """Finds the work tiles of a CTA.
+
+    cu_q, cu_k        [B + 1] int32
+    tile_counter      [1] int32, 0 at launch
+    heads             query heads
+    group             query heads per group
+    ratio             query heads per KV head
+    causal            > 0: a row sees keys up to its position, with queries aligned to the end of the keys
+    queries, kv_rows  total rows of Q and of K
+    rows, keys        query rows of a work tile, keys of a block
+    """
+
+    cu_q: cute.Tensor
+    cu_k: cute.Tensor
+    tile_counter: cute.Tensor
+    heads: Int32
+    group: Int32
+    ratio: Int32
+    causal: Int32
+    queries: Int32
+    kv_rows: Int32
+    rows: cutlass.Constexpr[int]
+    keys: cutlass.Constexpr[int]
+
+    @cute.jit
+    def run(self, work_tiles: WorkTilePipeline, lane):
+        """Publish this CTA's work tiles, one after the other; called by a warp."""
+        index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        batch = self.cu_q.shape[0] - 1
+        state, more = start(), Int32(1)
+        sequence, before = Int32(0), Int32(0)
+        while more > 0:
+            # A CTA's work-tile numbers increase, so the search resumes at the last work tile's sequence.
+            passed = Int32(WARP)
+            while passed == WARP:
+                other = sequence + lane
+                own = Int32(0)
+                if other < batch:
+                    _, own = span(self.cu_q, other, self.queries)
+                    own = (own + self.rows - 1) // self.rows * self.heads
+                end = before + warp_inclusive_scan(own, lane)
+                passed = cute.arch.popc(cute.arch.vote_ballot_sync(other < batch and end <= index))
+                if passed > 0:
+                    before = cute.arch.shuffle_sync(end, passed - 1)
+                sequence += passed
+            work_tile = WorkTileInfo.last()
+            if sequence < batch:
+                work_tile = self.work_tile(sequence, index - before)
+            else:
+                more = Int32(0)
+            state = work_tiles.publish(state, work_tile)
+            index = ctas + draw(self.tile_counter, lane)
+
+    @cute.jit
+    def work_tile(self, sequence, local) -> WorkTileInfo:
+        """Return work tile number `local` of a sequence."""
+        query, queries = span(self.cu_q, sequence, self.queries)
+        key, keys = span(self.cu_k, sequence, self.kv_rows)
+        tiles = (queries + self.rows - 1) // self.rows
+        first_head = local // (tiles * self.group) * self.group
+        local -= first_head * tiles
+        together = cutlass.min(self.group, self.heads - first_head)
+        row = (tiles - 1 - local // together) * self.rows
+        head = first_head + local % together
+        count = queries - row
+        first, seen = keys, keys
+        if self.causal > 0:
+            first = row + keys - queries + 1
+            seen = cutlass.min(keys, first + cutlass.min(count, self.rows) - 1)
+        # A work tile whose rows see no key still gets one block, which is fully masked.
+        blocks = cutlass.max((seen + self.keys - 1) // self.keys, 1)
+        value_rows = keys - (blocks - 1) * self.keys
+        if seen <= 0:
+            value_rows = Int32(0)
+        return WorkTileInfo(
+            blocks=blocks,
+            query=query + row,
+            row_count=count,
+            head=head,
+            kv_head=head // self.ratio,
+            key=key,
+            key_count=keys,
+            first=first,
+            value_rows=value_rows,
+        )
+
+
+@cute.jit
+def span(bounds: cute.Tensor, sequence, rows: Int32):
+    """Return (first row, number of rows) of a sequence.
+
+    A sequence whose bounds decrease or exceed `rows` counts as empty, so that it never touches rows of other
+    sequences.
+    """
+    first, end = bounds[sequence], bounds[sequence + 1]
+    if first < 0 or end < first or end > rows:
+        first, end = Int32(0), Int32(0)
+    return first, end - first

@@ -7,7 +7,7 @@ The sum runs over the keys j that query t sees. With a selection, it runs over t
 Warp roles
 - Two or three consumer warpgroups. Each computes 64 query rows of the work tile, for one head.
 - Three producer warps. LOAD loads Q, K and V by TMA (mha_producer.py). SCHEDULE fetches work tiles
-  (mha_scheduler.py). CLEAR zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
+  (mha_producer.py). CLEAR zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
 Scheduler: dynamic persistent. The heads of a group have adjacent work tiles, so that their K and V stay in
 the L2 cache. The longest work tiles of a group come first.
 Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
@@ -23,9 +23,9 @@ Mainloop
   rescaled only when the lag is larger.
 Selection: one bit per key (selection_bits_sm90.py). A lane holds 32 keys of a row of 128, which is one word.
 The word of the next block is loaded between the exponentials of the current block. The bits become
-predicates, seven at a time, for the maxima and the exponentials (mha_selection.py).
+predicates, seven at a time, for the maxima and the exponentials (mha_consumer.py).
 Epilogue: O goes through shared memory, so that rows are stored 128 contiguous bytes at a time
-(mha_epilogue.py).
+(mha_consumer.py).
 Shared memory: q_stages x rows x D of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
 per consumer warp for the epilogue, barriers.
 Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two
@@ -37,7 +37,6 @@ kernel reaches 90% of its rate. Shared memory is busy for 112 of 128 bytes per c
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -56,16 +55,32 @@ from dsa.cute.shared_memory import load_matrices, pack
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
-from dsa.kernels.mla.mha_epilogue import OUT_COLUMNS, OUT_ROWS, MhaEpilogue
-from dsa.kernels.mla.mha_limits import MHA_DTYPES, ROPE_DIMS, SELECTION_KEYS, SELECTION_WORDS
-from dsa.kernels.mla.mha_producer import STAGES, Loads, MhaPipelines, MhaProducer, SharedTensors
-from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
-from dsa.kernels.mla.mha_selection import after, bit_mask, load_word, low_bits, max_all, max_selected, places
+from dsa.kernels.mla.limits import DTYPES, ROPE_DIMS, SELECTION_KEYS, SELECTION_WORDS
+from dsa.kernels.mla.mha_consumer import (
+    after,
+    bit_mask,
+    load_word,
+    low_bits,
+    max_all,
+    max_selected,
+    places,
+    store_rows,
+)
+from dsa.kernels.mla.mha_producer import (
+    OUT_COLUMNS,
+    OUT_ROWS,
+    STAGES,
+    MhaConfig,
+    MhaPipelines,
+    MhaProducer,
+    MhaScheduler,
+    WorkTileInfo,
+)
+from dsa.kernels.mla.mla_softmax import NO_MAX, raise_row_max
+from dsa.kernels.mla.mla_tiles import tiled_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # per consumer warpgroup count: (consumer, producer) registers per thread
-RESCALE_THRESHOLD = 8.0  # largest lag of row_max behind the true maximum, in log2
-NOTHING = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
 
 
 class ProducerRole(IntEnum):
@@ -76,55 +91,13 @@ class ProducerRole(IntEnum):
     CLEAR = 2
 
 
-class Barrier(IntEnum):
-    """Named barriers. TURN + i lets consumer warpgroup i issue its wgmmas."""
-
-    TURN = 1  # + the warpgroup's index
+TURN = 1  # named barrier TURN + i lets consumer warpgroup i issue its wgmmas
 
 
-@dataclass(frozen=True)
-class MhaConfig:
-    """Tile shape and pipeline of a variant.
-
-    dim, value_dim  channels of a head: D of Q and K, DV of V
-    keys            keys per KV block
-    warpgroups      consumer warpgroups, 64 query rows each
-    q_stages        work tiles whose Q is in shared memory at a time
-    q_rmem          whether consumers copy Q from shared memory to registers
-    """
-
-    dim: int
-    value_dim: int
-    keys: int
-    warpgroups: int
-    q_stages: int
-    q_rmem: bool
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return (self.warpgroups + 1) * WARPGROUP
-
-    def fits(self) -> bool:
-        """Whether the variant fits in shared memory."""
-        queries = self.q_stages * self.rows * self.dim
-        loaded = STAGES * self.keys * (self.dim + self.value_dim)
-        staged = 4 * self.warpgroups * OUT_ROWS * OUT_COLUMNS
-        return 2 * (queries + loaded + staged) + 3 * 1024 <= SHARED_BYTES
-
-
-class MhaVarlenFwdSm90:
+class MhaVarlenFwdSm90(MhaProducer):
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MhaConfig, rope: int, selected: bool):
-        self.dtype, self.cfg, self.rope, self.selected = dtype, cfg, rope, selected
-        self.rows, self.dim, self.value_dim = cfg.rows, cfg.dim, cfg.value_dim
-        self.consumer_warps = 4 * cfg.warpgroups
-        self.producer = MhaProducer(
-            cfg.rows, self.cfg.keys, cfg.dim, cfg.value_dim, dtype.width // 8, cfg.q_stages, rope
-        )
-        self.epilogue = MhaEpilogue(dtype, cfg.value_dim, few_registers=cfg.q_rmem)
+        super().__init__(dtype, cfg, rope)
+        self.selected, self.consumer_warps = selected, 4 * cfg.warpgroups
 
     @cute.jit
     def __call__(
@@ -146,32 +119,24 @@ class MhaVarlenFwdSm90:
         ctas: Int32,
         stream,
     ):
-        cfg = self.cfg
-        q_layout = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.rows, self.cfg.keys, self.dim), self.dtype, cfg.q_stages
-        )
-        k_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (self.rows, self.cfg.keys, self.dim), self.dtype, STAGES
-        )
-        v_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (self.rows, self.cfg.keys, self.value_dim), self.dtype, STAGES
-        )
-        ratio = q.shape[1] // k.shape[1]
+        tile = self.rows, self.keys, self.dim
+        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.cfg.q_stages)
+        k_layout, v_layout = self.block_layout(self.dim), self.block_layout(self.value_dim)
         parts = [
             (q, q_layout, (self.rows, self.dim)),
-            (k, self.part_of_keys(self.dim - self.rope), (cfg.keys, self.dim - self.rope)),
-            (v, v_layout, (cfg.keys, self.value_dim)),
+            (k, self.block_layout(self.dim - self.rope), (self.keys, self.dim - self.rope)),
+            (v, v_layout, (self.keys, self.value_dim)),
         ]
         if const_expr(self.rope > 0):
-            parts.append((k_rope, self.part_of_keys(self.rope), (cfg.keys, self.rope)))
-        pairs = []
+            parts.append((k_rope, self.block_layout(self.rope), (self.keys, self.rope)))
+        loads = []
         for x, layout, shape in parts:
             by_head = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
-            pairs += tile_load(by_head, layout, shape)
+            loads.append(tile_load(by_head, layout, shape))
 
         @cute.struct
         class Storage:
-            q_barriers: pipeline_storage(cfg.q_stages)
+            q_barriers: pipeline_storage(self.cfg.q_stages)
             k_barriers: pipeline_storage(STAGES)
             v_barriers: pipeline_storage(STAGES)
             v_loaded: cute.struct.MemRange[Int64, STAGES]
@@ -184,14 +149,20 @@ class MhaVarlenFwdSm90:
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
         self.kernel(
-            *(Loads(*pairs), cu_q, cu_k, out, lse, bits, dense_keys, tile_counter, scale, causal, group, ratio),
-            *(q_layout, k_layout, v_layout),
-        ).launch(grid=(ctas, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+            *(loads, cu_q, cu_k, out, lse, bits, dense_keys, tile_counter, scale, causal, group),
+            *(q.shape[1] // k.shape[1], q_layout, k_layout, v_layout),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=((self.cfg.warpgroups + 1) * WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(
         self,
-        loads: Loads,
+        loads: list,
         cu_q: cute.Tensor,
         cu_k: cute.Tensor,
         out: cute.Tensor,
@@ -211,106 +182,80 @@ class MhaVarlenFwdSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        cfg = self.cfg
-        shared = SharedTensors(
-            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
-            storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
-        )
+        parts = (storage.q, q_layout), (storage.k, k_layout), (storage.v, v_layout)
+        shared = [memory.get_tensor(layout.outer, swizzle=layout.inner) for memory, layout in parts]
         if warp == self.consumer_warps + ProducerRole.LOAD:
-            for atom in (loads.q, loads.k, loads.v, *([loads.rope] if self.rope else [])):
+            for atom, _ in loads:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            MhaPipelines.of(storage, cfg.q_stages).init(self.consumer_warps)
+            MhaPipelines.of(storage, self.cfg.q_stages).init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        consumer_registers, producer_registers = REGISTERS[cfg.warpgroups]
+        consumer_registers, producer_registers = REGISTERS[self.cfg.warpgroups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == self.consumer_warps + ProducerRole.LOAD:
-                self.producer.load(storage, loads, shared)
+                self.load(storage, loads, shared)
             elif warp == self.consumer_warps + ProducerRole.SCHEDULE:
                 scheduler = MhaScheduler(
                     *(cu_q, cu_k, tile_counter, Int32(out.shape[1]), group, ratio, causal),
-                    *(Int32(out.shape[0]), Int32(loads.mk.shape[0])),
-                    *(self.rows, self.cfg.keys),
+                    *(Int32(out.shape[0]), Int32(loads[1][1].shape[0])),
+                    *(self.rows, self.keys),
                 )
-                scheduler.run(MhaPipelines.of(storage, cfg.q_stages).work_tiles, lane)
+                scheduler.run(MhaPipelines.of(storage, self.cfg.q_stages).work_tiles, lane)
             elif warp == self.consumer_warps + ProducerRole.CLEAR:
-                self.producer.clear(storage, shared, lane)
+                self.clear(storage, shared[2], lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.consume(storage, out, lse, (bits, dense_keys), scale, shared, tid, warp, lane)
 
-    def part_of_keys(self, channels: int) -> cute.ComposedLayout:
+    def block_layout(self, channels: int) -> cute.ComposedLayout:
         """Return the shared-memory layout of `channels` channels of a KV block, a multiple of 64."""
-        shape = self.rows, self.cfg.keys, channels
+        shape = self.rows, self.keys, channels
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
 
     def score_mma(self) -> cute.TiledMma:
-        major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
-        source = sources.RMEM if self.cfg.q_rmem else sources.SMEM
-        return sm90.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, major, major, Float32, (self.cfg.warpgroups, 1, 1), (64, self.cfg.keys), source)
-        )
+        return tiled_mma(self.dtype, "K K", (64, self.keys), self.cfg.q_rmem, self.cfg.warpgroups)
 
     def value_mma(self) -> cute.TiledMma:
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        source = cute.nvgpu.warpgroup.OperandSource.RMEM
-        return sm90.make_trivial_tiled_mma(
-            *(
-                self.dtype,
-                self.dtype,
-                k_major,
-                mn_major,
-                Float32,
-                (self.cfg.warpgroups, 1, 1),
-                (64, self.value_dim),
-                source,
-            )
-        )
+        return tiled_mma(self.dtype, "K MN", (64, self.value_dim), True, self.cfg.warpgroups)
 
     @cute.jit
-    def consume(self, storage, out, lse, selection, scale, shared: SharedTensors, tid, warp, lane):
+    def consume(self, storage, out, lse, selection, scale, shared: list, tid, warp, lane):
         """Run a consumer warpgroup: its 64 rows of every work tile of this CTA."""
-        cfg = self.cfg
-        score_mma, value_mma = self.score_mma(), self.value_mma()
+        (sq, sk, sv), score_mma, value_mma = shared, self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
-        turned = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, mode=[1, 0, 2]))
-        if const_expr(cfg.q_rmem):
+        v_by_channel = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
+        if const_expr(self.cfg.q_rmem):
             rq = cute.make_rmem_tensor(score_thr.partition_shape_A((self.rows, self.dim)), self.dtype)
         else:
-            rq = score_mma.make_fragment_A(score_thr.partition_A(shared.q))
-        rk = score_mma.make_fragment_B(score_thr.partition_B(shared.k))
-        rv = value_mma.make_fragment_B(value_thr.partition_B(turned))
-        scores = cute.make_rmem_tensor(score_thr.partition_shape_C((self.rows, self.cfg.keys)), Float32)
+            rq = score_mma.make_fragment_A(score_thr.partition_A(sq))
+        rk = score_mma.make_fragment_B(score_thr.partition_B(sk))
+        rv = value_mma.make_fragment_B(value_thr.partition_B(v_by_channel))
+        scores = cute.make_rmem_tensor(score_thr.partition_shape_C((self.rows, self.keys)), Float32)
         sums = cute.make_rmem_tensor(value_thr.partition_shape_C((self.rows, self.value_dim)), Float32)
-        powers = cute.make_rmem_tensor(value_thr.partition_shape_A((self.rows, self.cfg.keys)), self.dtype)
-        s = cute.make_tensor(scores.iterator, cute.make_layout(self.cfg.keys // 2))
+        powers = cute.make_rmem_tensor(value_thr.partition_shape_A((self.rows, self.keys)), self.dtype)
+        s = cute.make_tensor(scores.iterator, cute.make_layout(self.keys // 2))
         o = cute.make_tensor(sums.iterator, cute.make_layout(self.value_dim // 2))
-        p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(self.cfg.keys // 4))
-        row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
-        factor = cute.make_rmem_tensor((2,), Float32)
+        p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(self.keys // 4))
+        row_max, row_sum, factor = [cute.make_rmem_tensor((2,), Float32) for _ in range(3)]
         value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        warpgroup = warp // 4
-        own_row = warp * 16 + (lane >> 2)
-        words, addresses, known = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int64), Int32(0)
-        pipelines = MhaPipelines.of(storage, cfg.q_stages)
+        warpgroup, own_row = warp // 4, warp * 16 + (lane >> 2)
+        words, addresses = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int64)
+        pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
         # Prologue: S = Q K^T of the first work tile's first block.
-        if warpgroup == cfg.warpgroups - 1:
+        if warpgroup == self.cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
         blocks = work_tiles.current(tile_state).blocks
-        if blocks > 0:
-            queries.consumer_wait(q_state)
-            keys.consumer_wait(k_state)
-        if const_expr(self.selected):
-            known = self.find_words(addresses, selection, work_tiles.read(tile_state), own_row, warpgroup, lane)
-            self.load_words(words, addresses, known, (blocks - 1) * self.cfg.keys)
-        self.load_q(rq, shared.q, q_state.stage, warp, lane)
+        known = self.await_first_block(
+            *(blocks, pipelines, tile_state, q_state, k_state, selection, words, addresses),
+            *(own_row, warpgroup, lane),
+        )
+        self.load_q(rq, sq, q_state.stage, warp, lane)
         cute.nvgpu.warpgroup.fence()
         self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
         cute.nvgpu.warpgroup.wait_group(0)
@@ -318,12 +263,12 @@ class MhaVarlenFwdSm90:
             # S of this work tile's first block is complete.
             keys.consumer_release(k_state)
             k_state = keys.advance(k_state)
-            if cfg.q_rmem or blocks == 1:
+            if self.cfg.q_rmem or blocks == 1:
                 queries.consumer_release(q_state)
             work_tile = work_tiles.read(tile_state)
             clear = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup)
-            key = (blocks - 1) * self.cfg.keys
-            row_max.fill(NOTHING)
+            key = (blocks - 1) * self.keys
+            row_max.fill(NO_MAX)
             row_sum.fill(0.0)
             o.fill(0.0)
             if const_expr(self.selected):
@@ -332,11 +277,11 @@ class MhaVarlenFwdSm90:
                 self.cut_scores(s, clear, key, work_tiles, tile_state, own_row, lane)
             self.softmax(s, row_max, row_sum, factor, key, scale, words)
             if const_expr(self.selected):
-                self.load_words(words, addresses, known, key - self.cfg.keys)
+                self.load_words(words, addresses, known, key - self.keys)
             self.pack_powers(s, p)
             # Mainloop: S of a block, and O += P V of the previous block.
             for _ in cutlass.range(blocks - 1, unroll=1):
-                key -= self.cfg.keys
+                key -= self.keys
                 keys.consumer_wait(k_state)
                 self.take_turn(warpgroup)
                 self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
@@ -346,7 +291,7 @@ class MhaVarlenFwdSm90:
                 cute.nvgpu.warpgroup.wait_group(1)
                 keys.consumer_release(k_state)
                 k_state = keys.advance(k_state)
-                if const_expr(not cfg.q_rmem):
+                if const_expr(not self.cfg.q_rmem):
                     if key == 0:
                         queries.consumer_release(q_state)
                 if const_expr(not self.selected):
@@ -354,7 +299,7 @@ class MhaVarlenFwdSm90:
                 rose = self.softmax(s, row_max, row_sum, factor, key, scale, words)
                 # Load the next block's words between the exponentials, where the load costs no time.
                 if const_expr(self.selected):
-                    self.load_words(words, addresses, known, key - self.cfg.keys)
+                    self.load_words(words, addresses, known, key - self.keys)
                 # Wait inside each branch: ptxas would hoist a wait before the branch above most of the
                 # exponentials.
                 if rose:
@@ -371,13 +316,11 @@ class MhaVarlenFwdSm90:
             tile_state = work_tiles.pipeline.advance(tile_state)
             blocks = work_tiles.current(tile_state).blocks
             q_state = queries.advance(q_state)
-            if blocks > 0:
-                queries.consumer_wait(q_state)
-                keys.consumer_wait(k_state)
-            if const_expr(self.selected):
-                known = self.find_words(addresses, selection, work_tiles.read(tile_state), own_row, warpgroup, lane)
-                self.load_words(words, addresses, known, (blocks - 1) * self.cfg.keys)
-            self.load_q(rq, shared.q, q_state.stage, warp, lane)
+            known = self.await_first_block(
+                *(blocks, pipelines, tile_state, q_state, k_state, selection, words, addresses),
+                *(own_row, warpgroup, lane),
+            )
+            self.load_q(rq, sq, q_state.stage, warp, lane)
             self.take_turn(warpgroup)
             # After the last work tile this computes S from stale shared memory. No one reads that S.
             self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
@@ -385,19 +328,51 @@ class MhaVarlenFwdSm90:
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(v_state)
             v_state = values.advance(v_state)
-            self.epilogue.store(o, row_max, row_sum, out, lse, work_tiles.read(last), staged, own_row, warp, lane)
+            store_rows(
+                *(o, row_max, row_sum, out, lse, work_tiles.read(last), staged, own_row, warp, lane, self.cfg.q_rmem)
+            )
             work_tiles.release(last)
+
+    @cute.jit
+    def await_first_block(
+        self,
+        blocks,
+        pipelines: MhaPipelines,
+        tile_state,
+        q_state,
+        k_state,
+        selection,
+        words,
+        addresses,
+        own_row,
+        warpgroup,
+        lane,
+    ):
+        """Wait for a work tile's Q and its first block of K, and load the block's selection words.
+
+        Return for how many keys `load_words` must read the words.
+        """
+        known = Int32(0)
+        if blocks > 0:
+            pipelines.q.consumer_wait(q_state)
+            pipelines.k.consumer_wait(k_state)
+        if const_expr(self.selected):
+            known = self.find_words(
+                addresses, selection, pipelines.work_tiles.read(tile_state), own_row, warpgroup, lane
+            )
+            self.load_words(words, addresses, known, (blocks - 1) * self.keys)
+        return known
 
     @cute.jit
     def take_turn(self, warpgroup):
         """Wait until this warpgroup may issue its wgmmas."""
-        cute.arch.barrier(barrier_id=Barrier.TURN + warpgroup, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier(barrier_id=TURN + warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, warpgroup):
         """Let the next warpgroup issue its wgmmas."""
         following = 0 if warpgroup == self.cfg.warpgroups - 1 else warpgroup + 1
-        cute.arch.barrier_arrive(barrier_id=Barrier.TURN + following, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def load_q(self, rq, sq, stage, warp, lane):
@@ -417,7 +392,9 @@ class MhaVarlenFwdSm90:
         cute.nvgpu.warpgroup.fence()
         self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
         values.consumer_wait(v_state)
-        self.issue_sums(value_mma, sums, powers, rv, v_state.stage)
+        for step in cutlass.range_constexpr(self.keys // 16):
+            cute.gemm(value_mma, sums, powers[None, None, step], rv[None, None, step, v_state.stage], sums)
+        cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
@@ -429,42 +406,26 @@ class MhaVarlenFwdSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
-    def issue_sums(self, mma, sums, powers, rv, stage):
-        for step in cutlass.range_constexpr(self.cfg.keys // 16):
-            cute.gemm(mma, sums, powers[None, None, step], rv[None, None, step, stage], sums)
-        cute.nvgpu.warpgroup.commit_group()
-
-    @cute.jit
     def softmax(self, s, row_max, row_sum, factor, key, scale, words):
         """Turn the scores of a block, whose first key is `key`, into P, and update row_max and row_sum.
 
         Return whether O must be multiplied by `factor`. With `selected`, `words` has the selection bits of
         the lane's two rows.
         """
-        new_max = [value * scale for value in self.maxima(s, words)]
-        factor.fill(1.0)
-        rose = cute.arch.vote_any_sync(
-            new_max[0] > row_max[0] + RESCALE_THRESHOLD or new_max[1] > row_max[1] + RESCALE_THRESHOLD
-        )
-        if rose:
-            for r in cutlass.range_constexpr(2):
-                if new_max[r] > row_max[r] + RESCALE_THRESHOLD:
-                    factor[r] = cute.math.exp2(row_max[r] - new_max[r], fastmath=True)
-                    row_max[r] = new_max[r]
-                    row_sum[r] *= factor[r]
+        rose = raise_row_max(row_max, row_sum, factor, [value * scale for value in self.maxima(s, words)])
         if const_expr(self.selected):
             self.selected_powers(s, row_max, row_sum, scale, words, key >> 31)
         else:
-            for i in cutlass.range_constexpr(self.cfg.keys // 2):
+            for i in cutlass.range_constexpr(self.keys // 2):
                 s[i] = cute.math.exp2(cute.math.fma(s[i], scale, -row_max[i // 2 % 2]), fastmath=True)
-            for i in cutlass.range_constexpr(self.cfg.keys // 2):
+            for i in cutlass.range_constexpr(self.keys // 2):
                 row_sum[i // 2 % 2] += s[i]
         return rose
 
     def maxima(self, s, words):
         """Return the highest score of each of the lane's two rows; with `selected`, of the keys whose bits are set."""
         chains = [(), ()]
-        for byte, r in itertools.product(range(self.cfg.keys // 32), range(2)):
+        for byte, r in itertools.product(range(self.keys // 32), range(2)):
             eight = [s[i] for i in places(byte, r)]
             chains[r] = max_selected(chains[r], eight, words[r], byte) if self.selected else max_all(chains[r], eight)
         highest = [cute.arch.fmax(*chain) for chain in chains]
@@ -481,7 +442,7 @@ class MhaVarlenFwdSm90:
         predicates live from the maxima on, and masks all scores before the first exponential.
         """
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
-        for byte in cutlass.range_constexpr(self.cfg.keys // 32):
+        for byte in cutlass.range_constexpr(self.keys // 32):
             for r in cutlass.range_constexpr(2):
                 # Byte 0 depends on the maximum, byte 1 on the row's first exponential, byte b on the row sum
                 # through byte b - 2.
@@ -502,16 +463,16 @@ class MhaVarlenFwdSm90:
 
         All rows of the warpgroup see the first `clear` keys, so blocks below `clear` need no mask.
         """
-        if key + self.cfg.keys > clear:
+        if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
-            for i in cutlass.range_constexpr(self.cfg.keys // 2):
+            for i in cutlass.range_constexpr(self.keys // 2):
                 if seen[i // 2 % 2] - key <= i // 4 * 8 + i % 2:
                     s[i] = -Float32(float("inf"))
 
     @cute.jit
     def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
         """As `cut_scores`, for selection words: clear the bits of keys that the lane's rows do not see."""
-        if key + self.cfg.keys > clear:
+        if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for r in cutlass.range_constexpr(2):
                 count = cutlass.max(seen[r] - key, 0)
@@ -551,14 +512,14 @@ class MhaVarlenFwdSm90:
         All bits are set unless 0 <= key < known.
         """
         place = Uint32(key) // SELECTION_KEYS * (4 * SELECTION_WORDS)
-        if const_expr(self.cfg.keys < SELECTION_KEYS):
+        if const_expr(self.keys < SELECTION_KEYS):
             place += Uint32(key) % SELECTION_KEYS // 32
         for r in cutlass.range_constexpr(2):
-            words[r] = load_word(addresses[r] + Int64(place), key, known, self.cfg.keys // 4)
+            words[r] = load_word(addresses[r] + Int64(place), key, known, self.keys // 4)
 
     @cute.jit
     def pack_powers(self, s, p):
-        for i in cutlass.range_constexpr(self.cfg.keys // 4):
+        for i in cutlass.range_constexpr(self.keys // 4):
             p[i] = pack(s[2 * i], s[2 * i + 1], self.dtype)
 
 
@@ -609,5 +570,5 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Return every (compile function, arguments) that the ops can ask for."""
     ropes = {config: {0, ROPE_DIMS.get(dims, 0)} for dims, config in CONFIGS.items()}
     kinds = [(config, rope) for config in ropes for rope in sorted(ropes[config])]
-    every = itertools.product(MHA_DTYPES, kinds, (False, True))
+    every = itertools.product(DTYPES, kinds, (False, True))
     return [(compile_mha_varlen_fwd, (dtype, *kind, selected)) for dtype, kind, selected in every]

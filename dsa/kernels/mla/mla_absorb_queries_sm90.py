@@ -1,4 +1,4 @@
-"""Absorb W_UK, which is in FP8, into the queries of few tokens.
+"""Absorb W_UK, which is in FP8, into the queries, for small M (few tokens).
 
 q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])]
 
@@ -39,7 +39,7 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.fp8_kv_convert import halves_of_two
-from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
+from dsa.kernels.mla.limits import ABSORBED_NOPE, HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection import (
     BF16_VECTOR,
     BLOCK,
@@ -53,7 +53,6 @@ from dsa.kernels.mla.up_projection import (
     to_bf16,
     zero_behind_loads,
 )
-from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
@@ -72,15 +71,13 @@ class MlaAbsorbQueriesSm90:
     def __init__(self, nope: int):
         self.slices = nope // ROWS
         self.threads = self.slices * WARP
-        self.resident = 512 // self.threads
 
     @cute.jit
     def __call__(self, q_nope, q_pe, cos, sin, weight, weight_scale, q, stream):
-        rows = weight.shape[0] // q.shape[1]
-        self.kernel(q_nope, q_pe, cos, sin, weight, weight_scale, q, rows).launch(
+        self.kernel(q_nope, q_pe, cos, sin, weight, weight_scale, q, weight.shape[0] // q.shape[1]).launch(
             grid=(q.shape[1] * COLUMNS, 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.resident,
+            min_blocks_per_mp=512 // self.threads,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
@@ -171,8 +168,8 @@ class MlaAbsorbQueriesSm90:
         for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
             pair = cute.make_rmem_tensor((2,), BFloat16)
             cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)
-            turned = rotate_pair(Float32(pair[0]), Float32(pair[1]), cos[token, lane], sin[token, lane])
-            pair[0], pair[1] = BFloat16(turned[0]), BFloat16(turned[1])
+            first, second = rotate_pair(Float32(pair[0]), Float32(pair[1]), cos[token, lane], sin[token, lane])
+            pair[0], pair[1] = BFloat16(first), BFloat16(second)
             cute.autovec_copy(pair, cute.local_tile(q[token, head, None], (2,), (HEAD_DIM_V // 2 + lane,)))
 
     @cute.jit
@@ -186,8 +183,7 @@ class MlaAbsorbQueriesSm90:
                     halves = halves_of_two(raw[word, row], raw[word, row + 1])
                     for i in cutlass.range_constexpr(4):
                         weights[2 * pair + i % 2, 2 * word + i // 2, step] = to_bf16(halves[i], scale)
-                made = [weights[i % 4, 2 * word + i // 4, step] for i in range(8)]
-                scale = behind(scale, made, zero)
+                scale = behind(scale, [weights[i % 4, 2 * word + i // 4, step] for i in range(8)], zero)
         return weights
 
     @cute.jit
@@ -200,8 +196,8 @@ class MlaAbsorbQueriesSm90:
             if token + i < q.shape[0]:
                 for c in cutlass.range_constexpr(4):
                     out[c] = BFloat16(total[2 * c + i])
-                place = column * (BLOCK // 4) + lane
-                cute.autovec_copy(out, cute.local_tile(q[token + i, head, None], (4,), (place,)))
+                target = cute.local_tile(q[token + i, head, None], (4,), (column * (BLOCK // 4) + lane,))
+                cute.autovec_copy(out, target)
 
 
 @cached
@@ -214,11 +210,14 @@ def compile_mla_absorb_queries(nope: int):
     """
     tokens, heads, rows = (cute.sym_int() for _ in range(3))
     q_nope, q_pe, q = (fake(BFloat16, (tokens, heads, n), (*strides(2, 8), 1)) for n in (nope, 2 * PAIRS, HEAD_DIM))
-    cos, sin = (fake(Float32, (tokens, PAIRS), (*strides(1), 1), 4) for _ in range(2))
-    weight = fake(Float8E4M3FN, (rows, HEAD_DIM_V), (HEAD_DIM_V, 1))
-    weight_scale = fake(Float32, (cute.sym_int(), COLUMNS), (*strides(1), 1), 4)
-    kernel = MlaAbsorbQueriesSm90(nope)
-    return compile_sm90(kernel, q_nope, q_pe, cos, sin, weight, weight_scale, q, fake_stream())
+    return compile_sm90(
+        MlaAbsorbQueriesSm90(nope),
+        *(q_nope, q_pe),
+        *(fake(Float32, (tokens, PAIRS), (*strides(1), 1), 4) for _ in range(2)),
+        fake(Float8E4M3FN, (rows, HEAD_DIM_V), (HEAD_DIM_V, 1)),
+        fake(Float32, (cute.sym_int(), COLUMNS), (*strides(1), 1), 4),
+        *(q, fake_stream()),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

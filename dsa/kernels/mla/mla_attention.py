@@ -8,10 +8,10 @@ Warp roles
 - Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in
   registers (mla_softmax.py); P in 16 bits to shared memory.
 - Output (two warpgroups): each accumulates 64 x 256 of O += P V and writes it (mla_epilogue.py).
-- Load (one warpgroup): the producer of keys (paged_load.py, topk_gather.py).
+- Load (one warpgroup): the producer of keys (decode_producer.py, topk_gather.py).
 Pipelines
 - Work tiles, v chunks and rope parts, from the load warps to the score and output warps (mla_tiles.py).
-- P, from the score warps to the output warps (mla_exchange.py).
+- P, from the score warps to the output warps (mla_softmax.py).
 - During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
   cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
 - P has two halves of the keys. The first half is passed on before the second half is computed.
@@ -20,7 +20,6 @@ chunk of Q; output needs 128 for O. A wgmma with 256 columns needs 128 accumulat
 for 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -33,9 +32,9 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.pipeline import PipelineState, arrive, start
 from dsa.cute.sm90 import WARPGROUP, opaque
 from dsa.kernels.mla.limits import TILE_M, TILE_N
-from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue, QTile, Results
-from dsa.kernels.mla.mla_exchange import Exchange, ExchangeMemory
-from dsa.kernels.mla.mla_softmax import OnlineSoftmax, SoftmaxState
+from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue
+from dsa.kernels.mla.mla_roles import MlaShared, QTile, Results, RoleRegisters, WorkTileInfo
+from dsa.kernels.mla.mla_softmax import Exchange, ExchangeMemory, SoftmaxState, write_p
 from dsa.kernels.mla.mla_tiles import (
     K16,
     K_CHUNK,
@@ -47,10 +46,9 @@ from dsa.kernels.mla.mla_tiles import (
     KvPipeline,
     KvStages,
     KvState,
-    KvTensors,
     k_chunk_order,
+    tiled_mma,
 )
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 
 class WarpRole(IntEnum):
@@ -66,21 +64,12 @@ class NamedBarrier(IntEnum):
     OUTPUT = 2
 
 
-class RoleRegisters(NamedTuple):
-    """Registers per thread of each role."""
-
-    score: int
-    output: int
-    load: int
-
-
 THREADS = 4 * WARPGROUP
 REGISTERS = RoleRegisters(152, 160, 40)
 Q_RMEM_CHUNKS = 5  # chunks of Q in registers
 
 
-@dataclass(frozen=True)
-class TiledMmas:
+class TiledMmas(NamedTuple):
     """S = Q K^T with Q in shared memory (qk) and in registers (qk_rmem), and O += P V (pv)."""
 
     qk: cute.TiledMma
@@ -88,38 +77,17 @@ class TiledMmas:
     pv: cute.TiledMma
 
 
-@dataclass(frozen=True)
-class MlaOperands:
-    """Tiled MMAs, and the layouts of Q, of v chunks and of rope parts. The host builds them for the kernel."""
-
-    mmas: TiledMmas
-    q_layout: cute.ComposedLayout
-    v_layout: cute.ComposedLayout
-    rope_layout: cute.ComposedLayout
-
-
-@dataclass(frozen=True)
-class MlaShared:
-    """A CTA's shared memory.
-
-    pipeline  pipelines of work tiles and keys
-    exchange  P and other data that score warpgroups pass to output warpgroups
-    q         the chunks of Q that are not in registers
-    kv        stages of keys
-    """
-
-    pipeline: KvPipeline
-    exchange: Exchange
-    q: cute.Tensor
-    kv: KvTensors
-
-
 class MlaAttention:
     """Attention over keys of `head_dim` channels, 576 or 512, in the stages `kv`; `epilogue` writes the
     results.
 
-    A kernel overrides how Q is loaded (`prefetch_q`, `load_q`) and which keys a row sees (`prologue`,
-    `apply_mask`).
+    A kernel may override `prefetch_q` and `prologue`, and adds how Q is loaded and which keys a row sees:
+
+    load_q(shared, q_rmem, state, warp, lane)
+        Load the work tile's Q into registers and shared memory. Return the state after Q's stages, if Q comes
+        through the key stages.
+    apply_mask(scores, softmax, shared, state, work, q_tile, key, tid, lane)
+        Set the scores of keys that a row does not see to -inf. `key`: the first key of the tile.
     """
 
     q_in_ring = False  # whether Q comes through the key stages, as one tile before the keys
@@ -127,27 +95,19 @@ class MlaAttention:
     def __init__(self, kv: KvStages, head_dim: int, epilogue: Epilogue):
         self.dtype, self.kv = kv.dtype, kv
         self.order = k_chunk_order(head_dim)
-        self.q_smem_chunks = len(self.order) - Q_RMEM_CHUNKS
         self.exchange_memory = ExchangeMemory(kv.dtype)
-        self.online_softmax = OnlineSoftmax(kv.dtype, epilogue.with_max_logits)
         self.epilogue = epilogue
 
     def tiled_mmas(self) -> TiledMmas:
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        registers = cute.nvgpu.warpgroup.OperandSource.RMEM
-        make, one = sm90.make_trivial_tiled_mma, (1, 1, 1)
         return TiledMmas(
-            make(self.dtype, self.dtype, k_major, k_major, Float32, one, (TILE_M, TILE_N)),
-            make(self.dtype, self.dtype, k_major, k_major, Float32, one, (TILE_M, TILE_N), registers),
-            make(self.dtype, self.dtype, k_major, mn_major, Float32, one, (TILE_M, V_CHUNK)),
+            tiled_mma(self.dtype, "K K", (TILE_M, TILE_N)),
+            tiled_mma(self.dtype, "K K", (TILE_M, TILE_N), a_in_registers=True),
+            tiled_mma(self.dtype, "K MN", (TILE_M, V_CHUNK)),
         )
 
     def q_layout(self) -> cute.ComposedLayout:
-        shape = (TILE_M, TILE_N, self.q_smem_chunks * K_CHUNK)
+        shape = (TILE_M, TILE_N, (len(self.order) - Q_RMEM_CHUNKS) * K_CHUNK)
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
-
-    def operands(self) -> MlaOperands:
-        return MlaOperands(self.tiled_mmas(), self.q_layout(), self.kv.v_layout(), self.kv.rope_layout())
 
     def operand_storage(self) -> type:
         """Return the struct of Q and keys in shared memory."""
@@ -159,13 +119,14 @@ class MlaAttention:
 
         return OperandStorage
 
-    def shared(self, storage, operands: MlaOperands) -> MlaShared:
+    def shared(self, storage) -> MlaShared:
         """Return the shared memory of a struct with members pipeline, exchange and operands."""
+        q_layout = self.q_layout()
         return MlaShared(
             self.kv.pipeline(storage.pipeline),
             self.exchange_memory.exchange(storage.exchange),
-            storage.operands.q.get_tensor(operands.q_layout.outer, swizzle=operands.q_layout.inner),
-            self.kv.tensors(storage.operands.kv, operands.v_layout, operands.rope_layout),
+            self.kv.tensors(storage.operands.kv),
+            storage.operands.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
         )
 
     @cute.jit
@@ -173,32 +134,8 @@ class MlaAttention:
         """Start loading Q of the next work tile, if it is known before the rest of the work tile."""
 
     @cute.jit
-    def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
-        """Load the work tile's Q into registers and shared memory.
-
-        Return the state after Q's stages, if Q comes through the key stages.
-        """
-        raise NotImplementedError
-
-    @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
         """Prepare `apply_mask`: which keys of a work tile the lane's rows, tile_row and tile_row + 8, see."""
-
-    @cute.jit
-    def apply_mask(
-        self,
-        scores,
-        softmax: SoftmaxState,
-        shared: MlaShared,
-        state: KvState,
-        work: WorkTileInfo,
-        q_tile: QTile,
-        key,
-        tid,
-        lane,
-    ):
-        """Set the scores of keys that a row does not see to -inf. `key`: the first key of the tile."""
-        raise NotImplementedError
 
     @cute.jit
     def score_mainloop(
@@ -224,7 +161,7 @@ class MlaAttention:
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_M, TILE_N)), Float32)
         scores = cute.make_tensor(acc.iterator, cute.make_layout(TILE_N // 2))
         tile_row = warp * 16 + lane // 4  # the lane's second row is 8 further
-        softmax = SoftmaxState.make()
+        softmax = SoftmaxState(*[cute.make_rmem_tensor((2,), dtype) for dtype in (Int32, Float32, Float32, Float32)])
         state, p_state, end_state = pipeline.start(), start(), start()
         work_state, batch_idx = start(), Int32(0)
         while batch_idx >= 0:
@@ -246,7 +183,7 @@ class MlaAttention:
                     cute.nvgpu.warpgroup.wait_group(0)
                     exchange.scored.arrive()
                     self.apply_mask(scores, softmax, shared, tile_state, work, q_tile, key, tid, lane)
-                    self.online_softmax.run(scores, softmax, exchange, p_state, scale, warp, lane)
+                    write_p(scores, softmax, exchange, p_state, scale, warp, lane, self.epilogue.with_max_logits)
                     self.kv.release(pipeline.rope, tile_state.rope)
                     p_state = exchange.p_pipeline.advance(p_state)
                     key += TILE_N
@@ -385,12 +322,21 @@ class MlaAttention:
     ):
         """Store O of a work tile that is not a split.
 
-        O is staged in the memory of stage `p_stage` of P, after both output warpgroups have read that stage.
         row   the lane's first row
         rows  the lane's two rows, clamped to the last row
         """
         coords = [q_tile.coord(batch_idx, rows[r]) for r in range(2)]
+        self.store_staged(acc, upper, lower, results, coords, q_tile.rows - row, exchange, p_stage, side, warp, lane)
+
+    @cute.jit
+    def store_staged(
+        self, acc, upper, lower, results: Results, coords, left, exchange: Exchange, p_stage, side, warp, lane
+    ):
+        """Store O of two rows per lane, of which those before row `left` exist.
+
+        O is staged in the memory of stage `p_stage` of P, after both output warpgroups have read that stage.
+        """
         staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
         cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
-        self.epilogue.store(acc, upper, lower, results, coords, q_tile.rows - row, staging, side, lane)
+        self.epilogue.store(acc, upper, lower, results, coords, left, staging, side, lane)

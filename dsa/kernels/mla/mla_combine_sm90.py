@@ -20,7 +20,7 @@ Roofline: L2 bandwidth, 2 KiB per row and split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -30,9 +30,9 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
-from dsa.kernels.mla.decode_scheduler import PlanColumn
+from dsa.kernels.mla.decode_producer import PlanColumn
 from dsa.kernels.mla.limits import DTYPES, FIXED_SPLIT_TILES, HEAD_DIM_V, MAX_FIXED_SPLITS, MAX_PARTS, TILE_N
-from dsa.kernels.mla.sparse_arguments import fake_results, fake_sink
+from dsa.kernels.mla.sparse_mla_kernel import fake_results, fake_sink
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -52,15 +52,14 @@ class MlaCombineConfig:
     columns: int
 
 
-class Shared(NamedTuple):
-    """Shared memory: sums [columns, groups, rows], weights [MAX_PARTS, WARPS]."""
-
-    sums: cute.Tensor
-    weights: cute.Tensor
-
-
 class SplitCombine:
-    """The part of combining that does not depend on where the splits come from."""
+    """The part of combining that does not depend on where the splits come from.
+
+    A kernel adds:
+
+    coord(out, batch_idx, row, kv_head, kv_heads)  (sequence, query, head) of a row in the results
+    split_idx(first, split)                        the index of a split's partial result
+    """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MlaCombineConfig):
         self.dtype, self.groups, self.columns = dtype, cfg.groups, cfg.columns
@@ -68,33 +67,20 @@ class SplitCombine:
         self.vectors = cfg.columns // 128  # vectors of 4 channels per lane
         self.unroll = 16 // self.vectors  # splits in flight
 
-    @cute.jit
-    def coord(self, out, batch_idx, row, kv_head, kv_heads):
-        """Return (sequence, query, head) of a row in the results."""
-        raise NotImplementedError
-
-    @cute.jit
-    def split_idx(self, first, split):
-        """Return the index of a split's partial result."""
-        raise NotImplementedError
-
     def row_blocks(self, rows):
         """Return the number of CTAs for all rows and channels of a sequence or query and KV head."""
         return (rows + self.rows - 1) // self.rows * (HEAD_DIM_V // self.columns)
 
     @cute.jit
-    def block_coord(self, block, row_blocks, warp):
-        """Return (index of the sequence or query, the warp's row, the CTA's first channel)."""
+    def coords(self, row_blocks):
+        """Return (index of the sequence or query, KV head, the warp's row, the CTA's first channel, warp, lane)."""
+        tid, _, _ = cute.arch.thread_idx()
+        block, kv_head, _ = cute.arch.block_idx()
+        warp, lane = tid // WARP, tid % WARP
         blocks = HEAD_DIM_V // self.columns
         number, place = block // row_blocks, block % row_blocks
         row = place // blocks * self.rows + warp // self.groups
-        return number, row, place % blocks * self.columns
-
-    @cute.jit
-    def allocate(self) -> Shared:
-        smem = SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
-        return Shared(sums, smem.allocate_tensor(Float32, cute.make_layout((MAX_PARTS, WARPS)), 16))
+        return number, kv_head, row, place % blocks * self.columns, warp, lane
 
     @cute.jit
     def combine(
@@ -103,7 +89,6 @@ class SplitCombine:
         lse: cute.Tensor,
         out_partial: cute.Tensor,
         lse_partial: cute.Tensor,
-        shared: Shared,
         kv_head,
         batch_idx,
         row,
@@ -118,7 +103,9 @@ class SplitCombine:
 
         sink: the row's attention sink as a natural logarithm; -inf if it has none.
         """
-        rows, group = lse_partial.shape[2], warp % self.groups
+        smem, rows, group = SmemAllocator(), lse_partial.shape[2], warp % self.groups
+        sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
+        weights = smem.allocate_tensor(Float32, cute.make_layout((MAX_PARTS, WARPS)), 16)
         inside = cutlass.min(row, rows - 1)
         values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
         values.fill(0.0)
@@ -144,7 +131,7 @@ class SplitCombine:
             whole = relative + cute.math.log(row_sum)
             kept = 1.0 / (1.0 + cute.math.exp(sink - whole))
         for i in cutlass.range_constexpr(LSES):
-            shared.weights[32 * i + lane, warp] = cute.math.exp(lses[i] - whole) * kept
+            weights[32 * i + lane, warp] = cute.math.exp(lses[i] - whole) * kept
         cute.arch.sync_warp()
 
         acc = cute.make_rmem_tensor((4, self.vectors), Float32)
@@ -157,17 +144,20 @@ class SplitCombine:
                 if split < splits:
                     for v in cutlass.range_constexpr(self.vectors):
                         for i in cutlass.range_constexpr(4):
-                            acc[i, v] = cute.math.fma(shared.weights[split, warp], values[i, v, u], acc[i, v])
+                            acc[i, v] = cute.math.fma(weights[split, warp], values[i, v, u], acc[i, v])
         if const_expr(self.groups > 1):
             for v in cutlass.range_constexpr(self.vectors):
-                own_sums = cute.local_tile(shared.sums[None, group, warp // self.groups], (4,), (v * 32 + lane,))
-                cute.autovec_copy(acc[None, v], own_sums)
+                cute.autovec_copy(
+                    acc[None, v], cute.local_tile(sums[None, group, warp // self.groups], (4,), (v * 32 + lane,))
+                )
             cute.arch.sync_threads()
             if group == 0:
                 for g in cutlass.range_constexpr(1, self.groups):
                     for v in cutlass.range_constexpr(self.vectors):
-                        other = cute.local_tile(shared.sums[None, g, warp // self.groups], (4,), (v * 32 + lane,))
-                        cute.autovec_copy(other, values[None, v, 0])
+                        cute.autovec_copy(
+                            cute.local_tile(sums[None, g, warp // self.groups], (4,), (v * 32 + lane,)),
+                            values[None, v, 0],
+                        )
                         for i in cutlass.range_constexpr(4):
                             acc[i, v] += values[i, v, 0]
         if group == 0 and row < rows:
@@ -246,11 +236,7 @@ class MlaCombineSm90(SplitCombine):
         fixed_splits: Int32,
         row_blocks: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, kv_head, _ = cute.arch.block_idx()
-        warp, lane = tid // WARP, tid % WARP
-        number, row, column = self.block_coord(block, row_blocks, warp)
-        shared = self.allocate()
+        number, kv_head, row, column, warp, lane = self.coords(row_blocks)
         # The plan may come from two launches ago; the attention kernel before this one has waited for it.
         wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
@@ -266,7 +252,7 @@ class MlaCombineSm90(SplitCombine):
         splits = cutlass.min(splits, MAX_PARTS)
         if splits > 1:
             self.combine(
-                *(out, lse, out_partial, lse_partial, shared, kv_head, sequence, row, column, first, splits),
+                *(out, lse, out_partial, lse_partial, kv_head, sequence, row, column, first, splits),
                 *(-Float32(float("inf")), warp, lane),
             )
 
@@ -319,11 +305,7 @@ class SparseMlaCombineSm90(SplitCombine):
         scheduler: StreamKScheduler,
         row_blocks: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        warp, lane = tid // WARP, tid % WARP
-        number, row, column = self.block_coord(block, row_blocks, warp)
-        shared = self.allocate()
+        number, _, row, column, warp, lane = self.coords(row_blocks)
         wait_for_prerequisite_grids()
         # The workers with the query's first and last tile.
         first = scheduler.worker_of(number * scheduler.tiles)
@@ -335,7 +317,7 @@ class SparseMlaCombineSm90(SplitCombine):
             if has_sink > 0:
                 own_sink = sink[inside]
             self.combine(
-                *(out, lse, out_partial, lse_partial, shared, Int32(0), query, row, column, first, splits),
+                *(out, lse, out_partial, lse_partial, Int32(0), query, row, column, first, splits),
                 *(own_sink, warp, lane),
             )
 

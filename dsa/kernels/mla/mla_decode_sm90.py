@@ -4,11 +4,11 @@ o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and K
 
 q and k have 576 channels.
 
-Work: a CTA computes TILE_M rows. Its work tiles are sequences or splits of sequences (decode_scheduler.py),
+Work: a CTA computes TILE_M rows. Its work tiles are sequences or splits of sequences (decode_producer.py),
 which it walks in tiles of TILE_N keys. If the number of row tiles is even, the two CTAs of a cluster have the
 same keys: each loads half of every tile and multicasts it to both.
 Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
-by TMA (paged_load.py). The score warpgroup loads Q itself (load_q.py).
+by TMA (decode_producer.py). The score warpgroup loads Q itself.
 Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). The
 load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
 Split-KV: a work tile that is a whole sequence writes out and lse. A split writes a normalised partial result,
@@ -30,60 +30,51 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import PipelineState
+from dsa.cute.shared_memory import swizzled
 from dsa.cute.sm90 import WARPGROUP, opaque
-from dsa.kernels.mla.decode_scheduler import DecodeScheduler
+from dsa.kernels.mla.decode_producer import DecodeScheduler, PagedLoad, Pages, zero_rows
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
-from dsa.kernels.mla.load_q import start_q_load
 from dsa.kernels.mla.mla_attention import (
+    Q_RMEM_CHUNKS,
     REGISTERS,
     THREADS,
     MlaAttention,
-    MlaOperands,
-    MlaShared,
     NamedBarrier,
+    TiledMmas,
     WarpRole,
 )
-from dsa.kernels.mla.mla_epilogue import Epilogue, Results
+from dsa.kernels.mla.mla_epilogue import Epilogue
+from dsa.kernels.mla.mla_roles import MlaShared, QTile, Results, WorkTileInfo
 from dsa.kernels.mla.mla_softmax import SoftmaxState
-from dsa.kernels.mla.mla_tiles import K_PER_V, KvState
-from dsa.kernels.mla.paged_load import PagedLoad, Pages, zero_rows
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.mla_tiles import K_CHUNK, K_PER_V, KvState
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 V_STAGES, ROPE_STAGES = 10, 2
 
 
 @dataclass(frozen=True)
-class DecodeQTile:
-    """Rows first_row to first_row + TILE_M - 1 of a KV head.
+class DecodeQTile(QTile):
+    """Rows of a KV head, which are the query tokens x heads of a sequence.
 
     queries  query tokens of a sequence
     heads    query heads per KV head
-    rows     queries x heads
     causal   > 0: the last query sees `WorkTileInfo.seen` keys, each earlier query one key less
     """
 
     queries: Int32
     heads: Int32
-    rows: Int32
-    first_row: Int32
-    kv_head: Int32
     causal: Int32
 
     @cute.jit
     def coord(self, sequence, row):
         """Return (sequence, query, head) of a row in the results."""
         return sequence, row // self.heads, self.kv_head * self.heads + row % self.heads
-
-    def has_row(self, _, row):
-        """Whether a work tile has the row."""
-        return row < self.rows
 
 
 class MlaDecodeSm90(MlaAttention):
@@ -132,7 +123,7 @@ class MlaDecodeSm90(MlaAttention):
             parts = lengths.shape[0] * fixed_splits
         self.kernel(
             *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_partial, lse_partial),
-            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles, self.operands()),
+            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles, self.tiled_mmas()),
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
             block=(THREADS, 1, 1),
@@ -162,7 +153,7 @@ class MlaDecodeSm90(MlaAttention):
         fixed_splits: Int32,
         page_boxes: cute.FastDivmodDivisorV2,
         row_tiles: Int32,
-        operands: MlaOperands,
+        mmas: TiledMmas,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -170,7 +161,7 @@ class MlaDecodeSm90(MlaAttention):
         block, kv_head, _ = cute.arch.block_idx()
         part, row_tile = block // row_tiles, block % row_tiles
         storage = SmemAllocator().allocate(self.storage)
-        shared = self.shared(storage, operands)
+        shared = self.shared(storage)
 
         if warp == WarpRole.LOAD:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
@@ -186,28 +177,25 @@ class MlaDecodeSm90(MlaAttention):
         wait_for_prerequisite_grids()
 
         heads = q.shape[2] // mk.shape[2]
-        q_tile = DecodeQTile(q.shape[1], heads, q.shape[1] * heads, row_tile * TILE_M, kv_head, causal)
+        q_tile = DecodeQTile(q.shape[1] * heads, row_tile * TILE_M, kv_head, q.shape[1], heads, causal)
         results = Results(out, lse, out_partial, lse_partial)
         if warp >= WarpRole.LOAD:
             cute.arch.setmaxregister_decrease(REGISTERS.load)
             if warp == WarpRole.LOAD:
                 scheduler = DecodeScheduler(lengths, plan, num_splits, capacity, fixed_splits)
                 boxes, rope_boxes = self.kv.box_layout(V_STAGES * K_PER_V), self.kv.box_layout(ROPE_STAGES)
-                rank = block % self.cluster
                 self.kv.load(
                     *(atom, mk, storage.operands.kv.v.get_tensor(boxes.outer, swizzle=boxes.inner)),
                     storage.operands.kv.rope.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
                     *(shared.pipeline, scheduler, Pages(block_table, page_boxes)),
-                    *(part, kv_head, rank, lane, out_partial.shape[0]),
+                    *(part, kv_head, block % self.cluster, lane, out_partial.shape[0]),
                 )
         elif warp < WarpRole.OUTPUT:
             cute.arch.setmaxregister_increase(REGISTERS.score)
-            self.score_mainloop(q, results, operands.mmas, shared, q_tile, scale, tid, warp, lane)
+            self.score_mainloop(q, results, mmas, shared, q_tile, scale, tid, warp, lane)
         else:
             cute.arch.setmaxregister_increase(REGISTERS.output)
-            self.output_mainloop(
-                results, operands.mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1
-            )
+            self.output_mainloop(results, mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1)
         if const_expr(self.cluster > 1):
             # The peer CTA may still write to this CTA's shared memory.
             cute.arch.cluster_arrive()
@@ -215,14 +203,48 @@ class MlaDecodeSm90(MlaAttention):
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
+        """Start loading Q: the first k chunks to registers, the rest to shared memory.
+
+        The registers are loaded when first read. Shared memory is complete after `cp_async_wait_group(0)` and a
+        barrier. Rows past the last one are zeros. The loads come before the first keys are requested;
+        otherwise they would wait for those of the keys.
+        """
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
-            # All warps must be done with the previous work tile's Q.
+            # All warps must be done with the previous work tile's Q: PTX does not say which rows of Q a warp
+            # reads in its part of a wgmma.
             cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
-            start_q_load(
-                *(q, shared.q, q_rmem, self.order, sequence, q_tile.heads, q_tile.rows, q_tile.first_row),
-                *(q_tile.kv_head, warp, lane),
+            lane, rows, first_row = opaque(lane), q_tile.rows, q_tile.first_row
+            target = cute.recast_ptr(shared.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+            for i in cutlass.range_constexpr(TILE_M // 16):
+                row = warp * 16 + 4 * i + lane // 8
+                source = self.q_row(q, q_tile, sequence, first_row + row) + lane % 8 * 8
+                for n in cutlass.range_constexpr(Q_RMEM_CHUNKS, len(self.order)):
+                    place = target + ((n - Q_RMEM_CHUNKS) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
+                    load_16_or_zeros(place, source + self.order[n] * K_CHUNK, first_row + row < rows)
+            # Of each 16 channels a lane holds channel pairs lane % 4 and lane % 4 + 4, of its row and of the row 8
+            # further.
+            words = cute.make_tensor(
+                cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16 * Q_RMEM_CHUNKS))
             )
+            for r in cutlass.range_constexpr(2):
+                row = first_row + warp * 16 + lane // 4 + 8 * r
+                pointer = cute.recast_ptr(self.q_row(q, q_tile, sequence, row), dtype=Uint32)
+                pairs = cute.make_tensor(pointer + lane % 4, cute.make_layout((2, HEAD_DIM // 16), stride=(4, 8)))
+                for n in cutlass.range_constexpr(Q_RMEM_CHUNKS):
+                    for step in cutlass.range_constexpr(K_CHUNK // 16):
+                        for k in cutlass.range_constexpr(2):
+                            of_chunk = self.order[n] * (K_CHUNK // 16) + step
+                            words[r, k, n * (K_CHUNK // 16) + step] = pairs[k, of_chunk]
+                if row >= rows:
+                    for i in cutlass.range_constexpr(K_CHUNK // 16 * Q_RMEM_CHUNKS):
+                        for k in cutlass.range_constexpr(2):
+                            words[r, k, i] = Uint32(0)
+
+    @cute.jit
+    def q_row(self, q, q_tile: DecodeQTile, sequence, row):
+        """Return the address of a row of Q, or of the last row if `row` is past it."""
+        return q[*q_tile.coord(sequence, cutlass.min(row, q_tile.rows - 1)), None].iterator
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
@@ -251,18 +273,26 @@ class MlaDecodeSm90(MlaAttention):
         lane,
     ):
         mask = shared.pipeline.valid_mask[0, state.rope.stage]
-        every = 2**self.kv.boxes - 1
         least = work.length
         if q_tile.causal > 0:
             least = cutlass.min(work.length, work.seen - q_tile.queries + 1)
-        if key + TILE_N > least or mask != every:
+        if key + TILE_N > least or mask != 2**self.kv.boxes - 1:
             for i in cutlass.range_constexpr(TILE_N // 2):
                 column = i // 4 * 8 + lane % 4 * 2 + i % 2
-                box = i // 4 * 8 // self.kv.box
-                if key + column >= softmax.limits[i // 2 % 2] or (mask >> box) & 1 == 0:
+                if key + column >= softmax.limits[i // 2 % 2] or (mask >> (i // 4 * 8 // self.kv.box)) & 1 == 0:
                     scores[i] = -Float32(float("inf"))
             if key + TILE_N > work.length:
                 zero_rows(shared.kv.v.iterator, state.v.stage, V_STAGES, work.length - key, tid)
+
+
+@cute.jit
+def load_16_or_zeros(target: cute.Pointer, source: cute.Pointer, valid: Boolean):
+    """Copy 16 bytes between 16-byte-aligned addresses; if `valid` is False, write zeros and read nothing."""
+    size = Int32(16) if valid else Int32(0)
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; cp.async.commit_group;",
+        read_only_args=[Int32(target.toint()), Int64(source.toint()), size],
+    )
 
 
 @cached
@@ -275,15 +305,11 @@ def compile_mla_decode(dtype: str, box: int, cluster: int):
     B, s_q, pages, max_pages > 0; h_k divides h_q; P is a multiple of `box`; the number of row tiles is a
     multiple of `cluster`. Rows of q and of the cache start at multiples of 16 bytes.
     """
-    return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, cluster), *decode_arguments(dtype))
-
-
-def decode_arguments(dtype: str) -> tuple:
-    """Return the fake arguments of a decoding kernel."""
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits = (cute.sym_int() for _ in range(5))
     rows = cute.sym_int()
-    return (
+    return compile_sm90(
+        MlaDecodeSm90(kind, box, cluster),
         fake(kind, (batch, queries, heads, HEAD_DIM), (*strides(3, 8), 1)),
         fake(kind, (cute.sym_int(), cute.sym_int(), kv_heads, HEAD_DIM), (*strides(3, 8), 1)),
         fake(Int32, (batch, cute.sym_int()), (*strides(1), 1), 4),

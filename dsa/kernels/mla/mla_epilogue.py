@@ -2,58 +2,38 @@
 
 A work tile that covers all keys of its query or sequence writes the result. A split writes a partial result,
 normalised by the split's own sum, and the split's LSE, from which the combine kernels compute weights.
+
+The epilogue that casts O to FP8 for the next GEMM writes O, rotated back, in e4m3 with scales. O is rounded to
+q's dtype, as `Epilogue` stores it. Its last 64 channels are rotated by the negative angle of the query and
+rounded again. Every 128 channels of a row get a scale. The bits equal those of storing the result,
+`apply_rotary` by the negative angle and `per_token_cast_to_fp8`, but no 16-bit result goes through memory.
+
+The four lanes of a quad hold a row. A lane has 32 of each 128 channels, as pairs 8 channels apart. The output
+warpgroup of the second half has all rotated channels, and both channels of a rotation pair are in one lane.
+Each step stages 64 channels of a warp's 16 rows in 1 KiB of P's memory, 64 bytes per row. The 16-byte chunk c
+of row r is at position c ^ (r / 2 % 4).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsa.cute.shared_memory import pack, store_matrices
+from dsa.cute.quantize import GROUP, amax_of, round_to, scale_and_reciprocal, store_pair
+from dsa.cute.rounded import rotate_pair
+from dsa.cute.shared_memory import load_16, pack, store_matrices
 from dsa.cute.sm90 import LN2, opaque
-from dsa.kernels.mla.limits import HEAD_DIM_V
-from dsa.kernels.mla.mla_exchange import Exchange
-from dsa.kernels.mla.mla_softmax import SoftmaxState
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK
+from dsa.kernels.mla.mla_roles import QTile, Results, WorkTileInfo
+from dsa.kernels.mla.mla_softmax import Exchange, SoftmaxState
 
 HALF_V = HEAD_DIM_V // 2  # channels per output warpgroup
 STAGED = 32  # channels of a row that are staged in shared memory at a time
-
-
-@dataclass(frozen=True)
-class Results:
-    """The outputs of a kernel, and the sinks in shared memory.
-
-    out          [B, s_q, h_q, 512]
-    lse          [B, h_q, s_q]
-    out_partial  [splits, h_k, rows, 512]
-    lse_partial  [splits, h_k, rows]
-    max_logits   [B, h_q], only with s_q = 1 and without splits
-    sink         in shared memory: the attention sinks of the CTA's rows, in log2
-    """
-
-    out: cute.Tensor
-    lse: cute.Tensor
-    out_partial: cute.Tensor
-    lse_partial: cute.Tensor
-    max_logits: cute.Tensor | None = None
-    sink: cute.Tensor | None = None
-
-
-class QTile(Protocol):
-    """The rows of a CTA: first_row to first_row + TILE_M - 1 of the `rows` of a KV head."""
-
-    first_row: Int32
-    rows: Int32
-    kv_head: Int32
-
-    def coord(self, batch_idx: Int32, row: Int32) -> tuple:
-        """Return (sequence, query, head) in the results, of a row of a work tile."""
-
-    def has_row(self, batch_idx: Int32, row: Int32) -> cutlass.Boolean:
-        """Whether a work tile has the row."""
+OWN = GROUP // 4  # channels per lane of a group of GROUP channels that share a scale
+ROW_BYTES = 64  # bytes of a row that are staged in shared memory at a time
+ROTATED = ROTATED_BACK // 4  # rotated channels of a row per lane
 
 
 class Epilogue:
@@ -143,3 +123,106 @@ class Epilogue:
                 if 8 * r < rows:
                     place = side * (HALF_V // 2) + 4 * i + lane % 4
                     cute.autovec_copy(pair, cute.local_tile(targets[r], (2,), (place,)))
+
+
+@dataclass(frozen=True)
+class CastResults:
+    """The outputs of a kernel with this epilogue, which has no splits and writes no LSE.
+
+    out          [G, T, h / G, 512] e4m3
+    scale        [G, T, h / G, 4]
+    cos, sin     [T, 32]
+    group_heads  h / G as a divisor
+    sink         as in `Results`
+    """
+
+    out: cute.Tensor
+    scale: cute.Tensor
+    cos: cute.Tensor
+    sin: cute.Tensor
+    group_heads: cute.FastDivmodDivisorV2
+    sink: cute.Tensor | None = None
+    lse: ClassVar[None] = None
+    out_partial: ClassVar[None] = None
+
+
+class CastEpilogue(Epilogue):
+    """Cast O, which attention has in `dtype`, to e4m3."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], use_ue8m0: bool):
+        super().__init__(dtype)
+        self.use_ue8m0 = use_ue8m0
+
+    @cute.jit
+    def store(self, acc, upper, lower, results: CastResults, coords, rows, staging, side, lane):
+        for i in cutlass.range_constexpr(HALF_V // 2):
+            acc[i] = acc[i] * (lower if const_expr(i // 2 % 2) else upper)
+        round_to(acc, self.dtype)
+        if side == 1:
+            self.rotate_back(acc, results, coords[0][0], lane)
+        self.quantize(acc, results, coords, rows, side, lane)
+        out = [self.channels_of(results.out, results, coord) for coord in coords]
+        start = Int32(staging.toint())
+        vector = cute.make_rmem_tensor((4,), Uint32)
+        for i in cutlass.range_constexpr(HALF_V // ROW_BYTES):
+            for r in cutlass.range_constexpr(2):
+                for n in cutlass.range_constexpr(ROW_BYTES // 8):
+                    at = 4 * (ROW_BYTES // 8 * i + n) + 2 * r
+                    place = self.staged_bytes(lane // 4 + 8 * r, n // 2) + n % 2 * 8 + lane % 4 * 2
+                    store_pair(start + place, acc[at], acc[at + 1])
+            cute.arch.sync_warp()
+            for r in cutlass.range_constexpr(2):
+                loaded = load_16(start + self.staged_bytes(lane // 4 + 8 * r, lane % 4))
+                for k in cutlass.range_constexpr(4):
+                    vector[k] = loaded[k]
+                if 8 * r < rows:
+                    place = side * (HALF_V // 16) + i * (ROW_BYTES // 16) + lane % 4
+                    target = cute.local_tile(out[r], (16,), (place,))
+                    cute.autovec_copy(cute.recast_tensor(vector, results.out.element_type), target)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def quantize(self, acc, results: CastResults, coords, rows, side, lane):
+        """Divide acc by its scales, and write the scales.
+
+        A quad has four groups of channels, two per row. Each of the four lanes computes the scale of one
+        group, because a division takes many registers.
+        """
+        groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
+        own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
+        maxima = [amax_of(own[n], OWN) for n in range(4)]
+        of_quad = lane % 4
+        upper_row = maxima[1] if of_quad == 1 else maxima[0]
+        lower_row = maxima[3] if of_quad == 3 else maxima[2]
+        scale, reciprocal = scale_and_reciprocal(lower_row if of_quad > 1 else upper_row, self.use_ue8m0)
+        if 8 * (of_quad // 2) < rows:
+            head = coords[1][2] if of_quad > 1 else coords[0][2]
+            scales = self.channels_of(results.scale, results, (*coords[0][:2], head))
+            scales[side * (HALF_V // GROUP) + of_quad % 2] = scale
+        for n in cutlass.range_constexpr(4):
+            factor = cute.arch.shuffle_sync(reciprocal, offset=lane // 4 * 4 + n)
+            for i in cutlass.range_constexpr(OWN):
+                own[n][i] = own[n][i] * factor
+
+    @cute.jit
+    def channels_of(self, x, results: CastResults, coord):
+        """Return the slice of out or scale that belongs to a row of attention's result."""
+        token, _, head = coord
+        group, of_group = divmod(head, results.group_heads)
+        return x[group, token, of_group, None]
+
+    @cute.jit
+    def staged_bytes(self, row, vector):
+        """Return the offset of a 16-byte chunk among 16 rows of ROW_BYTES."""
+        return row * ROW_BYTES + (vector ^ (row // 2 % 4)) * 16
+
+    @cute.jit
+    def rotate_back(self, acc, results: CastResults, token, lane):
+        """Rotate back the last ROTATED_BACK channels, which are pairs of neighbours. All rows belong to one token."""
+        rotated = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * ROTATED), cute.make_layout(2 * ROTATED))
+        for i in cutlass.range_constexpr(ROTATED // 2):
+            pair = 4 * i + lane % 4
+            cos, sin = results.cos[token, pair], results.sin[token, pair]
+            for at in cutlass.range_constexpr(4 * i, 4 * i + 4, 2):
+                rotated[at], rotated[at + 1] = rotate_pair(rotated[at], rotated[at + 1], cos, -sin)
+        round_to(rotated, self.dtype)

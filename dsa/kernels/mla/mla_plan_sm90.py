@@ -1,4 +1,4 @@
-"""Plan split-KV for dense MLA decoding: assign ranges of sequences and keys to parts (decode_scheduler.py).
+"""Plan split-KV for dense MLA decoding: assign ranges of sequences and keys to parts (decode_producer.py).
 
 Work: one CTA
 - All threads compute the prefix sum of the sequences' costs in shared memory. A cost is the number of tiles
@@ -29,7 +29,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.mla.decode_scheduler import TO_THE_END, PlanColumn
+from dsa.kernels.mla.decode_producer import TO_THE_END, PlanColumn
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_N
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -124,10 +124,13 @@ class MlaPlanSm90:
 @cached
 def compile_mla_plan():
     """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], overhead), all int32; 0 < B <= MAX_BATCH."""
-    lengths = fake(Int32, (cute.sym_int(),), strides(1), 4)
-    plan = fake(Int32, (cute.sym_int(), PLAN_COLUMNS), (PLAN_COLUMNS, 1), 4)
-    num_splits = fake(Int32, (cute.sym_int(),), (1,), 4)
-    return compile_sm90(MlaPlanSm90(), lengths, plan, num_splits, Int32(0), fake_stream())
+    return compile_sm90(
+        MlaPlanSm90(),
+        fake(Int32, (cute.sym_int(),), strides(1), 4),
+        fake(Int32, (cute.sym_int(), PLAN_COLUMNS), (PLAN_COLUMNS, 1), 4),
+        fake(Int32, (cute.sym_int(),), (1,), 4),
+        *(Int32(0), fake_stream()),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

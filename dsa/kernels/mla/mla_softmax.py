@@ -1,4 +1,6 @@
-"""Online softmax of a 64 x 64 tile of S in registers: row_max, row_sum, and P in 16 bits to shared memory.
+"""Online softmax of a 64 x 64 tile of S without swap A/B, and what it passes to the output warpgroups.
+
+row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers are in shared memory.
 
 - row_max may lag behind the true maximum by a factor of 2^RESCALE_THRESHOLD. So O is rescaled only when the
   lag is larger, and the exponentials need not wait for the tile's maximum.
@@ -11,16 +13,98 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import PipelineState
+from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.kernels.mla.limits import TILE_M, TILE_N
-from dsa.kernels.mla.mla_exchange import P_PARTS, Exchange
 
+P_STAGES, P_PARTS = 2, 2
 RESCALE_THRESHOLD = 8.0  # largest lag of row_max behind the true maximum, in log2
 NO_MAX = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
 HALF = TILE_N // 4  # scores per lane in one half of the keys
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Shared memory between the score and output warpgroups.
+
+    p           [TILE_M, TILE_N, P_STAGES]
+    p_pipeline  pipeline of p, with one full barrier per half of a stage's keys
+    rescale     [TILE_M, P_STAGES]: factors for the rows of O, to apply before a tile; written before the
+                first half of P
+    scored      mbarrier: S of one more tile is done
+    inverse     [TILE_M]: factors for the rows of O at the end of a work tile
+    end         pipeline of inverse, one stage
+    """
+
+    p: cute.Tensor
+    p_pipeline: Pipeline
+    rescale: cute.Tensor
+    scored: Mbarriers
+    inverse: cute.Tensor
+    end: Pipeline
+
+    @cute.jit
+    def init(self):
+        """Initialize the barriers; called by one thread. Four score warps signal eight output warps."""
+        self.p_pipeline.init(consumers=8, producers=4)
+        self.scored.init(4)
+        self.end.init(consumers=8, producers=4)
+
+
+class ExchangeMemory:
+    """The layout of an Exchange in shared memory, with P in `dtype`."""
+
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype = dtype
+
+    def p_layout(self) -> cute.ComposedLayout:
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_N, TILE_N), self.dtype, P_STAGES)
+
+    def storage(self) -> type:
+        @cute.struct
+        class ExchangeStorage:
+            p_pipeline: pipeline_storage(P_STAGES, parts=P_PARTS)
+            scored: cute.struct.MemRange[Int64, 1]
+            end: pipeline_storage(1)
+            rescale: cute.struct.MemRange[Float32, TILE_M * P_STAGES]
+            inverse: cute.struct.MemRange[Float32, TILE_M]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.p_layout())], 1024]
+
+        return ExchangeStorage
+
+    def exchange(self, storage) -> Exchange:
+        layout = self.p_layout()
+        return Exchange(
+            p=storage.p.get_tensor(layout.outer, swizzle=layout.inner),
+            p_pipeline=Pipeline.of(storage.p_pipeline, P_STAGES, P_PARTS),
+            rescale=storage.rescale.get_tensor(cute.make_layout((TILE_M, P_STAGES))),
+            scored=Mbarriers(storage.scored.data_ptr(), 1),
+            inverse=storage.inverse.get_tensor(cute.make_layout(TILE_M)),
+            end=Pipeline.of(storage.end, 1),
+        )
+
+
+@cute.jit
+def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, tile_max):
+    """Raise row_max of the lane's two rows to tile_max where it lags too much, and rescale row_sum.
+
+    Set `factor` to the factors by which O must be multiplied. Return whether any row of the warp was raised.
+    """
+    factor.fill(1.0)
+    rose = cute.arch.vote_any_sync(
+        tile_max[0] > row_max[0] + RESCALE_THRESHOLD or tile_max[1] > row_max[1] + RESCALE_THRESHOLD
+    )
+    if rose:
+        for r in cutlass.range_constexpr(2):
+            if tile_max[r] > row_max[r] + RESCALE_THRESHOLD:
+                factor[r] = cute.math.exp2(row_max[r] - tile_max[r], fastmath=True)
+                row_max[r] = tile_max[r]
+                row_sum[r] *= factor[r]
+    return rose
 
 
 @dataclass(frozen=True)
@@ -38,10 +122,6 @@ class SoftmaxState:
     row_sum: cute.Tensor
     max_logits: cute.Tensor
 
-    @staticmethod
-    def make() -> "SoftmaxState":
-        return SoftmaxState(*[cute.make_rmem_tensor((2,), dtype) for dtype in (Int32, Float32, Float32, Float32)])
-
     @cute.jit
     def reset(self):
         """Reset the state before the first tile of a work tile."""
@@ -56,61 +136,59 @@ class SoftmaxState:
         return row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=2)
 
 
-class OnlineSoftmax:
-    """Online softmax with P in `dtype`; `with_max_logits` also tracks the true maxima."""
+@cute.jit
+def write_p(
+    scores,
+    state: SoftmaxState,
+    exchange: Exchange,
+    p_state: PipelineState,
+    scale,
+    warp,
+    lane,
+    with_max_logits: cutlass.Constexpr,
+):
+    """Write P of a tile's masked scores to its stage, and the factor by which O must be multiplied first.
 
-    def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool):
-        self.dtype, self.with_max_logits = dtype, with_max_logits
+    with_max_logits: also track the true maxima.
+    """
+    row_max, row_sum = state.row_max, state.row_sum
+    p = cute.make_rmem_tensor((HALF,), Float32)
+    # First half of P, relative to row_max of the previous tiles. It is recomputed below only if a row of
+    # the warp exceeds row_max by more than the threshold.
+    powers(p, scores, 0, row_max, scale)
+    tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+    for r in cutlass.range_constexpr(2):
+        value = scores[2 * r]
+        for i in cutlass.range_constexpr(1, HALF):
+            value = cute.arch.fmax(value, scores[i // 2 * 4 + 2 * r + i % 2])
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+        tile_max[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
+        if const_expr(with_max_logits):
+            state.max_logits[r] = cute.arch.fmax(state.max_logits[r], tile_max[r])
+    if raise_row_max(row_max, row_sum, rescale, tile_max):
+        powers(p, scores, 0, row_max, scale)
 
-    @cute.jit
-    def run(self, scores, state: SoftmaxState, exchange: Exchange, p_state: PipelineState, scale, warp, lane):
-        """Write P of a tile's masked scores to its stage, and the factor by which O must be multiplied first."""
-        row_max, row_sum = state.row_max, state.row_sum
-        p = cute.make_rmem_tensor((HALF,), Float32)
-        # First half of P, relative to row_max of the previous tiles. It is recomputed below only if a row of
-        # the warp exceeds row_max by more than the threshold.
-        self.powers(p, scores, 0, row_max, scale)
-        tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
-        rescale.fill(1.0)
-        for r in cutlass.range_constexpr(2):
-            value = scores[2 * r]
-            for i in cutlass.range_constexpr(1, HALF):
-                value = cute.arch.fmax(value, scores[i // 2 * 4 + 2 * r + i % 2])
-            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-            tile_max[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
-            if const_expr(self.with_max_logits):
-                state.max_logits[r] = cute.arch.fmax(state.max_logits[r], tile_max[r])
-        if cute.arch.vote_any_sync(
-            tile_max[0] > row_max[0] + RESCALE_THRESHOLD or tile_max[1] > row_max[1] + RESCALE_THRESHOLD
-        ):
-            for r in cutlass.range_constexpr(2):
-                if tile_max[r] > row_max[r] + RESCALE_THRESHOLD:
-                    rescale[r] = cute.math.exp2(row_max[r] - tile_max[r], fastmath=True)
-                    row_max[r] = tile_max[r]
-                    row_sum[r] *= rescale[r]
-            self.powers(p, scores, 0, row_max, scale)
-
-        if lane % 4 == 0:
-            exchange.rescale[warp * 16 + lane // 4, p_state.stage] = rescale[0]
-            exchange.rescale[warp * 16 + lane // 4 + 8, p_state.stage] = rescale[1]
-        start = Int32(exchange.p.iterator.toint()) + p_state.stage * (TILE_M * TILE_N * 2)
-        row = warp * 16 + lane % 16
-        for half in cutlass.range_constexpr(P_PARTS):
-            if const_expr(half == 1):
-                self.powers(p, scores, half, row_max, scale)
-            for i in cutlass.range_constexpr(TILE_N // 32):
-                words = [pack(p[8 * i + 2 * j], p[8 * i + 2 * j + 1], self.dtype) for j in range(4)]
-                vector = half * (TILE_N // 16) + 2 * i + lane // 16
-                store_matrices(start + 2 * swizzled(row, vector), words)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            exchange.p_pipeline.producer_commit(p_state, half)
-            for i in cutlass.range_constexpr(HALF):
-                row_sum[i // 2 % 2] += p[i]
-
-    @cute.jit
-    def powers(self, p, scores, half: cutlass.Constexpr, row_max, scale):
-        """Compute p = 2^(scale * scores - row_max) for one half of the keys."""
+    if lane % 4 == 0:
+        exchange.rescale[warp * 16 + lane // 4, p_state.stage] = rescale[0]
+        exchange.rescale[warp * 16 + lane // 4 + 8, p_state.stage] = rescale[1]
+    start = Int32(exchange.p.iterator.toint()) + p_state.stage * (TILE_M * TILE_N * 2)
+    row = warp * 16 + lane % 16
+    for half in cutlass.range_constexpr(P_PARTS):
+        if const_expr(half == 1):
+            powers(p, scores, half, row_max, scale)
+        for i in cutlass.range_constexpr(TILE_N // 32):
+            words = [pack(p[8 * i + 2 * j], p[8 * i + 2 * j + 1], exchange.p.element_type) for j in range(4)]
+            vector = half * (TILE_N // 16) + 2 * i + lane // 16
+            store_matrices(start + 2 * swizzled(row, vector), words)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        exchange.p_pipeline.producer_commit(p_state, half)
         for i in cutlass.range_constexpr(HALF):
-            score = scores[half * HALF + i]
-            p[i] = cute.math.exp2(cute.math.fma(score, scale, -row_max[i // 2 % 2]), fastmath=True)
+            row_sum[i // 2 % 2] += p[i]
+
+
+@cute.jit
+def powers(p, scores, half: cutlass.Constexpr, row_max, scale):
+    """Compute p = 2^(scale * scores - row_max) for one half of the keys."""
+    for i in cutlass.range_constexpr(HALF):
+        p[i] = cute.math.exp2(cute.math.fma(scores[half * HALF + i], scale, -row_max[i // 2 % 2]), fastmath=True)

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import Pipeline, PipelineState, arrive, pipeline_storage, start
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.mla_roles import WorkTileInfo
 
 K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
@@ -37,6 +37,16 @@ def k_chunk_order(head_dim: int) -> list[int]:
     if head_dim > HEAD_DIM_V:
         order.insert(ROPE_AFTER * K_PER_V, ROPE_CHUNK)
     return order
+
+
+def tiled_mma(
+    dtype: type[cutlass.Numeric], majors: str, shape: tuple[int, int], a_in_registers: bool = False, warpgroups: int = 1
+) -> cute.TiledMma:
+    """Return a wgmma with `shape` (M, N) per warpgroup. majors: those of A and B, "K" or "MN"."""
+    a_major, b_major = (getattr(cute.nvgpu.OperandMajorMode, major) for major in majors.split())
+    sources = cute.nvgpu.warpgroup.OperandSource
+    source = sources.RMEM if a_in_registers else sources.SMEM
+    return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (warpgroups, 1, 1), shape, source)
 
 
 class KvState(NamedTuple):
@@ -140,7 +150,8 @@ class KvStages:
 
         return TensorStorage
 
-    def tensors(self, storage, v_layout: cute.ComposedLayout, rope_layout: cute.ComposedLayout) -> KvTensors:
+    def tensors(self, storage) -> KvTensors:
+        v_layout, rope_layout = self.v_layout(), self.rope_layout()
         return KvTensors(
             storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
             storage.rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),

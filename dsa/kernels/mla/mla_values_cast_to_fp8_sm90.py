@@ -1,4 +1,4 @@
-"""Project attended latents of few tokens to values with W_UV, which is in FP8, and cast them to FP8.
+"""Project attended latents to values with W_UV, which is in FP8, and cast them to FP8, for small M (few tokens).
 
 y[t, h] = W_UV[h] attended[t, h]
 
@@ -73,8 +73,7 @@ class MlaValuesCastToFp8Sm90:
     def __call__(self, attended, weight, weight_scale, values, scale, stream):
         heads = attended.shape[1]
         of_head = scale.shape[1] // heads
-        rows = weight.shape[0] // heads
-        self.kernel(attended, weight, weight_scale, values, scale, rows, of_head).launch(
+        self.kernel(attended, weight, weight_scale, values, scale, weight.shape[0] // heads, of_head).launch(
             grid=(scale.shape[1], 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,
@@ -198,13 +197,15 @@ def compile_mla_values_cast_to_fp8(use_ue8m0: bool):
     but the fp32 tensors start at multiples of 16 bytes.
     """
     tokens, heads = cute.sym_int(), cute.sym_int()
-    attended = fake(BFloat16, (tokens, heads, HEAD_DIM_V), (*strides(2, 8), 1))
-    weight = fake(Float8E4M3FN, (cute.sym_int(), HEAD_DIM_V), (HEAD_DIM_V, 1))
-    weight_scale = fake(Float32, (cute.sym_int(), QUARTERS), (*strides(1), 1), 4)
-    values = fake(Float8E4M3FN, (tokens, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
-    scale = fake(Float32, (tokens, cute.sym_int()), (*strides(1), 1), 4)
-    kernel = MlaValuesCastToFp8Sm90(use_ue8m0)
-    return compile_sm90(kernel, attended, weight, weight_scale, values, scale, fake_stream())
+    return compile_sm90(
+        MlaValuesCastToFp8Sm90(use_ue8m0),
+        fake(BFloat16, (tokens, heads, HEAD_DIM_V), (*strides(2, 8), 1)),
+        fake(Float8E4M3FN, (cute.sym_int(), HEAD_DIM_V), (HEAD_DIM_V, 1)),
+        fake(Float32, (cute.sym_int(), QUARTERS), (*strides(1), 1), 4),
+        fake(Float8E4M3FN, (tokens, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1)),
+        fake(Float32, (tokens, cute.sym_int()), (*strides(1), 1), 4),
+        fake_stream(),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -23,7 +23,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
+from dsa.kernels.mla.limits import SELECTION_KEYS, SELECTION_WORDS
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 256
@@ -78,10 +78,13 @@ def compile_selection_bits(with_starts: bool):
     Rows of indices and of bits are contiguous; T, max_keys > 0.
     """
     queries = cute.sym_int()
-    indices = fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4)
-    bits = fake(Int32, (queries, cute.sym_int(divisibility=4)), (*strides(1, 4), 1), 16)
-    starts = fake(Int32, (queries,), strides(1), 4) if with_starts else None
-    return compile_sm90(SelectionBitsSm90(), indices, starts, bits, Int32(1), fake_stream())
+    return compile_sm90(
+        SelectionBitsSm90(),
+        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
+        fake(Int32, (queries,), strides(1), 4) if with_starts else None,
+        fake(Int32, (queries, cute.sym_int(divisibility=4)), (*strides(1, 4), 1), 16),
+        *(Int32(1), fake_stream()),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -38,8 +38,8 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
-from dsa.kernels.mla.query_groups import Queue
+from dsa.kernels.mla.limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
+from dsa.kernels.mla.tile_scheduler import Queue
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS, WARPS = 512, 16
@@ -254,12 +254,14 @@ def compile_selection_union(size: int):
     T, K > 0; 0 < keys < 2^MEMBER_SHIFT.
     """
     tokens, groups = cute.sym_int(), cute.sym_int()
-    indices = fake(Int32, (tokens, 1, cute.sym_int()), (*strides(2), 1), 4)
-    lists = fake(Int32, (groups, 1, cute.sym_int()), (*strides(2), 1), 4)
-    vectors = [fake(Int32, (length,), (1,), 4) for length in (groups, 2, groups, tokens)]
-    counts = fake(Int32, (cute.sym_int(),), (1,), 4)
     return compile_sm90(
-        *(SelectionUnionSm90(size), indices, counts, Int32(0), Int32(1), lists, *vectors, fake_stream()),
+        SelectionUnionSm90(size),
+        fake(Int32, (tokens, 1, cute.sym_int()), (*strides(2), 1), 4),
+        fake(Int32, (cute.sym_int(),), (1,), 4),
+        *(Int32(0), Int32(1)),
+        fake(Int32, (groups, 1, cute.sym_int()), (*strides(2), 1), 4),
+        *(fake(Int32, (length,), (1,), 4) for length in (groups, 2, groups, tokens)),
+        fake_stream(),
     )
 
 

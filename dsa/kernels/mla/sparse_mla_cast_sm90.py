@@ -4,7 +4,7 @@ o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j]
 
 The last 64 channels of o are rotated by R(-t). The result is e4m3 with one scale per 128 channels.
 
-This is sparse_mla_sm90.py with another epilogue (mla_cast_epilogue.py). Queries are never split.
+This is sparse_mla_sm90.py with another epilogue (mla_epilogue.py). Queries are never split.
 The result is grouped by heads, [G, T, h / G * 512]: the rows of the grouped GEMM that follows attention in
 DeepSeek-V4.
 Roofline: as without the cast. The epilogue has 500 more instructions per lane and writes half the bytes: 33
@@ -20,8 +20,8 @@ from cutlass import Float8E4M3FN, Float32, Int32
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM_V, ROTATED_BACK
-from dsa.kernels.mla.mla_cast_epilogue import CastEpilogue, CastResults
-from dsa.kernels.mla.sparse_arguments import fake_cache, fake_sink, selections
+from dsa.kernels.mla.mla_epilogue import CastEpilogue, CastResults
+from dsa.kernels.mla.sparse_mla_kernel import fake_cache, fake_sink, selections
 from dsa.kernels.mla.sparse_mla_sm90 import SparseMlaSm90
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -46,10 +46,10 @@ class SparseMlaCastSm90(SparseMlaSm90):
         full_waves: Int32,
         stream,
     ):
-        group_heads = cute.fast_divmod_create_divisor_v2(out.shape[2])
+        results = CastResults(out, out_scale, cos, sin, cute.fast_divmod_create_divisor_v2(out.shape[2]))
         self.launch(
             *(q, selections(caches, indices, counts, counted)),
-            *(CastResults(out, out_scale, cos, sin, group_heads), sink, has_sink, scale),
+            *(results, sink, has_sink, scale),
             *(Int32(1), workers, full_waves, Int32(0), stream),
         )
 

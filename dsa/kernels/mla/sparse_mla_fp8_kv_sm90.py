@@ -26,22 +26,18 @@ to every SM.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Uint8, const_expr
+from cutlass import BFloat16, Int32, Uint8
 
 from dsa.cute.fake_tensors import fake, strides
-from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
-from dsa.kernels.mla.fp8_kv_scores import Fp8KvScores, QkMmas
+from dsa.kernels.mla.fp8_kv_gather import Fp8TopkGather
+from dsa.kernels.mla.fp8_kv_scores import Fp8KvScores
 from dsa.kernels.mla.fp8_kv_values import Fp8KvValues
 from dsa.kernels.mla.limits import FP8_KV_BYTES, FP8_KV_HEADS, SPARSE_HEAD_DIMS
-from dsa.kernels.mla.mla_attention import RoleRegisters
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.sparse_arguments import fake_arguments
-from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
-from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
+from dsa.kernels.mla.mla_roles import MlaShared, RoleRegisters
+from dsa.kernels.mla.sparse_mla_kernel import fake_arguments
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 # Keyed by the heads per CTA.
@@ -50,37 +46,12 @@ REGISTERS = {16: RoleRegisters(104, 104, 56), 32: RoleRegisters(104, 120, 32), 6
 STAGES = {16: 4, 32: 4, 64: 3}  # tiles of FP8 bytes
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Tiled MMAs, and the layouts of Q and P^T."""
-
-    qk: QkMmas
-    pv: cute.TiledMma
-    q_layout: cute.ComposedLayout
-    p_layout: cute.ComposedLayout
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A CTA's shared memory.
-
-    kv  address of the tiles of FP8 bytes
-    """
-
-    pipeline: Fp8KvPipeline
-    exchange: SwapAbExchange
-    kv: Int32
-
-
-class SparseMlaFp8KvSm90(SparseMlaKernel):
+class SparseMlaFp8KvSm90(Fp8KvScores, Fp8KvValues):
     """Sparse MLA over FP8 keys of `head_dim` channels, with `head_tile` heads per CTA."""
 
     def __init__(self, head_dim: int, head_tile: int):
-        score_warpgroups = SCORE_WARPGROUPS[head_tile]
-        kv = Fp8TopkGather(head_dim, head_tile, STAGES[head_tile], score_warpgroups)
-        exchange_memory = SwapAbExchangeMemory(None, head_dim, head_tile, score_warpgroups)
-        super().__init__(kv, exchange_memory, head_tile, score_warpgroups, REGISTERS[head_tile])
-        self.scores, self.values = Fp8KvScores(kv, head_tile), Fp8KvValues(kv, head_tile)
+        kv = Fp8TopkGather(head_dim, head_tile, STAGES[head_tile], SCORE_WARPGROUPS[head_tile])
+        super().__init__(kv, head_tile, REGISTERS[head_tile])
 
     def operand_storage(self) -> type:
         @cute.struct
@@ -89,30 +60,14 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
 
         return OperandStorage
 
-    def operands(self) -> Operands:
-        return Operands(self.scores.tiled_mmas(), self.values.tiled_mma(), *self.exchange_memory.layouts())
+    def tiled_mmas(self) -> tuple[list[cute.TiledMma], cute.TiledMma]:
+        return self.score_mmas(), self.value_mma()
 
-    def shared(self, storage, operands: Operands) -> Shared:
-        return Shared(
+    def shared(self, storage) -> MlaShared:
+        return MlaShared(
             self.kv.pipeline(storage.pipeline),
-            self.exchange_memory.exchange(storage.exchange, operands.q_layout, operands.p_layout),
+            self.exchange_memory.exchange(storage.exchange),
             Int32(storage.operands.kv.data_ptr().toint()),
-        )
-
-    @cute.jit
-    def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
-        side = Int32(0) if const_expr(self.score_warpgroups == 1) else coord.warp // 4
-        self.scores.score_mainloop(
-            *(results, operands.qk, shared.kv, shared.pipeline, shared.exchange),
-            *(HeadRange(coord.first_head, coord.heads), group, scale, Thread(side, coord.warp % 4, coord.lane)),
-        )
-
-    @cute.jit
-    def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
-        thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
-        self.values.output_mainloop(
-            *(results, operands.pv, shared.kv, shared.pipeline, shared.exchange),
-            *(HeadRange(coord.first_head, coord.heads), group, thread),
         )
 
 
@@ -123,12 +78,14 @@ def compile_sparse_mla_fp8_kv(head_dim: int, head_tile: int, lists: int):
     Pages are contiguous; max_logits is None.
     """
     width = FP8_KV_BYTES[head_dim]
-
-    def cache():
-        return fake(Uint8, (cute.sym_int(), cute.sym_int(), width), (*strides(1, 16), width, 1))
-
-    arguments = fake_arguments(BFloat16, head_dim, lists, cache, with_max_logits=False)
-    return compile_sm90(SparseMlaFp8KvSm90(head_dim, head_tile), *arguments)
+    return compile_sm90(
+        SparseMlaFp8KvSm90(head_dim, head_tile),
+        *fake_arguments(
+            *(BFloat16, head_dim, lists),
+            cache=lambda: fake(Uint8, (cute.sym_int(), cute.sym_int(), width), (*strides(1, 16), width, 1)),
+            with_max_logits=False,
+        ),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

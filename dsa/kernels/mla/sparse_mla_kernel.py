@@ -3,7 +3,7 @@
 - sparse_mla_sm90.py: 16-bit keys, 64 heads per CTA
 - sparse_mla_swap_ab_sm90.py: 16-bit keys, up to 32 heads, swap A/B (heads are N of the wgmmas)
 - sparse_mla_fp8_kv_sm90.py: FP8 keys, 16, 32 or 64 heads per CTA, swap A/B
-Two variants compute the items of a queue (query_groups.py), for up to 16 heads and 16-bit keys:
+Two variants compute the items of a queue (tile_scheduler.py), for up to 16 heads and 16-bit keys:
 - sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
 - sparse_mla_queued_sm90.py: single queries, swap A/B
 
@@ -18,8 +18,9 @@ produce P. The output warpgroups consume work tiles, keys and P.
 Launch: programmatic dependent launch.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,32 +28,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP
-from dsa.kernels.mla.limits import TILE_N
-from dsa.kernels.mla.mla_attention import RoleRegisters
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_exchange import ExchangeMemory
-from dsa.kernels.mla.query_groups import Queue, QueueScheduler
-from dsa.kernels.mla.sparse_arguments import of_prefill, selections
-from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory, Thread
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler
+from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.mla_roles import Coord, Results, RoleRegisters, Thread
+from dsa.kernels.mla.mla_softmax import ExchangeMemory
+from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory
+from dsa.kernels.mla.tile_scheduler import Queue, QueueScheduler, StreamKScheduler
 from dsa.kernels.mla.topk_gather import Selection, TopkGather
-
-
-class Coord(NamedTuple):
-    """A thread's position in its CTA.
-
-    first_head  first head of the CTA
-    heads       heads of a query
-    thread      the result of `SparseMlaKernel.thread`
-    """
-
-    tid: Int32
-    warp: Int32
-    lane: Int32
-    first_head: Int32
-    heads: Int32
-    thread: Thread | None
 
 
 class SparseMlaKernel:
@@ -74,7 +57,14 @@ class SparseMlaKernel:
     kv               stages of keys, and how they are loaded
     exchange_memory  what the score warpgroups pass to the output warpgroups
     all_heads        whether a CTA has all heads of a query
-    A variant overrides the methods below.
+
+    A variant has these methods, and may override `head_of_row` and `thread`:
+
+    operand_storage()  the struct of Q and keys in shared memory
+    shared(storage)    the shared memory that the roles use, an MlaShared
+    tiled_mmas()       the tiled MMAs, which the host passes to the kernel
+    score(q, results, shared, mmas, group, scale, coord)  run a score warpgroup
+    output(results, shared, mmas, group, coord)           run an output warpgroup
     """
 
     all_heads = False
@@ -93,18 +83,6 @@ class SparseMlaKernel:
         self.output_warp = 4 * score_warpgroups
         self.load_warp = self.output_warp + 8
 
-    def operand_storage(self) -> type:
-        """Return the struct of Q and keys in shared memory."""
-        raise NotImplementedError
-
-    def operands(self) -> Any:
-        """Return tiled MMAs and layouts, which the host builds for the kernel."""
-        raise NotImplementedError
-
-    def shared(self, storage, operands) -> Any:
-        """Return the shared memory that the roles use. It has `pipeline`, `exchange` and `kv`, the stages of keys."""
-        raise NotImplementedError
-
     def head_of_row(self, row, first_head):
         """Return the head of row `row` of the CTA."""
         return first_head + row
@@ -115,14 +93,6 @@ class SparseMlaKernel:
         Computed here, before the roles branch, the position is in uniform registers.
         """
         return None
-
-    def score(self, q, results: Results, shared, operands, group, scale, coord: Coord) -> None:
-        """Run a score warpgroup."""
-        raise NotImplementedError
-
-    def output(self, results: Results, shared, operands, group, coord: Coord) -> None:
-        """Run an output warpgroup."""
-        raise NotImplementedError
 
     @cute.jit
     def __call__(
@@ -192,7 +162,7 @@ class SparseMlaKernel:
         self.kernel(
             *(q, lists, results, sink, has_sink, scale),
             *(cute.fast_divmod_create_divisor_v2(group), workers, full_waves, split_workers, head_tiles),
-            *(self.operands(), queue, items),
+            *(self.tiled_mmas(), queue, items),
         ).launch(
             grid=(ctas, 1, 1),
             block=((self.score_warpgroups + 3) * WARPGROUP, 1, 1),
@@ -215,7 +185,7 @@ class SparseMlaKernel:
         full_waves: Int32,
         split_workers: Int32,
         head_tiles: Int32 | None,
-        operands: Any,
+        mmas: Any,
         queue: Queue | None,
         items: Int32 | None,
     ):
@@ -227,7 +197,7 @@ class SparseMlaKernel:
         if const_expr(not self.all_heads):
             worker, first_head = block // head_tiles, block % head_tiles * self.head_tile
         storage = SmemAllocator().allocate(self.storage)
-        shared = self.shared(storage, operands)
+        shared = self.shared(storage)
         if tid == 0:
             self.kv.init(shared.pipeline, consumers=self.load_warp)
             shared.exchange.init()
@@ -257,7 +227,92 @@ class SparseMlaKernel:
             )
         elif warp < self.output_warp:
             cute.arch.setmaxregister_increase(self.registers.score)
-            self.score(q, results, shared, operands, group, scale, coord)
+            self.score(q, results, shared, mmas, group, scale, coord)
         else:
             cute.arch.setmaxregister_increase(self.registers.output)
-            self.output(results, shared, operands, group, coord)
+            self.output(results, shared, mmas, group, coord)
+
+
+@cute.jit
+def selections(caches, indices, counts, counted: Int32):
+    """Return the lists of keys; bit i of `counted` says whether list i uses its counts."""
+    found = []
+    for i, cache in enumerate(caches):
+        page_size = cute.fast_divmod_create_divisor_v2(cache.shape[1])
+        found.append(Selection(cache, indices[i], counts[i], (counted >> i) & 1, page_size))
+    return found
+
+
+@cute.jit
+def of_prefill(q, kv, indices, out, lse):
+    """Return prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] in the
+    kernel's layouts: one query per sequence, and all keys in one page.
+    """
+    q, out = (rearranged(x, (0, 3, 1, 2)) for x in (q, out))
+    return q, [rearranged(kv, (1, 0, 2))], [rearranged(indices, (0, 2))], out, rearranged(lse, (0, 1, 2))
+
+
+@cute.jit
+def rearranged(x, modes):
+    """Return x with its dimensions in the order `modes`; dimensions that x lacks have size 1."""
+    return cute.make_tensor(x.iterator, cute.select(cute.append_ones(x.layout, 4), mode=list(modes)))
+
+
+def fake_arguments(
+    dtype: type[cutlass.Numeric], head_dim: int, lists: int, cache: Callable[[], cute.Tensor], with_max_logits: bool
+) -> tuple:
+    """Return the fake arguments of a sparse MLA kernel (see `SparseMlaKernel`).
+
+    cache            makes a fake cache
+    with_max_logits  use the layouts of prefill
+    """
+    queries, heads, width = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    counts, sink = [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(lists)], fake_sink()
+    numbers = *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)), fake_stream()
+    results = fake_results(dtype, heads)
+    if with_max_logits:
+        assert lists == 1
+        lse, max_logits = (fake(Float32, (queries, heads), (*strides(1), 1), 4) for _ in range(2))
+        return (
+            fake(dtype, (queries, heads, head_dim), (*strides(2, 8), 1)),
+            [fake(dtype, (cute.sym_int(), 1, head_dim), (*strides(2, 8), 1))],
+            [fake(Int32, (queries, 1, width), (*strides(2), 1), 4)],
+            *(counts, Int32(0), *sink),
+            fake(dtype, (queries, heads, HEAD_DIM_V), (*strides(1, 8), HEAD_DIM_V, 1)),
+            *(lse, *results[2:], max_logits, *numbers),
+        )
+    return (
+        fake(dtype, (queries, 1, heads, head_dim), (*strides(3, 8), 1)),
+        [cache() for _ in range(lists)],
+        [fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) for _ in range(lists)],
+        *(counts, Int32(0), *sink, *results, None, *numbers),
+    )
+
+
+def queued_arguments(dtype: type[cutlass.Numeric], head_dim: int) -> tuple[tuple, tuple]:
+    """Return the fake arguments of prefill in two parts: (q to has_sink, out to max_logits)."""
+    arguments = fake_arguments(dtype, head_dim, 1, lambda: None, with_max_logits=True)
+    return arguments[:7], arguments[7:12]
+
+
+def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
+    """Return a fake 16-bit cache [pages, P, d]; keys start at multiples of 16 bytes."""
+    return fake(dtype, (cute.sym_int(), cute.sym_int(), head_dim), (*strides(2, 8), 1))
+
+
+def fake_sink() -> tuple:
+    """Return sink [m] and has_sink."""
+    return fake(Float32, (cute.sym_int(),), (1,), 4), Int32(0)
+
+
+def fake_results(dtype: type[cutlass.Numeric], heads) -> tuple:
+    """Return out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512] and
+    lse_partial [splits, 1, h].
+    """
+    batch, group, splits = (cute.sym_int() for _ in range(3))
+    return (
+        fake(dtype, (batch, group, heads, HEAD_DIM_V), (*strides(2, 8), HEAD_DIM_V, 1)),
+        fake(Float32, (batch, heads, group), strides(3), 4),
+        fake(Float32, (splits, 1, heads, HEAD_DIM_V), (*strides(2, 4), HEAD_DIM_V, 1)),
+        fake(Float32, (splits, 1, heads), (*strides(2), 1), 4),
+    )

@@ -11,12 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
-from dsa.kernels.mla.limits import DTYPES, SPARSE_HEAD_DIMS
-from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES
-from dsa.kernels.mla.query_groups import Queue
-from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
+from dsa.kernels.mla.limits import DTYPES, GROUP_SIZES, SPARSE_HEAD_DIMS
+from dsa.kernels.mla.mla_roles import Results
+from dsa.kernels.mla.sparse_mla_kernel import of_prefill, queued_arguments, selections
 from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import SparseMlaSwapAbSm90
+from dsa.kernels.mla.tile_scheduler import Queue
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 
@@ -64,11 +63,12 @@ def compile_sparse_mla_queued(dtype: str, head_dim: int):
     """Compile f, see `SparseMlaQueuedSm90`, for h <= 16."""
     kind = cute_dtype(dtype)
     (q, [kv], [indices], [counts], counted, *sinks), results = queued_arguments(kind, head_dim)
-    queued, queries = (fake(Int32, (n,), (1,), 4) for n in (2, q.shape[0]))
     return compile_sm90(
         SparseMlaQueuedSm90(kind, head_dim, max(GROUP_SIZES), with_max_logits=True),
         *(q, kv, indices, counts, counted, *sinks, *results),
-        *(Float32(0.0), Int32(1), queued, queries, fake_stream()),
+        *(Float32(0.0), Int32(1)),
+        *(fake(Int32, (n,), (1,), 4) for n in (2, q.shape[0])),
+        fake_stream(),
     )
 
 

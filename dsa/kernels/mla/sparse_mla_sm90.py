@@ -20,7 +20,7 @@ Roofline: wgmma takes 2176 cycles per tile of 576 channels, and 2048 for 512. Th
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -30,13 +30,12 @@ from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
-from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared, NamedBarrier
-from dsa.kernels.mla.mla_epilogue import Epilogue, QTile, Results
+from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, NamedBarrier, TiledMmas
+from dsa.kernels.mla.mla_epilogue import Epilogue
+from dsa.kernels.mla.mla_roles import MlaShared, QTile, Results, WorkTileInfo
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
-from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
-from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel, fake_arguments, fake_cache
 from dsa.kernels.mla.topk_gather import TopkGather
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -45,31 +44,48 @@ ROPE_STAGES = 2
 
 
 @dataclass(frozen=True)
-class SparseQTile:
-    """Heads first_row to first_row + TILE_M - 1 of the `rows` heads of a query.
-
-    queries  queries per sequence, as a divisor
-    """
+class SparseQTile(QTile):
+    """Heads of a query. queries: queries per sequence, as a divisor."""
 
     queries: cute.FastDivmodDivisorV2
-    rows: Int32
-    first_row: Int32
-    kv_head: ClassVar[int] = 0
 
     @cute.jit
     def coord(self, query, row):
         """Return (sequence, query of the sequence, head) of a row in the results."""
         return *divmod(query, self.queries), row
 
-    def has_row(self, _, row):
-        """Whether a work tile has the row."""
-        return row < self.rows
 
+class SparseMlaSm90(MlaAttention, SparseMlaKernel):
+    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue.
 
-class SparseMlaAttention(MlaAttention):
-    """MLA attention whose Q comes through the key stages, and whose keys are masked by the valid mask."""
+    Q comes through the key stages, and the valid mask says which keys exist.
+    """
 
     q_in_ring = True
+
+    def __init__(self, head_dim: int, epilogue: Epilogue):
+        MlaAttention.__init__(self, self.stages(epilogue.dtype, head_dim), head_dim, epilogue)
+        SparseMlaKernel.__init__(self, self.kv, self.exchange_memory, TILE_M, 1, REGISTERS)
+
+    def stages(self, dtype: type[cutlass.Numeric], head_dim: int) -> TopkGather:
+        """Return the stages of keys."""
+        return TopkGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
+
+    def q_tile(self, results: Results, group, coord: Coord) -> QTile:
+        """Return the CTA's rows."""
+        return SparseQTile(coord.heads, coord.first_head, 0, group)
+
+    @cute.jit
+    def score(self, q, results: Results, shared: MlaShared, mmas: TiledMmas, group, scale, coord: Coord):
+        q_tile = self.q_tile(results, group, coord)
+        self.score_mainloop(q, results, mmas, shared, q_tile, scale, coord.tid, coord.warp, coord.lane)
+
+    @cute.jit
+    def output(self, results: Results, shared: MlaShared, mmas: TiledMmas, group, coord: Coord):
+        self.output_mainloop(
+            *(results, mmas.pv, shared, self.q_tile(results, group, coord)),
+            *(coord.tid % WARPGROUP, coord.warp % 4, coord.lane, coord.warp // 4 - 1),
+        )
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
@@ -132,47 +148,6 @@ class SparseMlaAttention(MlaAttention):
                 column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # among 16 keys
                 if (mask[i // 8] >> column) & 1 == 0:
                     scores[i] = -cutlass.Float32(float("inf"))
-
-
-class SparseMlaSm90(SparseMlaKernel):
-    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue."""
-
-    def __init__(self, head_dim: int, epilogue: Epilogue):
-        self.attention = self.make_attention(head_dim, epilogue)
-        super().__init__(self.attention.kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
-
-    def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
-        """Return the consumers, with the stages of keys."""
-        kv = TopkGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
-        return SparseMlaAttention(kv, head_dim, epilogue)
-
-    def q_tile(self, results: Results, group, coord: Coord) -> QTile:
-        """Return the CTA's rows."""
-        return SparseQTile(group, coord.heads, coord.first_head)
-
-    def operand_storage(self) -> type:
-        return self.attention.operand_storage()
-
-    def operands(self) -> MlaOperands:
-        return self.attention.operands()
-
-    def shared(self, storage, operands: MlaOperands) -> MlaShared:
-        return self.attention.shared(storage, operands)
-
-    @cute.jit
-    def score(self, q, results: Results, shared: MlaShared, operands: MlaOperands, group, scale, coord: Coord):
-        q_tile = self.q_tile(results, group, coord)
-        self.attention.score_mainloop(
-            q, results, operands.mmas, shared, q_tile, scale, coord.tid, coord.warp, coord.lane
-        )
-
-    @cute.jit
-    def output(self, results: Results, shared: MlaShared, operands: MlaOperands, group, coord: Coord):
-        q_tile = self.q_tile(results, group, coord)
-        self.attention.output_mainloop(
-            *(results, operands.mmas.pv, shared, q_tile),
-            *(coord.tid % WARPGROUP, coord.warp % 4, coord.lane, coord.warp // 4 - 1),
-        )
 
 
 @cached

@@ -5,10 +5,11 @@ o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. A queue lists the groups
 to compute.
 
-This is sparse_mla_sm90.py, except that M is the queries x heads of a group (query_groups.py), and that the
-keys are the union of the group's selections. Each key of the union is gathered once. The scores of queries
-that have not selected it are -inf (union_gather.py). A tile of 64 keys costs as much as it does for one query
-with 64 heads.
+This is sparse_mla_sm90.py, except that M is the queries x heads of a group, one query after the other, and that
+the keys are the union of the group's selections. An entry of a group's list is a key and its members: one bit
+for each query of the group that has selected the key. An entry is above 0, so 0 marks no entry. Each key of the
+union is gathered once. The scores of queries that have not selected it are -inf. A tile of 64 keys costs as much
+as it does for one query with 64 heads.
 Fallback: if O of a group has a NaN or infinity, a key that only another query of the group has selected may
 have caused it, since 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries,
 which sparse_mla_queued_sm90.py computes afterwards.
@@ -18,28 +19,38 @@ Roofline: as sparse_mla_sm90.py, for the tiles of the union.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.sm90 import WARPGROUP
-from dsa.kernels.mla.limits import DTYPES, SPARSE_HEAD_DIMS, TILE_M, TILE_N
-from dsa.kernels.mla.mla_attention import NamedBarrier
-from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue, Results
-from dsa.kernels.mla.mla_exchange import Exchange
-from dsa.kernels.mla.mla_softmax import SoftmaxState
-from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvState
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES
-from dsa.kernels.mla.query_groups import GroupRows, Queue
-from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
-from dsa.kernels.mla.sparse_mla_kernel import Coord
-from dsa.kernels.mla.sparse_mla_sm90 import ROPE_STAGES, V_STAGES, SparseMlaAttention, SparseMlaSm90
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
-from dsa.kernels.mla.union_gather import UnionGather
+from dsa.kernels.mla.limits import DTYPES, GROUP_SIZES, MEMBER_SHIFT, SPARSE_HEAD_DIMS, TILE_M, TILE_N
+from dsa.kernels.mla.mla_epilogue import HALF_V, Epilogue
+from dsa.kernels.mla.mla_roles import QTile, Results, WorkTileInfo
+from dsa.kernels.mla.mla_softmax import Exchange, SoftmaxState
+from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvPipeline, KvState
+from dsa.kernels.mla.sparse_mla_kernel import Coord, of_prefill, queued_arguments, selections
+from dsa.kernels.mla.sparse_mla_sm90 import ROPE_STAGES, V_STAGES, SparseMlaSm90
+from dsa.kernels.mla.tile_scheduler import Queue
+from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 from dsa.runtime.compile_cache import cached, compile_sm90
+
+
+def member_of(row, size: int):
+    """Return the index, in a group of `size` queries, of a row's query."""
+    return row // (TILE_M // size)
+
+
+def head_of(row, size: int):
+    """Return the head of a row in a group of `size` queries."""
+    return row % (TILE_M // size)
+
+
+@cute.jit
+def entry_members(entry: Int32) -> Uint32:
+    return Uint32(entry) >> MEMBER_SHIFT
 
 
 @dataclass(frozen=True)
@@ -55,20 +66,17 @@ class GroupResults(Results):
 
 
 @dataclass(frozen=True)
-class GroupQTile:
+class GroupQTile(QTile):
     """The rows of a query group, out of `queries` queries with `heads` heads each."""
 
-    group_rows: GroupRows
+    size: cutlass.Constexpr[int]
     queries: Int32
     heads: Int32
-    first_row: ClassVar[int] = 0
-    rows: ClassVar[int] = TILE_M
-    kv_head: ClassVar[int] = 0
 
     @cute.jit
     def coord(self, group, row):
         """Return (query, 0, head) of a row in the results."""
-        return group * self.group_rows.size + self.group_rows.member(row), Int32(0), self.group_rows.head(row)
+        return group * self.size + member_of(row, self.size), Int32(0), head_of(row, self.size)
 
     @cute.jit
     def has_row(self, group, row):
@@ -77,77 +85,54 @@ class GroupQTile:
         return query < self.queries and head < self.heads
 
 
-class SparseMlaUnionAttention(SparseMlaAttention):
-    """MLA attention of query groups: each query has its own valid mask."""
+class UnionGather(TopkGather):
+    """Gather for groups of `size` queries: a group's Q as one tile, then the keys of its list.
+
+    An index is an entry of the list. The valid mask of a tile has MASK_WORDS words per query of the group.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int, size: int):
+        super().__init__(dtype, head_dim, v_stages, rope_stages)
+        self.size, self.masks = size, size
 
     @cute.jit
-    def apply_mask(
-        self,
-        scores,
-        softmax: SoftmaxState,
-        shared,
-        state: KvState,
-        work: WorkTileInfo,
-        q_tile: GroupQTile,
-        key,
-        tid,
-        lane,
-    ):
-        masks = cute.make_tensor(shared.pipeline.valid_mask.iterator, self.mask_layout())
-        mask = cute.make_rmem_tensor((MASK_WORDS,), Uint32)
-        tile_row = tid // 32 * 16 + lane // 4
-        for r in cutlass.range_constexpr(2):
-            member = q_tile.group_rows.member(tile_row + 8 * r)
-            # Rows 8 apart belong to one query if a query has 16 rows.
-            if const_expr(r == 0 or q_tile.group_rows.each == 8):
-                cute.autovec_copy(masks[None, member, state.rope.stage], mask)
-                for i in cutlass.range_constexpr(MASK_WORDS):
-                    mask[i] >>= Uint32(lane % 4 * 2)
-            for i in cutlass.range_constexpr(TILE_N // 4):
-                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first
-                if (mask[i // 4] >> column) & 1 == 0:
-                    scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
-
-    def mask_layout(self) -> cute.Layout:
-        return cute.make_layout((MASK_WORDS, self.kv.masks, self.kv.rope_stages))
+    def locate_row(self, q, query, first_row, warp, lane):
+        """As `TopkGather.locate_row`; `query` is the number of a group."""
+        row = warp * WARP_KEYS + lane % WARP_KEYS
+        token, head = query * self.size + member_of(row, self.size), head_of(row, self.size)
+        valid = token < q.shape[0] and head < q.shape[2]
+        token, head = cutlass.min(token, q.shape[0] - 1), cutlass.min(head, q.shape[2] - 1)
+        return q[token, 0, head, None].iterator.toint(), valid
 
     @cute.jit
-    def store_whole(
-        self,
-        acc,
-        upper,
-        lower,
-        results: GroupResults,
-        q_tile: GroupQTile,
-        group,
-        row,
-        rows,
-        exchange: Exchange,
-        p_stage,
-        side,
-        warp,
-        lane,
-    ):
-        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
-        zero = Float32(0.0)
-        for i in cutlass.range_constexpr(HALF_V // 2):
-            zero = cute.math.fma(acc[i], Float32(0.0), zero)
-        if cute.arch.vote_any_sync(not (zero == 0.0)):
-            with cute.arch.elect_one():
-                if cute.arch.atomic_exch(results.lengths.iterator + group, Int32(-1), sem="relaxed", scope="gpu") >= 0:
-                    first = group * q_tile.group_rows.size
-                    results.queries.add(first, cutlass.min(q_tile.queries - first, q_tile.group_rows.size))
-        coords, left = [], Int32(0)
-        for r in cutlass.range_constexpr(2):
-            query, _, head = q_tile.coord(group, row + 8 * r)
-            if query < q_tile.queries and head < q_tile.heads:
-                left = Int32(8 * r + 1)
-            query, head = cutlass.min(query, q_tile.queries - 1), cutlass.min(head, q_tile.heads - 1)
-            coords.append((query, Int32(0), head))
-        staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-        staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
-        cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
-        self.epilogue.store(acc, upper, lower, results, coords, left, staging, side, lane)
+    def index_of(self, lists, counts, ends, query, tile, key):
+        """Return the list entry of a tile's key, or 0 past the end of the list."""
+        place = tile * TILE_N + key
+        entry = Int32(0)
+        if place < counts[0]:
+            entry = lists[0].indices[query, place]
+        return entry
+
+    @cute.jit
+    def find(self, selection: Selection, index):
+        address, scales, _ = TopkGather.find(self, selection, index & ((1 << MEMBER_SHIFT) - 1))
+        return address, scales, entry_members(index) != 0
+
+    @cute.jit
+    def selected(self, mask: Uint32, index: Int32, lane):
+        """Return, in lane m < size, the bits of the keys that the group's m-th query has selected."""
+        own = Uint32(0)
+        for m in cutlass.range_constexpr(self.size):
+            of_member = Uint32(cute.arch.vote_ballot_sync((entry_members(index) >> m) & 1 != 0)) & 0xFFFF
+            if lane == m:
+                own = of_member
+        return own
+
+    @cute.jit
+    def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
+        if lane < self.size:
+            pipeline.valid_mask[lane * MASK_WORDS + warp, state.rope.stage] = selected
+        cute.arch.sync_warp()
 
 
 class SparseMlaUnionSm90(SparseMlaSm90):
@@ -164,18 +149,17 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     all_heads = True
 
     def __init__(self, head_dim: int, epilogue: Epilogue, size: int):
-        self.rows = GroupRows(size)
+        self.size = size
         super().__init__(head_dim, epilogue)
 
-    def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
-        kv = UnionGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES, self.rows.size)
-        return SparseMlaUnionAttention(kv, head_dim, epilogue)
+    def stages(self, dtype: type[cutlass.Numeric], head_dim: int) -> UnionGather:
+        return UnionGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES, self.size)
 
     def q_tile(self, results: Results, group, coord: Coord) -> GroupQTile:
-        return GroupQTile(self.rows, results.lse.shape[0], coord.heads)
+        return GroupQTile(TILE_M, 0, 0, self.size, results.lse.shape[0], coord.heads)
 
     def head_of_row(self, row, first_head):
-        return self.rows.head(row)
+        return head_of(row, self.size)
 
     @cute.jit
     def __call__(
@@ -207,6 +191,70 @@ class SparseMlaUnionSm90(SparseMlaSm90):
             *(Int32(1), workers, Int32(0), Int32(0), stream, Queue(groups, queued, 0), lengths.shape[0]),
         )
 
+    @cute.jit
+    def apply_mask(
+        self,
+        scores,
+        softmax: SoftmaxState,
+        shared,
+        state: KvState,
+        work: WorkTileInfo,
+        q_tile: GroupQTile,
+        key,
+        tid,
+        lane,
+    ):
+        layout = cute.make_layout((MASK_WORDS, self.kv.masks, self.kv.rope_stages))
+        masks = cute.make_tensor(shared.pipeline.valid_mask.iterator, layout)
+        mask = cute.make_rmem_tensor((MASK_WORDS,), Uint32)
+        tile_row = tid // 32 * 16 + lane // 4
+        for r in cutlass.range_constexpr(2):
+            member = member_of(tile_row + 8 * r, q_tile.size)
+            # Rows 8 apart belong to one query if a query has 16 rows.
+            if const_expr(r == 0 or q_tile.size == TILE_M // 8):
+                cute.autovec_copy(masks[None, member, state.rope.stage], mask)
+                for i in cutlass.range_constexpr(MASK_WORDS):
+                    mask[i] >>= Uint32(lane % 4 * 2)
+            for i in cutlass.range_constexpr(TILE_N // 4):
+                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first
+                if (mask[i // 4] >> column) & 1 == 0:
+                    scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
+
+    @cute.jit
+    def store_whole(
+        self,
+        acc,
+        upper,
+        lower,
+        results: GroupResults,
+        q_tile: GroupQTile,
+        group,
+        row,
+        rows,
+        exchange: Exchange,
+        p_stage,
+        side,
+        warp,
+        lane,
+    ):
+        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
+        zero = Float32(0.0)
+        for i in cutlass.range_constexpr(HALF_V // 2):
+            zero = cute.math.fma(acc[i], Float32(0.0), zero)
+        if cute.arch.vote_any_sync(not (zero == 0.0)):
+            with cute.arch.elect_one():
+                if cute.arch.atomic_exch(results.lengths.iterator + group, Int32(-1), sem="relaxed", scope="gpu") >= 0:
+                    first = group * q_tile.size
+                    results.queries.add(first, cutlass.min(q_tile.queries - first, q_tile.size))
+        coords, left = [], Int32(0)
+        for r in cutlass.range_constexpr(2):
+            query, _, head = q_tile.coord(group, row + 8 * r)
+            if query < q_tile.queries and head < q_tile.heads:
+                left = Int32(8 * r + 1)
+            query, head = cutlass.min(query, q_tile.queries - 1), cutlass.min(head, q_tile.heads - 1)
+            coords.append((query, Int32(0), head))
+        self.store_staged(acc, upper, lower, results, coords, left, exchange, p_stage, side, warp, lane)
+
 
 @cached
 def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
@@ -214,11 +262,11 @@ def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
     kind = cute_dtype(dtype)
     (q, [kv], _, _, _, *sinks), results = queued_arguments(kind, head_dim)
     groups = cute.sym_int()
-    lists = fake(Int32, (groups, 1, cute.sym_int()), (*strides(2), 1), 4)
     lengths, queued, items, queries = (fake(Int32, (n,), (1,), 4) for n in (groups, 2, groups, q.shape[0]))
     return compile_sm90(
         SparseMlaUnionSm90(head_dim, Epilogue(kind, with_max_logits=True), size),
-        *(q, kv, lists, lengths, *sinks, *results),
+        *(q, kv, fake(Int32, (groups, 1, cute.sym_int()), (*strides(2), 1), 4)),
+        *(lengths, *sinks, *results),
         *(Float32(0.0), Int32(1), queued, items, queries, fake_stream()),
     )
 

@@ -3,18 +3,18 @@
 For FP8 caches this includes the scales of a tile's keys, in the layout that the products with P^T need.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage
 from dsa.cute.shared_memory import load_4, load_8
-from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 
 P_STAGES = 2
@@ -29,27 +29,6 @@ class NamedBarrier(IntEnum):
     SCORE = 1
     SCORE_WARPGROUP = 2
     VOTE = 4
-
-
-@dataclass(frozen=True)
-class HeadRange:
-    """A CTA's heads: from head `first` on, out of a query's `total`."""
-
-    first: Int32
-    total: Int32
-
-
-@dataclass(frozen=True)
-class Thread:
-    """A thread's position in its role: warpgroup, warp of the warpgroup, and lane."""
-
-    side: Int32
-    warp: Int32
-    lane: Int32
-
-    @property
-    def tid(self) -> Int32:
-        return self.warp * WARP + self.lane
 
 
 @dataclass(frozen=True)
@@ -69,7 +48,7 @@ class SwapAbExchange:
     row_max     [heads]: the maximum that P is relative to, in log2; NO_MAX before the first score
     row_sum     [4, score threads, heads / 16]: each thread's sums of its columns over its keys
 
-    For FP8 caches only:
+    Only kernels for FP8 caches use these:
     q_f16         the memory of Q as f16
     scale_tables  address of P_STAGES ScaleTables
     q_largest     [score warps]: largest magnitude in a warp's part of Q, as bf16 bits
@@ -86,9 +65,9 @@ class SwapAbExchange:
     by_warp: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
-    q_f16: cute.Tensor | None = None
-    scale_tables: Int32 | None = None
-    q_largest: cute.Tensor | None = None
+    q_f16: cute.Tensor
+    scale_tables: Int32
+    q_largest: cute.Tensor
 
     @cute.jit
     def init(self):
@@ -113,7 +92,6 @@ class SwapAbExchangeMemory:
         self.fp8_kv = dtype is None
         self.dtype, self.p_dtype = dtype or BFloat16, dtype or Float16
         self.head_dim, self.head_tile, self.score_warpgroups = head_dim, head_tile, score_warpgroups
-        self.row_sum_shape = (4, WARPGROUP * score_warpgroups, head_tile // 16)
 
     def layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """Return the layouts of Q and P^T as wgmma operands."""
@@ -144,8 +122,9 @@ class SwapAbExchangeMemory:
         return ExchangeStorage
 
     @cute.jit
-    def exchange(self, storage, q_layout: cute.ComposedLayout, p_layout: cute.ComposedLayout):
-        exchange = SwapAbExchange(
+    def exchange(self, storage) -> SwapAbExchange:
+        q_layout, p_layout = self.layouts()
+        return SwapAbExchange(
             q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             p=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
             p_pipeline=Pipeline.of(storage.p_pipeline, P_STAGES),
@@ -157,17 +136,15 @@ class SwapAbExchangeMemory:
             by_warp=storage.by_warp.get_tensor(cute.make_layout((self.head_tile, 4 * self.score_warpgroups))),
             row_max=storage.row_max.get_tensor(cute.make_layout(self.head_tile)),
             row_sum=storage.row_sum.get_tensor(
-                cute.make_layout(self.row_sum_shape, stride=(1, 4, 512 * self.score_warpgroups))
+                cute.make_layout(
+                    (4, WARPGROUP * self.score_warpgroups, self.head_tile // 16),
+                    stride=(1, 4, 512 * self.score_warpgroups),
+                )
             ),
+            q_f16=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner, dtype=Float16),
+            scale_tables=Int32(storage.scale_tables.data_ptr().toint()),
+            q_largest=storage.q_largest.get_tensor(cute.make_layout(4 * self.score_warpgroups)),
         )
-        if const_expr(self.fp8_kv):
-            exchange = replace(
-                exchange,
-                q_f16=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner, dtype=Float16),
-                scale_tables=Int32(storage.scale_tables.data_ptr().toint()),
-                q_largest=storage.q_largest.get_tensor(cute.make_layout(4 * self.score_warpgroups)),
-            )
-        return exchange
 
 
 class ScaleTable:

@@ -1,9 +1,7 @@
-"""Work tiles of MLA attention: WorkTileInfo, its pipeline, and the stream-K scheduler.
+"""The schedulers of sparse MLA attention: stream-K over all queries, and a queue of items.
 
-A work tile is a range of consecutive tiles of TILE_N keys, of one query (sparse) or one sequence (dense). The
-load warps find work tiles from a plan or a StreamKScheduler and publish them to the other warps through a
-WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. It writes a
-partial result, which a combine kernel combines later.
+There are two queues: one of groups of queries (sparse_mla_union_sm90.py), and one of single queries that share
+too few keys (sparse_mla_queued_sm90.py).
 """
 
 from dataclasses import dataclass
@@ -11,88 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
-
-from dsa.cute.pipeline import Mbarriers, PipelineState, arrive
-from dsa.cute.work_tile import INFO_STAGES, WorkTilePipeline, work_tile_storage
-
-
-class WorkTileInfo(NamedTuple):
-    """What the other warps need to know of a work tile.
-
-    batch_idx   sequence or query; negative after the last work tile
-    first_tile  first tile of keys
-    tiles       number of tiles
-    split_idx   index of the partial result to write; negative if the work tile is not a split
-    length      keys of the sequence (dense)
-    seen        keys that the last query of the sequence may see (dense)
-    """
-
-    batch_idx: Int32
-    first_tile: Int32
-    tiles: Int32
-    split_idx: Int32
-    length: Int32
-    seen: Int32
-
-    @staticmethod
-    def last() -> "WorkTileInfo":
-        """Return the end marker, published after the last work tile."""
-        return WorkTileInfo(Int32(-1), Int32(0), Int32(0), Int32(-1), Int32(0), Int32(0))
-
-
-def announced_work_tile_storage() -> type:
-    """Return the struct of an AnnouncedWorkTilePipeline, for a field of a @cute.struct."""
-
-    @cute.struct
-    class AnnouncedWorkTileStorage:
-        batch_known: cute.struct.MemRange[Int64, INFO_STAGES]
-        work_tiles: work_tile_storage(WorkTileInfo)
-        batch_idx: cute.struct.MemRange[Int32, INFO_STAGES]
-
-    return AnnouncedWorkTileStorage
-
-
-@dataclass(frozen=True)
-class AnnouncedWorkTilePipeline(WorkTilePipeline):
-    """A WorkTilePipeline whose producer announces batch_idx before the rest, so that Q loads early.
-
-    batch_known  one mbarrier per stage: batch_idx is written
-    batch_idx    [stages]
-    """
-
-    batch_known: Mbarriers
-    batch_idx: cute.Tensor
-
-    @staticmethod
-    def of(storage) -> "AnnouncedWorkTilePipeline":
-        """Return the pipeline in the memory of `announced_work_tile_storage`."""
-        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
-        return AnnouncedWorkTilePipeline(
-            *(work_tiles.pipeline, work_tiles.info, WorkTileInfo),
-            Mbarriers(storage.batch_known.data_ptr(), INFO_STAGES),
-            storage.batch_idx.get_tensor(cute.make_layout(INFO_STAGES)),
-        )
-
-    @cute.jit
-    def init(self, consumers: cutlass.Constexpr):
-        """Initialize the barriers; called by one thread. `consumers` warps read each work tile."""
-        self.batch_known.init(1)
-        self.pipeline.init(consumers)
-
-    @cute.jit
-    def announce(self, state: PipelineState, batch_idx):
-        """Wait for an empty stage and publish the next work tile's batch_idx; called by a warp, before `commit`."""
-        self.pipeline.producer_wait(state)
-        with cute.arch.elect_one():
-            self.batch_idx[state.stage] = batch_idx
-            arrive(self.batch_known.barrier(state.stage))
-
-    @cute.jit
-    def announced(self, state: PipelineState):
-        """Wait for and return the next work tile's batch_idx."""
-        self.batch_known.wait(state.phase, state.stage)
-        return self.batch_idx[state.stage]
+from cutlass import Int32
 
 
 class SchedulerState(NamedTuple):
@@ -160,8 +77,7 @@ class StreamKScheduler:
         if self.first_split() < self.queries:
             tile = self.split_begin(self.worker)
             left = self.split_begin(self.worker + 1) - tile
-        is_valid = (self.full_waves > 0 and query < self.queries) or left > 0
-        return SchedulerState(query, wave, tile, left, is_valid)
+        return SchedulerState(query, wave, tile, left, (self.full_waves > 0 and query < self.queries) or left > 0)
 
     @cute.jit
     def locate(self, state: SchedulerState):
@@ -194,3 +110,60 @@ class StreamKScheduler:
         if wave < self.full_waves:
             is_valid = following < self.queries
         return first, end, split_idx, SchedulerState(following, wave, tile, left, is_valid)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The first counts[place] of `items` are to be computed, in any order.
+
+    counts  [2]: of groups, then of single queries
+    place   which of the two this queue is
+    """
+
+    items: cute.Tensor
+    counts: cute.Tensor
+    place: cutlass.Constexpr[int]
+
+    @cute.jit
+    def add(self, first, count):
+        """Append the numbers first to first + count - 1; called by one thread."""
+        place = cute.arch.atomic_add(self.counts.iterator + self.place, Int32(count), sem="relaxed", scope="gpu")
+        for i in cutlass.range(count, unroll=1):
+            self.items[place + i] = first + i
+
+
+@dataclass(frozen=True)
+class QueueScheduler:
+    """The work of worker `worker` of `workers` in a queue: items worker, worker + workers and so on, never
+    split.
+
+    A state's `query` is an item and its `wave` a position in the queue. queries: an exclusive upper bound of
+    the items.
+    """
+
+    worker: Int32
+    workers: Int32
+    queries: Int32
+    items: cute.Tensor
+    count: Int32
+
+    @cute.jit
+    def at(self, place: Int32) -> SchedulerState:
+        """Return the state at a position of the queue."""
+        is_valid, item = place < self.count, Int32(0)
+        if is_valid:
+            item = self.items[place]
+        return SchedulerState(item, place, Int32(0), Int32(0), is_valid)
+
+    @cute.jit
+    def first(self) -> SchedulerState:
+        return self.at(self.worker)
+
+    def locate(self, state: SchedulerState):
+        """Return (item, its first tile)."""
+        return state.query, Int32(0)
+
+    @cute.jit
+    def advance(self, state: SchedulerState, query, tile, query_tiles):
+        """As `StreamKScheduler.advance`, with all tiles of the item and no split."""
+        return Int32(0), query_tiles, Int32(-1), self.at(state.wave + self.workers)

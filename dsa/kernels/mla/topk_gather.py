@@ -21,6 +21,7 @@ from dsa.cute.copies import arrive_when_gathered, gather_16, prefetch_to_l2
 from dsa.cute.pipeline import arrive, start
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.mla_tiles import (
     K_CHUNK,
     K_PER_V,
@@ -32,8 +33,7 @@ from dsa.kernels.mla.mla_tiles import (
     KvState,
     KvTensors,
 )
-from dsa.kernels.mla.query_groups import QueueScheduler
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler, WorkTileInfo
+from dsa.kernels.mla.tile_scheduler import QueueScheduler, StreamKScheduler
 
 WARP_KEYS = TILE_N // 4  # keys of a tile that a warp gathers
 
@@ -176,19 +176,13 @@ class TopkGather(KvStages):
         address = Int64(selection.cache.iterator.toint())
         scales = address
         if valid:
-            address = Int64(self.address_of(selection, page, offset))
-            scales = Int64(self.scales_of(selection, page, offset))
+            address, scales = self.addresses_of(selection, page, offset)
         return address, scales, valid
 
     @cute.jit
-    def address_of(self, selection: Selection, page, offset):
-        """Return the address of a key."""
-        return selection.cache[page, offset, None].iterator.toint()
-
-    @cute.jit
-    def scales_of(self, selection: Selection, page, offset):
-        """Return the address of a key's scales, if it has any."""
-        return selection.cache.iterator.toint()
+    def addresses_of(self, selection: Selection, page, offset):
+        """Return the addresses of a key and of its scales, if they do not follow the key's values."""
+        return Int64(selection.cache[page, offset, None].iterator.toint()), Int64(selection.cache.iterator.toint())
 
     @cute.jit
     def spread(self, address: Int64, mask: Uint32, lane):

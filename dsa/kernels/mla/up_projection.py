@@ -63,13 +63,12 @@ def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint
     weights    [4] words of two channels: the first row, the second row, then both rows' next two channels
     low, high  a token's words of the same channels
     """
-    given = [weights[0], weights[1], weights[2], weights[3], low, high]
     made = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         + "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
         + "{{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
-        read_only_args=[*given, acc[0], acc[1], acc[2], acc[3]],
+        read_only_args=[*[weights[i] for i in range(4)], low, high, *[acc[i] for i in range(4)]],
     )
     for i in cutlass.range_constexpr(4):
         acc[i] = made[i]

@@ -52,8 +52,7 @@ def _launch(kernel, queries: Int32, stream) -> None:
 def _seen(lowest: Int64, last: Int64, window: Int32):
     """Return (first, count) of the positions up to `last` in the window, none below `lowest` or 0."""
     first = cutlass.max(cutlass.max(last - window + 1, lowest), Int64(0))
-    count = cutlass.max(last - first + 1, Int64(0))
-    return Int32(first), Int32(count)
+    return Int32(first), Int32(cutlass.max(last - first + 1, Int64(0)))
 
 
 class WindowIndicesSm90:
@@ -103,8 +102,10 @@ class WindowSlotsSm90:
     ):
         queries = cute.fast_divmod_create_divisor_v2(slots.shape[1])
         pages = cute.fast_divmod_create_divisor_v2(page_size)
-        kernel = self.kernel(block_table, lengths, slots, queries, pages, page_size)
-        _launch(kernel, slots.shape[0] * slots.shape[1], stream)
+        _launch(
+            self.kernel(block_table, lengths, slots, queries, pages, page_size),
+            *(slots.shape[0] * slots.shape[1], stream),
+        )
 
     @cute.kernel
     def kernel(
@@ -156,9 +157,13 @@ def compile_window_indices():
 
     T and window are 1 to MAX_WINDOW; B >= 0.
     """
-    boundaries, stream = cute.sym_int(), fake_stream()
-    indices = _int32(cute.sym_int(), cute.sym_int(), contiguous=True)
-    return compile_sm90(WindowIndicesSm90(), _int32(boundaries), _int32(boundaries), indices, stream)
+    boundaries = cute.sym_int()
+    return compile_sm90(
+        WindowIndicesSm90(),
+        *(_int32(boundaries), _int32(boundaries)),
+        _int32(cute.sym_int(), cute.sym_int(), contiguous=True),
+        fake_stream(),
+    )
 
 
 @cached
@@ -169,10 +174,14 @@ def compile_window_slots(ring: bool):
     B, s_q, max_pages > 0; B * s_q, window and page_size are 1 to MAX_WINDOW. For a ring B * page_size is at
     most 2^31.
     """
-    batch, stream = cute.sym_int(), fake_stream()
-    table = None if ring else _int32(batch, cute.sym_int())
-    slots = _int32(batch, cute.sym_int(), cute.sym_int(), contiguous=True)
-    return compile_sm90(WindowSlotsSm90(ring), table, _int32(batch), slots, Int32(1), stream)
+    batch = cute.sym_int()
+    return compile_sm90(
+        WindowSlotsSm90(ring),
+        None if ring else _int32(batch, cute.sym_int()),
+        _int32(batch),
+        _int32(batch, cute.sym_int(), cute.sym_int(), contiguous=True),
+        *(Int32(1), fake_stream()),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MOST_UNION
+from dsa.kernels.mla.limits import GROUP_SIZES, MOST_UNION
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.mla._sparse_attention import (
     Results,

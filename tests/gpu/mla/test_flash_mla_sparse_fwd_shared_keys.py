@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsa.cases.attention import PREFILL, some_rows
-from dsa.kernels.mla.query_group_limits import MEMBER_SHIFT, MOST_UNION
+from dsa.kernels.mla.limits import MEMBER_SHIFT, MOST_UNION
 from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
 from dsa.ops.mla import _shared_keys as shared
 from dsa.ops.mla import flash_mla_sparse_fwd as bridge

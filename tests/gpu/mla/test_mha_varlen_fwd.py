@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
+import dsa
+from dsa.kernels.mla.limits import MHA_DIMS, ROPE_DIMS
+from dsa.testing import assert_close, poison_free_memory
 from tests.gpu.attention import FP16, case_of, checked, replayed, starts
 from tests.gpu.op_checks import assert_same_bits
 

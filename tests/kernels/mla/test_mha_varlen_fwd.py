@@ -1,7 +1,7 @@
 """SASS of multi-head attention: wgmma is in flight during the softmax."""
 
 from dsa.kernels.mla import mha_varlen_fwd_sm90 as kernels
-from dsa.kernels.mla.mha_limits import MHA_DIMS
+from dsa.kernels.mla.limits import MHA_DIMS
 from tests.kernels.variants import assert_counts, shipped
 
 

@@ -1,7 +1,7 @@
 """The kernel that writes selections as bits: SASS with atomics in shared memory, and the reference's layout."""
 
 from dsa.kernels.mla import selection_bits_sm90 as kernels
-from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
+from dsa.kernels.mla.limits import SELECTION_KEYS, SELECTION_WORDS
 from dsa.reference.mla import selection_bits as reference
 from tests.kernels.variants import assert_counts, shipped
 

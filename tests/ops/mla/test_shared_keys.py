@@ -5,8 +5,7 @@ import torch
 
 import dsa
 from dsa.kernels.mla import selection_union_sm90, sparse_mla_union_sm90
-from dsa.kernels.mla.limits import TILE_M
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT
+from dsa.kernels.mla.limits import GROUP_SIZES, MEMBER_SHIFT, TILE_M
 from dsa.ops.mla import _shared_keys as shared
 
 

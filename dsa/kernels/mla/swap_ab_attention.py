@@ -1,5 +1,7 @@
-"""Online softmax with swap A/B, for the score warpgroups: S^T of 64 keys x heads to P^T.
+"""The consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys: their mainloops and softmax.
 
+The score warpgroups take the tiles of keys in turns. The online softmax converts S^T of 64 keys x heads to P^T.
+The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile`.
 P is relative to row_max, which may lag behind the true maximum by a factor of 2^RESCALE_THRESHOLD. A barrier
 with an or-reduction tells whether the lag of any column is larger. Only then are the columns' true maxima
 computed, which takes an exchange between the warps. With two score warpgroups, the warpgroups read and update
@@ -8,19 +10,21 @@ row_max in turns, in the order of the tiles. Each warpgroup has its own row_sum.
 
 import operator
 from collections.abc import Callable
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
-from dsa.cute.pipeline import PipelineState
+from dsa.cute.pipeline import PipelineState, state_at, state_at_of_two
 from dsa.cute.shared_memory import pack, store_matrices
 from dsa.cute.sm90 import LN2, WARPGROUP, opaque
 from dsa.kernels.mla.limits import TILE_N
-from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_roles import Coord, MlaShared, Results, RoleRegisters, Thread, WorkTileInfo
 from dsa.kernels.mla.mla_softmax import NO_MAX, RESCALE_THRESHOLD
-from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, HeadRange, NamedBarrier, SwapAbExchange, Thread
-from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.sparse_mla_kernel import SparseMlaKernel
+from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExchange, SwapAbExchangeMemory
+from dsa.kernels.mla.topk_gather import TopkGather
 
 # For FP8 caches P is scaled up by 2^RAISED. P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits in f16,
 # and a weight of 2^-31 of the largest does not underflow to 0.
@@ -56,35 +60,60 @@ def spread_key(row):
     return (row >> 1) + ((row & 1) << 2)
 
 
-class SwapAbSoftmax:
-    """Softmax for `head_tile` heads of a query, 16, 32 or 64.
+class ValueOperands(NamedTuple):
+    """Tiled MMA, V^T and P^T as wgmma operands, and the accumulators of O^T; `flat` is the same memory, flat."""
 
-    score_warpgroups  number of score warpgroups
-    p_dtype           of P
-    key_exponents     whether each key comes with a power of two, which multiplies P but not row_sum. Then
-                      each eight keys are in the order of `spread_key`, and O is also divided by 2^F16_ROOM
+    mma: cute.TiledMma
+    v: cute.Tensor
+    p: cute.Tensor
+    accs: list[cute.Tensor]
+    flat: cute.Tensor
+
+
+class SwapAbAttention(SparseMlaKernel):
+    """Sparse MLA with swap A/B, for `head_tile` heads of a query per CTA, 16, 32 or 64.
+
+    dtype             of Q and P; None for an FP8 cache. With an FP8 cache each key comes with a power of two,
+                      which multiplies P but not row_sum. Each eight keys are in the order of `spread_key`, and
+                      O is also divided by 2^F16_ROOM
     with_max_logits   also write the maximum logits
+
+    A kernel adds how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
+
+    load_q(operands, shared, ring, coord)
+        Copy the work tile's Q, which came as tile `ring` of the ring, to its own memory. Return what
+        `score_tile` needs to know of Q.
+    score_tile(operands, shared, q_power, ring, tile_count, tile, max_logits, scale, thread)
+        Compute P^T of tile `tile` of the work tile, whose first tile has the position `ring` in the ring and
+        `tile_count` in P.
+    skip_q(pipeline, state)
+        Return the ring state after the stages with a work tile's Q, which an output warpgroup does not read.
+    add_tile(operands, shared, state, tile_count, thread)
+        Compute O^T += V^T P^T of the next tile, after tile_count tiles of P. Return the state after it.
+    write(operands, results, shared, work, group, coord)
+        Write O^T times `inverse` to the result, or to the partial result of a split.
     """
+
+    q_stages = 1  # stages of the ring that a work tile's Q takes
+    acc_channels = TILE_N  # channels of an accumulator of O^T
 
     def __init__(
         self,
+        kv: TopkGather,
+        dtype: type[cutlass.Numeric] | None,
         head_tile: int,
         score_warpgroups: int,
-        p_dtype: type[cutlass.Numeric],
-        key_exponents: bool,
+        registers: RoleRegisters,
         with_max_logits: bool = False,
     ):
-        self.head_tile, self.score_warpgroups, self.p_dtype = head_tile, score_warpgroups, p_dtype
-        self.key_exponents, self.with_max_logits = key_exponents, with_max_logits
-        self.columns = head_tile // 4  # columns (heads) per lane
-        self.raised = RAISED if key_exponents else 0.0
+        memory = SwapAbExchangeMemory(dtype, kv.head_dim, head_tile, score_warpgroups)
+        super().__init__(kv, memory, head_tile, score_warpgroups, registers)
+        self.fp8_kv, self.p_dtype, self.with_max_logits = memory.fp8_kv, memory.p_dtype, with_max_logits
+        self.columns, self.raised = head_tile // 4, RAISED if self.fp8_kv else 0.0  # columns (heads) per lane
 
-    @cute.jit
     def key_of(self, row):
         """Return which of eight keys is row `row` of the wgmmas."""
-        if const_expr(self.key_exponents):
-            row = spread_key(row)
-        return row
+        return spread_key(row) if self.fp8_kv else row
 
     def number(self, thread: Thread):
         """Return the thread's index among those of the score warpgroups."""
@@ -95,6 +124,45 @@ class SwapAbSoftmax:
 
     def sync_score(self):
         cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=self.score_warpgroups * WARPGROUP)
+
+    @cute.jit
+    def score_mainloop(
+        self,
+        results: Results,
+        operands,
+        shared: MlaShared,
+        group,
+        scale,
+        coord: Coord,
+    ):
+        """Run a score warpgroup: all work tiles of this CTA."""
+        pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
+        if const_expr(self.with_max_logits):
+            max_logits = cute.make_rmem_tensor((self.columns,), Float32)
+        # Counts so far: tiles of the ring, work tiles, tiles of P.
+        ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
+        while batch_idx >= 0:
+            work_state = state_at_of_two(work_count)
+            work = pipeline.work.current(work_state)
+            pipeline.work.release(work_state)
+            batch_idx = work.batch_idx
+            if batch_idx >= 0:
+                # Wait until all score warpgroups are done with the previous Q.
+                self.sync_score()
+                q_power = self.load_q(operands, shared, ring, coord)
+                ring += self.q_stages
+                self.prologue(exchange, thread)
+                if const_expr(self.with_max_logits):
+                    max_logits.fill(-float("inf"))
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.sync_score()
+                first = (tile_count ^ thread.side) & (self.score_warpgroups - 1)
+                for tile in cutlass.range(first, work.tiles, self.score_warpgroups, unroll=1):
+                    self.score_tile(operands, shared, q_power, ring, tile_count, tile, max_logits, scale, thread)
+                ring, tile_count = ring + work.tiles, tile_count + work.tiles
+                end_state = state_at(work_count, 1)
+                self.write_lse(results, exchange, work, group, tile_count, end_state, max_logits, coord)
+                work_count += 1
 
     @cute.jit
     def prologue(self, exchange: SwapAbExchange, thread: Thread):
@@ -109,7 +177,7 @@ class SwapAbSoftmax:
     @cute.jit
     def softmax(
         self,
-        scores,
+        acc,
         exchange: SwapAbExchange,
         valid_mask,
         powers,
@@ -119,16 +187,16 @@ class SwapAbSoftmax:
         p_state: PipelineState,
         thread: Thread,
     ):
-        """Write P^T of a tile's scores to shared memory, and the factors by which O^T must be multiplied
+        """Write P^T of a tile's scores `acc` to shared memory, and the factors by which O^T must be multiplied
         first.
 
         valid_mask  a bit for each of the warp's keys
-        powers      exponents of the lane's two keys, if `key_exponents`
+        powers      exponents of the lane's two keys, if `fp8_kv`
         exponents   the same as Float32, NaN if a key's scale is
         max_logits  running maxima of the lane's columns, if `with_max_logits`
         p_state     state of P
         """
-        stage = p_state.stage
+        scores, stage = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2)), p_state.stage
         lane, number = opaque(thread.lane), opaque(self.number(thread))
         row_max = cute.make_tensor(
             exchange.row_max.iterator + (lane & 3) * 2, cute.make_layout((2, self.head_tile // 8), stride=(1, 8))
@@ -138,9 +206,7 @@ class SwapAbSoftmax:
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
-                scores[at] = (
-                    cute.math.fma(scores[at], scale, exponents[r]) if self.key_exponents else scores[at] * scale
-                )
+                scores[at] = cute.math.fma(scores[at], scale, exponents[r]) if self.fp8_kv else scores[at] * scale
         if valid_mask != 0xFFFF:
             for r in cutlass.range_constexpr(2):
                 if (valid_mask >> Uint32(8 * r + self.key_of(lane >> 2))) & 1 == 0:
@@ -179,7 +245,7 @@ class SwapAbSoftmax:
         # Lane 8 i + r addresses row r of matrix i; the matrices are 2 x 2, keys first, then heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
         row_sum = cute.make_rmem_tensor((4,), Float32)
-        without = [power_of_two(-power) for power in powers] if self.key_exponents else [Float32(1.0)] * 2
+        without = [power_of_two(-power) for power in powers] if self.fp8_kv else [Float32(1.0)] * 2
         for j in cutlass.range_constexpr(self.head_tile // 16):
             weights = []
             cute.autovec_copy(exchange.row_sum[None, number, j], row_sum)
@@ -235,17 +301,17 @@ class SwapAbSoftmax:
         results: Results,
         exchange: SwapAbExchange,
         work: WorkTileInfo,
-        heads: HeadRange,
         group,
         tile_count,
         end_state: PipelineState,
         max_logits,
-        thread: Thread,
+        coord: Coord,
     ):
         """Write LSE of the work tile's heads, and the factors for O^T.
 
         tile_count: tiles scored so far; end_state: state of `inverse`.
         """
+        thread, first, heads = coord.thread, coord.first_head, coord.heads
         tid, number = opaque(thread.tid), self.number(thread)
         if const_expr(self.score_warpgroups > 1):
             self.sync_score()
@@ -262,10 +328,10 @@ class SwapAbSoftmax:
             if tid < self.head_tile:
                 # Start with the warps that scored the work tile's first tile, so that the order of the sum
                 # does not depend on earlier work tiles.
-                turned = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
-                row_sum = exchange.by_warp[tid, turned]
+                rotation = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
+                row_sum = exchange.by_warp[tid, rotation]
                 for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):
-                    row_sum += exchange.by_warp[tid, w ^ turned]
+                    row_sum += exchange.by_warp[tid, w ^ rotation]
                 inverse, lse = Float32(0.0), Float32(float("inf"))
                 if work.split_idx >= 0:
                     lse = -Float32(float("inf"))
@@ -273,11 +339,11 @@ class SwapAbSoftmax:
                     whole, row_max = row_sum, exchange.row_max[tid]
                     if work.split_idx < 0:
                         whole += cute.math.exp2(results.sink[tid] - row_max)
-                    inverse = (2.0**-F16_ROOM if self.key_exponents else 1.0) / whole
+                    inverse = (2.0**-F16_ROOM if self.fp8_kv else 1.0) / whole
                     lse = (row_max + cute.math.log2(row_sum)) * LN2
                 exchange.inverse[tid] = inverse
-                row = heads.first + tid
-                if row < heads.total:
+                row = first + tid
+                if row < heads:
                     if work.split_idx >= 0:
                         results.lse_partial[work.split_idx, 0, row] = lse
                     else:
@@ -290,11 +356,11 @@ class SwapAbSoftmax:
             self.sync_score()
             self.over_warp(exchange, [max_logits[c] for c in range(self.columns)], cute.arch.fmax, thread)
             self.sync_score()
-            if tid < self.head_tile and heads.first + tid < heads.total:
+            if tid < self.head_tile and first + tid < heads:
                 head_max = exchange.by_warp[tid, 0]
                 for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):
                     head_max = cute.arch.fmax(head_max, exchange.by_warp[tid, w])
-                results.max_logits[work.batch_idx, heads.first + tid] = head_max * LN2
+                results.max_logits[work.batch_idx, first + tid] = head_max * LN2
 
     @cute.jit
     def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
@@ -309,3 +375,65 @@ class SwapAbSoftmax:
         if lane >> 2 == 0:
             for c in cutlass.range_constexpr(self.columns):
                 exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = values[c]
+
+    def element(self, column: int, j: int) -> int:
+        """Return the index, in a lane's accumulators, of the j-th of its eight channels of a column: two per
+        accumulator.
+        """
+        return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
+
+    def head_of(self, column: int, lane):
+        """Return which of the CTA's heads a lane's column is."""
+        return column // 2 * 8 + (lane & 3) * 2 + column % 2
+
+    @cute.jit
+    def rescale(self, acc, exchange: SwapAbExchange, p_stage, lane):
+        """Multiply O^T by the rescale factors of a stage of P, if there are any."""
+        if exchange.rescaled[p_stage] != 0:
+            for c in cutlass.range_constexpr(self.columns):
+                factor = exchange.rescale[self.head_of(c, lane), p_stage]
+                for j in cutlass.range_constexpr(8):
+                    acc[self.element(c, j)] *= factor
+
+    @cute.jit
+    def output_mainloop(
+        self,
+        results: Results,
+        mma: cute.TiledMma,
+        v: cute.Tensor,
+        shared: MlaShared,
+        state: PipelineState,
+        group,
+        coord: Coord,
+    ):
+        """Run an output warpgroup: its half of the channels, all work tiles of this CTA.
+
+        v      V^T as a wgmma operand
+        state  the warpgroup's first state in the ring of keys
+        """
+        pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
+        thr = mma.get_slice(thread.tid)
+        p = mma.make_fragment_B(thr.partition_B(exchange.p))
+        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
+        layout = cute.make_layout(thr.partition_shape_C((self.acc_channels, self.head_tile)))
+        accs = [cute.make_tensor(flat.iterator + i, layout) for i in range(0, 2 * self.head_tile, cute.size(layout))]
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        operands = ValueOperands(mma, v, p, accs, flat)
+        work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0)
+        while batch_idx >= 0:
+            work_state = state_at_of_two(work_count)
+            work = pipeline.work.current(work_state)
+            pipeline.work.release(work_state)
+            batch_idx = work.batch_idx
+            if batch_idx >= 0:
+                flat.fill(0.0)
+                state = self.skip_q(pipeline, state)
+                for _ in cutlass.range(work.tiles, unroll=1):
+                    state = self.add_tile(operands, shared, state, tile_count, thread)
+                    tile_count += 1
+                end_state = state_at(work_count, 1)
+                exchange.end.consumer_wait(end_state)
+                self.write(operands, results, shared, work, group, coord)
+                cute.arch.sync_warp()
+                exchange.end.consumer_release(end_state)
+                work_count += 1

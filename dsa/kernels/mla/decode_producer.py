@@ -1,19 +1,24 @@
 """The producer of dense MLA decoding: one warp that finds its CTA's work tiles and loads their keys by TMA.
 
-A work tile is a range of consecutive tiles of one sequence (decode_scheduler.py).
+Work tiles come from the plan of mla_plan_sm90.py, or, in batch-invariant decoding, from splits of fixed
+lengths. A part is a unit of work for one CTA per row tile. It covers a range of sequences. Its first and last
+sequence may be split between parts.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Uint32, const_expr
+from cutlass import Int16, Int32, Int64, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import expect_bytes, start
-from dsa.kernels.mla.decode_scheduler import DecodeScheduler
-from dsa.kernels.mla.limits import TILE_N
+from dsa.cute.pipeline import Mbarriers, PipelineState, arrive, expect_bytes, start
+from dsa.cute.work_tile import INFO_STAGES, WorkTilePipeline, work_tile_storage
+from dsa.kernels.mla.limits import FIXED_SPLIT_TILES, MAX_FIXED_SPLITS, TILE_N
+from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.mla_tiles import (
     K_CHUNK,
     K_PER_V,
@@ -26,7 +31,99 @@ from dsa.kernels.mla.mla_tiles import (
     KvStages,
     KvState,
 )
-from dsa.kernels.mla.tile_scheduler import AnnouncedWorkTilePipeline, WorkTileInfo, announced_work_tile_storage
+
+TO_THE_END = 2**30  # END_TILE of a part that runs to the end of its last sequence
+MAX_TILES = 2**31 // TILE_N
+
+
+class PlanColumn(IntEnum):
+    """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
+
+    Row i describes part i, except for SPLIT_SEQUENCE: the i-th split sequence, or -1.
+    """
+
+    FIRST_SEQUENCE = 0
+    FIRST_TILE = 1
+    LAST_SEQUENCE = 2
+    END_TILE = 3
+    FIRST_SPLIT = 4  # index of this part's split of the first sequence
+    SPLIT_SEQUENCE = 5
+
+
+class DecodeState(NamedTuple):
+    """Position in a part.
+
+    sequence  next sequence
+    tile      its next tile
+    split     index of its next split
+    last      last sequence of the part
+    end_tile  tile where the part ends in its last sequence
+    """
+
+    sequence: Int32
+    tile: Int32
+    split: Int32
+    last: Int32
+    end_tile: Int32
+
+
+@dataclass(frozen=True)
+class DecodeScheduler:
+    """Finds the work tiles of a part.
+
+    lengths       [B]
+    plan          [parts, 8]
+    num_splits    [B + 1]
+    capacity      keys that a row of the block table has room for
+    fixed_splits  0: work tiles come from the plan. Otherwise part i is split i % fixed_splits of sequence i
+                  // fixed_splits, and the number of splits of a sequence depends only on its length
+    """
+
+    lengths: cute.Tensor
+    plan: cute.Tensor
+    num_splits: cute.Tensor
+    capacity: Int32
+    fixed_splits: Int32
+
+    @cute.jit
+    def first(self, part) -> DecodeState:
+        """Return the state before the part's first work tile."""
+        sequence, tile, split, last, end_tile = Int32(0), Int32(0), Int32(0), Int32(-1), Int32(TO_THE_END)
+        if self.fixed_splits > 0:
+            sequence, split = part // self.fixed_splits, part % self.fixed_splits
+            last = sequence
+        else:
+            sequence, tile = self.plan[part, PlanColumn.FIRST_SEQUENCE], self.plan[part, PlanColumn.FIRST_TILE]
+            split = self.plan[part, PlanColumn.FIRST_SPLIT]
+            last, end_tile = self.plan[part, PlanColumn.LAST_SEQUENCE], self.plan[part, PlanColumn.END_TILE]
+            # A plan of another batch, or garbage, must not cause accesses outside the tensors.
+            sequence, split = cutlass.max(sequence, 0), cutlass.max(split, 0)
+            tile = cutlass.min(cutlass.max(tile, 0), MAX_TILES)
+        return DecodeState(sequence, tile, split, cutlass.min(last, self.lengths.shape[0] - 1), end_tile)
+
+    @cute.jit
+    def work_tile(self, state: DecodeState, tiles, part, partials):
+        """Return (first tile, end tile, split_idx, whether there is no work tile) of the next work tile.
+
+        tiles     tiles of the sequence
+        part      index of the part
+        partials  capacity of the partial results
+        """
+        first, end, split_idx, empty = Int32(0), tiles, Int32(-1), False
+        if self.fixed_splits > 0:
+            each = cutlass.max(FIXED_SPLIT_TILES, (tiles + MAX_FIXED_SPLITS - 1) // MAX_FIXED_SPLITS)
+            first, end = state.split * each, cutlass.min((state.split + 1) * each, tiles)
+            if tiles > each:
+                split_idx = part
+            empty = state.split > 0 and first >= tiles
+        else:
+            first = cutlass.min(state.tile, tiles)
+            if state.sequence == state.last:
+                end = cutlass.max(cutlass.min(state.end_tile, tiles), first)
+            if state.tile > 0 or (state.sequence == state.last and state.end_tile < TO_THE_END):
+                split = self.num_splits[state.sequence] + state.split
+                split_idx = cutlass.max(cutlass.min(split, partials - 1), 0)
+        return first, end, split_idx, empty
 
 
 @dataclass(frozen=True)
@@ -44,6 +141,60 @@ class Pages:
         if number < self.block_table.shape[1]:
             page = self.block_table[sequence, number]
         return page, place
+
+
+def announced_work_tile_storage() -> type:
+    """Return the struct of an AnnouncedWorkTilePipeline, for a field of a @cute.struct."""
+
+    @cute.struct
+    class AnnouncedWorkTileStorage:
+        batch_known: cute.struct.MemRange[Int64, INFO_STAGES]
+        work_tiles: work_tile_storage(WorkTileInfo)
+        batch_idx: cute.struct.MemRange[Int32, INFO_STAGES]
+
+    return AnnouncedWorkTileStorage
+
+
+@dataclass(frozen=True)
+class AnnouncedWorkTilePipeline(WorkTilePipeline):
+    """A WorkTilePipeline whose producer announces batch_idx before the rest, so that Q loads early.
+
+    batch_known  one mbarrier per stage: batch_idx is written
+    batch_idx    [stages]
+    """
+
+    batch_known: Mbarriers
+    batch_idx: cute.Tensor
+
+    @staticmethod
+    def of(storage) -> "AnnouncedWorkTilePipeline":
+        """Return the pipeline in the memory of `announced_work_tile_storage`."""
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
+        return AnnouncedWorkTilePipeline(
+            *(work_tiles.pipeline, work_tiles.info, WorkTileInfo),
+            Mbarriers(storage.batch_known.data_ptr(), INFO_STAGES),
+            storage.batch_idx.get_tensor(cute.make_layout(INFO_STAGES)),
+        )
+
+    @cute.jit
+    def init(self, consumers: cutlass.Constexpr):
+        """Initialize the barriers; called by one thread. `consumers` warps read each work tile."""
+        self.batch_known.init(1)
+        self.pipeline.init(consumers)
+
+    @cute.jit
+    def announce(self, state: PipelineState, batch_idx):
+        """Wait for an empty stage and publish the next work tile's batch_idx; called by a warp, before `commit`."""
+        self.pipeline.producer_wait(state)
+        with cute.arch.elect_one():
+            self.batch_idx[state.stage] = batch_idx
+            arrive(self.batch_known.barrier(state.stage))
+
+    @cute.jit
+    def announced(self, state: PipelineState):
+        """Wait for and return the next work tile's batch_idx."""
+        self.batch_known.wait(state.phase, state.stage)
+        return self.batch_idx[state.stage]
 
 
 class PagedLoad(KvStages):
@@ -65,8 +216,8 @@ class PagedLoad(KvStages):
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
         """Return the layout of the stages as boxes [box, K_CHUNK], where a k chunk's boxes are contiguous."""
-        shape = (self.box, self.box, K_CHUNK)
-        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, k_chunks * self.boxes)
+        tile = self.box, self.box, K_CHUNK
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
     def load_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """Return the TMA atom of a box, and the cache [pages, P, h_k, 576] as [P, 576, h_k, pages] for TMA."""
@@ -95,18 +246,17 @@ class PagedLoad(KvStages):
         partials,
     ):
         """Run the load warp: all work tiles of part `part`, then the end marker."""
-        gk = cute.local_tile(mk, (self.box, K_CHUNK), (None, None, kv_head, None))
         one = cute.make_layout(1)
-        source = cute.group_modes(gk, 0, 2)
+        source = cute.group_modes(cute.local_tile(mk, (self.box, K_CHUNK), (None, None, kv_head, None)), 0, 2)
         tvs, tkg = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(v_boxes, 0, 2), source)
         trs, _ = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(rope_boxes, 0, 2), source)
         kv_state, work_state = pipeline.start(), start()
         work = scheduler.first(part)
-        while work.is_valid:
+        while work.sequence <= work.last:
             if scheduler.fixed_splits == 0:
                 pipeline.work.announce(work_state, work.sequence)
             # Load the first page numbers together with the length, from where the work tile probably begins.
-            guess = scheduler.guess(work)
+            guess = work.tile + work.split * FIXED_SPLIT_TILES if scheduler.fixed_splits > 0 else work.tile
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
             seen = scheduler.lengths[work.sequence]
             length = cutlass.max(cutlass.min(seen, scheduler.capacity), 0)
@@ -123,7 +273,7 @@ class PagedLoad(KvStages):
                 kv_state = self.load_work_tile(
                     *(atom, tkg, tvs, trs, pipeline, pages, info, page, place, mk.shape[3], rank, lane, kv_state),
                 )
-            work = scheduler.advance(work)
+            work = DecodeState(work.sequence + 1, Int32(0), Int32(0), work.last, work.end_tile)
         last = WorkTileInfo.last()
         pipeline.work.announce(work_state, last.batch_idx)
         pipeline.work.commit(work_state, last)
@@ -203,10 +353,8 @@ class PagedLoad(KvStages):
 
     @cute.jit
     def copy_box(self, atom, source, target, barrier):
-        if const_expr(self.cluster > 1):
-            cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(2**self.cluster - 1))
-        else:
-            cute.copy(atom, source, target, tma_bar_ptr=barrier)
+        multicast = {"mcast_mask": Int16(2**self.cluster - 1)} if self.cluster > 1 else {}
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, **multicast)
 
 
 @cute.jit
@@ -226,5 +374,4 @@ def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
         for n in cutlass.range_constexpr(V_CHUNKS):
             stage = first + n - stages if first + n >= stages else first + n
             for k_chunk in cutlass.range_constexpr(K_PER_V):
-                target = rows[None, row, k_chunk, stage]
-                cute.autovec_copy(zeros, cute.local_tile(target, (8,), (thread % 8,)))
+                cute.autovec_copy(zeros, cute.local_tile(rows[None, row, k_chunk, stage], (8,), (thread % 8,)))

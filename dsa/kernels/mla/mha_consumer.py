@@ -1,0 +1,139 @@
+"""Parts of the consumer warpgroups of multi-head attention: selection bits, and the epilogue.
+
+Selection: the bits are words of selection_bits_sm90.py, one bit per key. A separate mask would cost one
+instruction per score, in the pipe that the maxima also use. Here the max instructions are predicated, so
+masking them is free. ptxas extracts seven predicates from a word with one instruction (R2P) if adjacent bits
+are used consecutively. So a row's scores are processed eight at a time, one byte of the word.
+
+Epilogue: O goes through shared memory. A warp has 16 rows. It stages OUT_COLUMNS channels of them at a time,
+so that each row is stored as 128 contiguous bytes. The 16-byte chunk c of row r is at position c ^ (r % 8),
+which avoids bank conflicts.
+"""
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.cute.sm90 import LN2, opaque
+from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
+
+
+def places(byte: int, r: int) -> list[int]:
+    """Return the indices in a wgmma accumulator of row r's eight scores for that byte of the row's word."""
+    return [(8 * byte + bit) // 2 * 4 + 2 * r + bit % 2 for bit in range(8)]
+
+
+def bit_mask(byte: int, bit: int) -> int:
+    """Return an int32 with only that bit of that byte set."""
+    mask = 1 << 8 * byte + bit
+    return mask - (mask >> 31 << 32)
+
+
+def load_word(address: Int64, key: Int32, known: Int32, bits: int) -> Int32:
+    """Load a word of `bits` bits, 16 or 32, from global memory if 0 <= key < known; otherwise return -1.
+
+    The load is predicated, not branched, so that ptxas can place it between other instructions. It is not
+    ld.global.nc, which ptxas would move over barriers, down to the first use of the word.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.lt.u32 p, {$r1}, {$r2}; mov.b32 {$w0}, -1; "
+        f"@p ld.global.u{bits} {{$w0}}, [{{$r0}}]; }}",
+        write_only_types=[Int32],
+        read_only_args=[address, key, known],
+    )
+
+
+def low_bits(count: Int32) -> Int32:
+    """Return a word whose lowest `count` bits are set; all bits if count exceeds 31."""
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, 1, {$r0}; sub.s32 {$w0}, {$w0}, 1;", write_only_types=[Int32], read_only_args=[count]
+    )
+
+
+def after(word: Int32, x: Float32, zero: Int32) -> Int32:
+    """Return `word`, made dependent on x: word + x * zero."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, {$r1}; mad.lo.s32 {$w0}, t, {$r2}, {$r0}; }",
+        write_only_types=[Int32],
+        read_only_args=[word, x, zero],
+    )
+
+
+def max_all(before: tuple[Float32, ...], eight: list[Float32]) -> tuple[Float32, Float32]:
+    """Return the maxima of the even and of the odd elements of eight scores, and of the two maxima `before`
+    if given.
+    """
+    even, odd = ([*before[i : i + 1], *eight[i::2]] for i in range(2))
+    return functools.reduce(cute.arch.fmax, even), functools.reduce(cute.arch.fmax, odd)
+
+
+def max_selected(before: tuple[Float32, ...], eight: list[Float32], word: Int32, byte: int) -> tuple[Float32, Float32]:
+    """As `max_all`, over the scores whose bits in that byte of the word are set; -inf if none is set."""
+    code = ""
+    for i in range(8):
+        highest, score = f"{{$w{i % 2}}}", f"{{$r{i}}}"
+        code += f"{{ .reg .pred p; .reg .b32 t; and.b32 t, {{$r8}}, {bit_mask(byte, i)}; setp.ne.s32 p, t, 0; "
+        if i < 2 and not before:
+            code += f"selp.f32 {highest}, {score}, 0fFF800000, p; }}"
+        else:
+            start = f"mov.f32 {highest}, {{$r{9 + i}}}; " if i < 2 else ""
+            code += f"{start}@p max.f32 {highest}, {highest}, {score}; }}"
+    return cute.arch.inline_ptx(code, write_only_types=[Float32, Float32], read_only_args=[*eight, word, *before])
+
+
+@cute.jit
+def store_rows(
+    o: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    work_tile: WorkTileInfo,
+    staged: Int32,
+    own_row: Int32,
+    warp: Int32,
+    lane: Int32,
+    few_registers: cutlass.Constexpr,
+):
+    """Write LSE and O of the warp's rows.
+
+    staged         address of the warp's staging buffer in shared memory
+    own_row        the lane's first row; its second row is 8 further
+    few_registers  recompute values derived from the lane here, instead of keeping them in registers through
+                   the mainloop
+    """
+    query, row_count, head, dtype = work_tile.query, work_tile.row_count, work_tile.head, out.element_type
+    if const_expr(few_registers):
+        lane = opaque(lane)
+    inverse = cute.make_rmem_tensor((2,), Float32)
+    for r in cutlass.range_constexpr(2):
+        amount = row_sum[r] + cute.arch.shuffle_sync_bfly(row_sum[r], offset=1)
+        amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
+        inverse[r] = 0.0 if amount == 0.0 else 1.0 / amount
+        if lane % 4 == 0 and own_row + 8 * r < row_count:
+            result = row_max[r] * LN2 + cute.math.log(amount)
+            lse[head, query + own_row + 8 * r] = Float32(float("inf")) if amount == 0.0 else result
+    own = lane % OUT_ROWS
+    first_row = warp * OUT_ROWS
+    eight = cute.make_rmem_tensor((4,), Uint32)
+    for first in cutlass.range_constexpr(0, 2 * cute.size(o), OUT_COLUMNS):
+        for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
+            columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
+            words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], dtype) for i in columns]
+            # Lanes 0 to 15 address the rows of the even chunk, lanes 16 to 31 those of the odd chunk.
+            store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(0, OUT_ROWS * OUT_COLUMNS // 8, 32):
+            r, chunk = (i + lane) // 8, (i + lane) % 8
+            if first_row + r < row_count:
+                loaded = load_16(staged + r * 128 + (chunk ^ (r % 8)) * 16)
+                for j in cutlass.range_constexpr(4):
+                    eight[j] = loaded[j]
+                cute.autovec_copy(
+                    cute.recast_tensor(eight, dtype),
+                    cute.local_tile(out[query + first_row + r, head, None], (8,), (first // 8 + chunk,)),
+                )
+        cute.arch.sync_warp()

@@ -1,0 +1,130 @@
+"""What the warp roles of an MLA kernel share: registers, work tiles, rows, shared memory, results.
+
+A work tile is a range of consecutive tiles of TILE_N keys, of one query (sparse) or one sequence (dense). The
+load warps find work tiles from a plan or a scheduler and publish them to the other warps through a
+WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. It writes a
+partial result, which a combine kernel combines later.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsa.cute.sm90 import WARP
+
+
+class RoleRegisters(NamedTuple):
+    """Registers per thread of each role."""
+
+    score: int
+    output: int
+    load: int
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread's position in its role: warpgroup, warp of the warpgroup, and lane."""
+
+    side: Int32
+    warp: Int32
+    lane: Int32
+
+    @property
+    def tid(self) -> Int32:
+        return self.warp * WARP + self.lane
+
+
+class Coord(NamedTuple):
+    """A thread's position in its CTA.
+
+    first_head  first head of the CTA
+    heads       heads of a query
+    thread      the result of `SparseMlaKernel.thread`
+    """
+
+    tid: Int32
+    warp: Int32
+    lane: Int32
+    first_head: Int32
+    heads: Int32
+    thread: Thread | None
+
+
+class WorkTileInfo(NamedTuple):
+    """What the other warps need to know of a work tile.
+
+    batch_idx   sequence or query; negative after the last work tile
+    first_tile  first tile of keys
+    tiles       number of tiles
+    split_idx   index of the partial result to write; negative if the work tile is not a split
+    length      keys of the sequence (dense)
+    seen        keys that the last query of the sequence may see (dense)
+    """
+
+    batch_idx: Int32
+    first_tile: Int32
+    tiles: Int32
+    split_idx: Int32
+    length: Int32
+    seen: Int32
+
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        """Return the end marker, published after the last work tile."""
+        return WorkTileInfo(Int32(-1), Int32(0), Int32(0), Int32(-1), Int32(0), Int32(0))
+
+
+@dataclass(frozen=True)
+class QTile:
+    """The rows of a CTA: first_row to first_row + TILE_M - 1 of the `rows` of a KV head.
+
+    A kernel adds `coord(batch_idx, row)`, which returns (sequence, query, head) of a row in the results.
+    """
+
+    rows: Int32
+    first_row: Int32
+    kv_head: Int32
+
+    def has_row(self, batch_idx: Int32, row: Int32):
+        """Whether a work tile has the row."""
+        return row < self.rows
+
+
+@dataclass(frozen=True)
+class MlaShared:
+    """A CTA's shared memory.
+
+    pipeline  pipelines of work tiles and keys
+    exchange  P and other data that score warpgroups pass to output warpgroups
+    kv        stages of keys: tensors, or the address of FP8 bytes
+    q         the chunks of Q that are not in registers (without swap A/B)
+    staging   16 x head_tile elements per output warp (16-bit keys with swap A/B)
+    """
+
+    pipeline: Any
+    exchange: Any
+    kv: Any
+    q: cute.Tensor | None = None
+    staging: cute.Pointer | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outputs of a kernel, and the sinks in shared memory.
+
+    out          [B, s_q, h_q, 512]
+    lse          [B, h_q, s_q]
+    out_partial  [splits, h_k, rows, 512]
+    lse_partial  [splits, h_k, rows]
+    max_logits   [B, h_q], only with s_q = 1 and without splits
+    sink         in shared memory: the attention sinks of the CTA's rows, in log2
+    """
+
+    out: cute.Tensor
+    lse: cute.Tensor
+    out_partial: cute.Tensor
+    lse_partial: cute.Tensor
+    max_logits: cute.Tensor | None = None
+    sink: cute.Tensor | None = None
