@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dsa.kernels.indexer import candidate_bounds_sm90, candidate_lists, candidate_scores_sm90, candidate_select_sm90
-from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
+from dsa.kernels.indexer.limits import MAX_SELECTED, TWO_OPS_KEYS
 from tests.kernels.indexer.score_products import check_products
 from tests.kernels.variants import assert_counts, shipped
 
@@ -21,7 +21,7 @@ def test_scores(sass, arguments):
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
     # One per query of a lane, in the loop and after it.
     assert_counts(sass, ATOMS=0 if sample else config.columns // heads // 2)
-    assert sass.registers * config.threads <= 65536
+    assert sass.registers * (config.groups + 1) * 128 <= 65536
 
 
 @shipped(candidate_bounds_sm90.compile_candidate_bounds)

@@ -12,7 +12,7 @@ def test_sass(sass, arguments):
     heads, dim, _, _, _, half, config = arguments
     check_products(sass, dim, config.columns, half)
     assert_counts(sass, UTMALDG=2)
-    assert sass.registers * config.threads <= 65536
+    assert sass.registers * (config.groups + 1) * 128 <= 65536
     assert config.fits(heads, half)
 
 

@@ -14,7 +14,7 @@ def test_sass(sass, arguments):
     check_products(sass, dim, columns, half)
     # TMA loads the queries and the pages of a tile; bulk copies load each query's weights and each page's scales.
     assert_counts(sass, UTMALDG=1 + pages, UBLKCP=next_n + pages)
-    assert sass.registers * config.threads <= 65536
+    assert sass.registers * (config.groups + 1) * 128 <= 65536
     assert config.fits(columns, half)
 
 
