@@ -46,11 +46,11 @@ class IndexerInputs:
         self.rotated, self.interleaved, self.last, self.use_ue8m0 = rotated, interleaved, last, use_ue8m0
 
     @cute.jit
-    def vector_and_lane(self):
-        """(this thread's vector, its lane among the vector's lanes)"""
+    def lane_and_vector(self):
+        """(this thread's lane among the lanes of its vector, the vector)"""
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        return block * VECTORS + tid // LANES, tid % LANES
+        return tid % LANES, block * VECTORS + tid // LANES
 
     @cute.jit
     def load(self, row: cute.Tensor, lane: Int32) -> cute.Tensor:
@@ -132,7 +132,7 @@ class QuantizeIndexerQueriesSm90(IndexerInputs):
         heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        vector, lane = self.vector_and_lane()
+        lane, vector = self.lane_and_vector()
         wait_for_prerequisite_grids()
         # Vectors past the end read the last vector and store nothing.
         t, h = divmod(cutlass.min(vector, total - 1), heads)
@@ -178,7 +178,7 @@ class WriteIndexerKeysSm90(IndexerInputs):
         page_size: Int32,
         eps: Float32,
     ):
-        vector, lane = self.vector_and_lane()
+        lane, vector = self.lane_and_vector()
         wait_for_prerequisite_grids()
         t = cutlass.min(vector, k.shape[0] - 1)
         v, w, b = (self.load(row, lane) for row in (k[t, None], weight, bias))
