@@ -206,18 +206,14 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
             block, first, last, _ = self.work_tile(index, keys, chunk, out, starts, ends, lane)
             if first < last:
                 pipelines.q.producer_acquire(q_state, self.n * self.dim)
-                cute.copy(
-                    *(q_atom, tqg[None, block], tqs[None, q_state.stage]),
-                    tma_bar_ptr=pipelines.q.producer_barrier(q_state),
-                )
+                q_full = pipelines.q.producer_barrier(q_state)
+                cute.copy(q_atom, tqg[None, block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
                 q_state = pipelines.q.advance(q_state)
                 for tile in cutlass.range(first, last, unroll=1):
                     ring = pipelines.k.ring(group, self.group_stages)
                     ring.producer_acquire(k_state, TILE * self.dim)
-                    cute.copy(
-                        *(k_atom, tkg[None, tile], tks[None, ring.index(k_state)]),
-                        tma_bar_ptr=ring.producer_barrier(k_state),
-                    )
+                    k_full = ring.producer_barrier(k_state)
+                    cute.copy(k_atom, tkg[None, tile], tks[None, ring.index(k_state)], tma_bar_ptr=k_full)
                     group += 1
                     if group == self.groups:
                         group = Int32(0)

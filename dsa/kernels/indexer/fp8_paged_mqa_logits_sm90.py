@@ -435,8 +435,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         # upper 8 of 16 keys, and odd lanes have the second query of a pair. Without a second query, they have a copy of
         # the first.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
-        own_page = key_in_tile // self.page
         ring = pipelines.k.ring(warp // 4, self.group_stages)
+        own_page = key_in_tile // self.page
         q_state, k_state = start(), start()
         # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
         # the CTA's whole life, so their counts differ by at most one.

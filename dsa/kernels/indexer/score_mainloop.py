@@ -168,8 +168,9 @@ class ScoreMainloop:
     @cute.jit
     def take_scales(self, scoring: Scoring, k_scale, key):
         """Load the scales of `key` and `key` + 8."""
+        keys = k_scale.shape[0]
         for half in cutlass.range_constexpr(2):
-            scoring.scales[half] = k_scale[cutlass.min(key + 8 * half, k_scale.shape[0] - 1)]
+            scoring.scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
 
     @cute.jit
     def finish_tile(self, scoring: Scoring, ring: Pipeline, state):
