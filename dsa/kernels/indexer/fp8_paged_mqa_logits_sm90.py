@@ -482,7 +482,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         """Load a work tile's weights into registers."""
         if const_expr(self.half):
             self.bring_into_range(
-                *(scoring, sq, powers, stage), lambda j, c: sw[j * 8 + quad * 2 + c, stage], *(tid, quad)
+                *(scoring, sq, powers, stage), lambda j, column, c: sw[column + c, stage], *(tid, quad)
             )
         else:
             for j in cutlass.range_constexpr(self.n // 8):

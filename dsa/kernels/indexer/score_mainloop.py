@@ -132,7 +132,7 @@ class ScoreMainloop:
                 given[2 * j + c] = weight if self.half else weight * 0.5
         pipeline.consumer_wait(q_state)
         if self.half:
-            self.bring_into_range(scoring, sq, factors, q_state.stage, lambda j, c: given[2 * j + c], tid, quad)
+            self.bring_into_range(scoring, sq, factors, q_state.stage, lambda j, column, c: given[2 * j + c], tid, quad)
 
     @cute.jit
     def bring_into_range(self, scoring: Scoring, sq, factors, stage, weight_of: cutlass.Constexpr[Callable], tid, quad):
@@ -140,7 +140,7 @@ class ScoreMainloop:
         warpgroups synchronize in it.
 
         factors    address of the powers of two that the query rows of all stages are divided by
-        weight_of  (j, c) -> weight of the lane's column 8 j + c
+        weight_of  (j, column, c) -> weight of column + c, the lane's (2 j + c)-th
         """
         own = factors + stage * (self.n * 4)
         if tid < fp16_accumulation.THREADS:
@@ -152,8 +152,9 @@ class ScoreMainloop:
         for i in cutlass.range_constexpr(self.block_q):
             scaled = []
             for j in cutlass.range_constexpr(i * steps, (i + 1) * steps):
-                powers = load_8(own + (j * 8 + quad * 2) * 4)
-                scaled.extend(weight_of(j, c) * powers[c].bitcast(Float32) for c in range(2))
+                column = j * 8 + quad * 2
+                powers = load_8(own + column * 4)
+                scaled.extend(weight_of(j, column, c) * powers[c].bitcast(Float32) for c in range(2))
             pairs, unit = fp16_accumulation.pack_weights(scaled)
             for j in cutlass.range_constexpr(steps):
                 scoring.w[i * steps + j] = pairs[j]
