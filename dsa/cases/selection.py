@@ -23,7 +23,7 @@ from dsa.cases.indexer import (
     require_same,
     visible,
 )
-from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
+from dsa.kernels.indexer.limits import TWO_OPS_KEYS
 from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits
 from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 

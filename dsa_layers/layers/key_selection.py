@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 import dsa
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
+from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS

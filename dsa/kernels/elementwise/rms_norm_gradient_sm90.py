@@ -27,15 +27,8 @@ from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
 from dsa.cute.registers import converted, filled, load_vectors
 from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
-from dsa.kernels.elementwise.rms_norm_sm90 import (
-    CONFIGS,
-    MAX_EARLY,
-    VECTOR_BITS,
-    NormConfig,
-)
-from dsa.kernels.elementwise.rms_norm_sm90 import (
-    choose_config as choose_config,
-)
+from dsa.kernels.elementwise.rms_norm_sm90 import CONFIGS, MAX_EARLY, VECTOR_BITS, NormConfig
+from dsa.kernels.elementwise.rms_norm_sm90 import choose_config as choose_config
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 # Configurations whose threads have enough registers for x, g, weights and dw.

@@ -2,7 +2,7 @@
 
 Plan
 - One CTA per query. The CTA loads the query's scores into registers. The new bound is the `rank`-th largest score
-  (candidate_rank.py) or a number slightly below it, but not below the old bound. The scores that are not below the new
+  (radix_select.py) or a number slightly below it, but not below the old bound. The scores that are not below the new
   bound become the list, stored from the front.
 - For a sample, the CTA counts digits of maxima, each over up to six scores of different tiles. Every thread has at
   least one maximum that is not below the least of the threads' largest maxima, so the digits start there. One pass over
@@ -29,15 +29,20 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, from_warp, load_candidates, store_entry
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
-from dsa.kernels.indexer.candidate_rank import RankMemory
-from dsa.kernels.indexer.candidate_tiles import Frame, frame_of, key_range, tiles_of_pass
-from dsa.kernels.indexer.selection_list import number_of, order_of
+from dsa.kernels.indexer.candidate_passes import (
+    fake_lists,
+    frame_of,
+    from_warp,
+    load_candidates,
+    store_entry,
+    tiles_of_pass,
+)
+from dsa.kernels.indexer.radix_select import RankMemory, number_of, order_of
+from dsa.kernels.indexer.score_mainloop import key_range
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-SAMPLE_THREADS, SAMPLE_CTAS = 256, 5  # threads per CTA, CTAs per SM
-LIST_THREADS, LIST_CTAS = 256, 4
+THREADS, SAMPLE_CTAS, LIST_CTAS = 256, 5, 4  # threads per CTA, CTAs per SM
 VECTOR = 4  # scores of a sample per load
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
@@ -45,7 +50,7 @@ MINUS_INFINITY, NAN = float("-inf"), float("nan")
 class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
-        self.threads, self.ctas = (SAMPLE_THREADS, SAMPLE_CTAS) if sample else (LIST_THREADS, LIST_CTAS)
+        self.threads, self.ctas = THREADS, SAMPLE_CTAS if sample else LIST_CTAS
         self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers per thread
         assert BATCH % VECTOR == 0  # every batch of a sample begins with a new vector
 
@@ -98,9 +103,9 @@ class CandidateBoundsSm90:
         own_keys = cute.make_rmem_tensor((1 if self.sample else self.own,), Int32)
         bound, count, overflow, searched = Float32(MINUS_INFINITY), Int32(0), Int32(0), False
         if const_expr(self.sample):
-            frame = frame_of(query // block_q, block_q, starts, ends, keys, tid % WARP)
+            base_group, tiles = frame_of(query // block_q, block_q, starts, ends, keys, tid % WARP)
             _, length = key_range(starts, ends, query, keys)
-            count = cutlass.min(tiles_of_pass(frame, log_stride) << LOG_TILE, SAMPLES)
+            count = cutlass.min(tiles_of_pass(tiles, log_stride) << LOG_TILE, SAMPLES)
             self.load_sample(entries, query, count, orders, tid)
             searched = length > CAPACITY and count > rank
         else:
@@ -132,7 +137,9 @@ class CandidateBoundsSm90:
                     kept += Int32(1) if orders[i] >= low else Int32(0)
         place, total = block_exclusive_scan(kept, memory.digits.sums[1, None], tid % WARP, tid // WARP)
         if const_expr(self.sample):
-            self.store_sample(entries, query, frame, log_stride, orders, count, low, place, total, staged, tid)
+            self.store_sample(
+                *(entries, query, base_group, tiles, log_stride, orders, count, low, place, total, staged, tid)
+            )
         else:
             for base in cutlass.range_constexpr(0, self.own, BATCH):
                 if base * self.threads < count:
@@ -189,7 +196,19 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def store_sample(
-        self, entries, query, frame: Frame, log_stride: Int32, orders, count, low, place, total, kept: cute.Tensor, tid
+        self,
+        entries,
+        query,
+        base_group,
+        tiles,
+        log_stride: Int32,
+        orders,
+        count,
+        low,
+        place,
+        total,
+        kept: cute.Tensor,
+        tid,
     ):
         """Store the scores that are not below `low`, this thread's from entry `place` on. They go through `kept` in
         shared memory: they are few, and all threads then share the computation of their keys."""
@@ -205,7 +224,7 @@ class CandidateBoundsSm90:
         for i in cutlass.range(tid, cutlass.min(total, CAPACITY), self.threads, unroll=1):
             order, number = kept[i, 0], kept[i, 1]
             tile, row = (number >> LOG_TILE) << log_stride, number & (TILE - 1)
-            group = frame.base + (row >> LOG_GROUP) * frame.tiles + tile
+            group = base_group + (row >> LOG_GROUP) * tiles + tile
             store_entry(entries, query, i, number_of(order), (group << LOG_GROUP) + (row & (GROUP - 1)))
 
     @cute.jit
@@ -222,8 +241,7 @@ def compile_candidate_bounds(sample: bool):
     rank); S > 0. block_q and log_stride are those of the pass before."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
-    numbers = (Int32(1),) * 4
-    return compile_sm90(CandidateBoundsSm90(sample), starts, ends, *fake_lists(queries), *numbers, fake_stream())
+    return compile_sm90(CandidateBoundsSm90(sample), starts, ends, *fake_lists(queries), *[Int32(1)] * 4, fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -3,15 +3,16 @@
 The scores are bitwise those of fp8_mqa_logits_sm90; wgmma, sums over heads and warp roles are the same.
 
 Plan
-- In every block of queries, a pass has the key tiles (candidate_tiles.py) that are multiples of `stride` and not of
+- In every block of queries, a pass has the key tiles (candidate_passes.py) that are multiples of `stride` and not of
   `stride` << `log_period`. The first pass keeps all its scores as a sample. The others append candidates to lists.
 - Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and a producer warp for each of them. A
   producer executes more instructions than the single one there. With several producer warps, the first quarter of an SM
   does not have to issue them all. Four copies of 16 keys load a key tile. The last warp of the producer warpgroup loads
   a block's queries and computes their key ranges.
 - Prologue: a block begins without a wait. While the consumers score the previous block, each of the four producer warps
-  prepares a quarter of the block's columns in shared memory (candidate_blocks.py). With fp16 accumulation, it scales
-  queries into fp16's range; it packs weights. Shared memory then has all that a consumer needs to know about the block.
+  prepares a quarter of the block's columns in shared memory. With fp16 accumulation, it scales queries into fp16's
+  range; it packs weights in the layout of the consumers' lanes. Shared memory then has all that a consumer needs to
+  know about the block.
 - Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies by the key's scale and compares with
   the bound of the lane's query. One vote for both keys of a lane decides whether the warp has anything to append. Only
   then does the warp check the key ranges.
@@ -40,70 +41,92 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage, start
-from dsa.cute.shared_memory import load_16
-from dsa.cute.sm90 import WARP, WARPGROUP, opaque
+from dsa.cute.shared_memory import load_8, load_16, store_4
+from dsa.cute.sm90 import WARP, opaque
 from dsa.cute.wgmma import multiply
-from dsa.cute.work_tile import read_info, write_info
-from dsa.kernels.indexer.candidate_blocks import (
-    NO_BLOCK,
-    PADDING,
-    PRODUCER_WARPS,
-    QUERY_WARP,
-    QUIET_NAN,
-    Blocks,
-    Lists,
-    PreparedBlocksSm90,
-    Ranges,
-    WorkTileInfo,
-)
-from dsa.kernels.indexer.candidate_entries import fake_lists
+from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
+from dsa.kernels.indexer import fp16_accumulation
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PARTS
-from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
-from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, MqaLogitsConfig, Pipelines, choose_config
+from dsa.kernels.indexer.candidate_passes import fake_lists, frame_of, tiles_of_pass
+from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, Fp8MqaLogitsSm90, MqaLogitsConfig, choose_config
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
-from dsa.kernels.indexer.score_mainloop import Scoring
-from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, score_mma
+from dsa.kernels.indexer.score_mainloop import (
+    NO_KEY,
+    TILE,
+    Pipelines,
+    Scoring,
+    fake_scored,
+    key_range,
+    thread_index,
+    tile_partition,
+)
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 # Consumer, producer. Not those of dsa.cute.sm90, because the producer warps do more here.
 REGISTERS = {2: (224, 56), 3: (152, 56)}
+PRODUCER_WARPS = 4
+QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
+PADDING = 4  # words after a quad lane's weights, so that the four lanes of a quad access different banks
+NO_BLOCK = -1
+QUIET_NAN = float("nan")
 
 
-class Shares(NamedTuple):
-    """A CTA's `count` work tiles: `whole` blocks of queries, then pieces of the remaining blocks, which all CTAs share
-    evenly. The CTA's part of the remaining blocks is [begin, end), in units of 1 / CTAs of a block. `piece` is the
-    first of them that it has a part of."""
+class Pass(NamedTuple):
+    """starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the front and at the back of
+    the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass has the key tiles that are
+    multiples of 1 << log_stride but not of 1 << (log_stride + log_period)."""
 
-    whole: Int32
-    piece: Int32
-    begin: Int32
+    starts: cute.Tensor
+    ends: cute.Tensor
+    counts: cute.Tensor
+    bounds: cute.Tensor
+    keys: Int32
+    log_stride: Int32
+    log_period: Int32
+
+
+class WorkTileInfo(NamedTuple):
+    """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: its frame (`frame_of`). first,
+    end: its range of the pass's tiles. back: whether the CTA appends from the lists' end."""
+
+    block: Int32
+    base: Int32
+    tiles: Int32
+    first: Int32
     end: Int32
-    count: Int32
+    back: Int32
 
 
 @dataclass(frozen=True)
-class OwnLists:
-    """Lists of a lane's queries: bounds, key ranges, and the address of the entry where the CTA begins to append."""
+class Blocks:
+    """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
+    Each stage holds the fields of a WorkTileInfo (`info`) and, per query, its bound, its key range (first_keys,
+    counts), the length of its list (counters) and the power of two that its scores are multiplied by (units). A query
+    past the end has a count below 0. `factors` is the address of the query rows' factors. `weights` is the address of
+    the packed weights, a row per quad lane. The queries' full barrier covers info, bounds, ranges and counters. The
+    barrier `ready` covers all of it."""
+
+    info: cute.Tensor
     bounds: cute.Tensor
     first_keys: cute.Tensor
     counts: cute.Tensor
-    pointers: cute.Tensor
+    counters: cute.Tensor
+    units: cute.Tensor
+    factors: Int32
+    weights: Int32
+    ready: Mbarriers
 
-    @staticmethod
-    def of(queries: int) -> "OwnLists":
-        return OwnLists(*(cute.make_rmem_tensor((queries,), dtype) for dtype in (Float32, Int32, Int32, Int64)))
 
-
-class CandidateScoresSm90(PreparedBlocksSm90):
+class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def __init__(self, heads: int, dim: int, sample: bool, half: bool, cfg: MqaLogitsConfig):
         super().__init__(heads, dim, Float32, False, False, half, cfg)
         self.sample = sample
         self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
+        # Words per quad lane: each holds a pair of fp16 weights (fp16 accumulation) or an fp32 weight.
         self.weight_row = (self.n // 8 if half else self.n // 4) + PADDING
         self.stage_q = self.block_q * Q_STAGES
 
@@ -124,12 +147,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         ctas: Int32,
         stream,
     ):
-        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        # The same bytes as groups of 16 keys.
-        group_layout = key_layout(GROUP, self.n, self.dim, self.stages * PARTS)
-        q_layout = query_layout(self.n, self.dim, Q_STAGES)
-        k_atom, k_tma = tile_load(k, group_layout, (GROUP, self.dim))
-        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+        (q_atom, q_tma, k_atom, k_tma), (q_layout, k_layout, group_layout) = self.loads(q, k, Q_STAGES, GROUP)
 
         @cute.struct
         class Storage:
@@ -151,7 +169,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         self.storage = Storage
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, k_scale, weights, starts, ends, entries, counts, bounds),
-            *(log_stride, log_period, score_mma(self.n, self.accumulators), q_layout, k_layout, group_layout),
+            *(log_stride, log_period, self.mma(), q_layout, k_layout, group_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -175,9 +193,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         k_layout: cute.ComposedLayout,
         group_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_index()
         storage = SmemAllocator().allocate(self.storage)
         pipelines = Pipelines(
             k=Pipeline.of(storage.k_pipeline, self.stages), q=Pipeline.of(storage.q_pipeline, Q_STAGES)
@@ -194,91 +210,82 @@ class CandidateScoresSm90(PreparedBlocksSm90):
             Mbarriers(storage.ready.data_ptr(), Q_STAGES),
         )
 
-        if warp == self.consumer_warps:
-            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
-            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        self.initialize(q_atom, k_atom, pipelines, tid, warp)
         if tid == 0:
-            pipelines.k.init(consumers=WARPGROUP // WARP)
-            pipelines.q.init(consumers=self.consumer_warps)
             blocks.ready.init(PRODUCER_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
 
+        given = Pass(starts, ends, counts, bounds, k_scale.shape[0], log_stride, log_period)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             part = warp - self.consumer_warps
             if part == QUERY_WARP:
-                ranges = Ranges(starts, ends, k_scale.shape[0], log_stride, log_period)
-                lists = Lists(entries, counts, bounds)
-                self.load_queries(q_atom, mq, weights, ranges, lists, sq, blocks, pipelines, lane)
+                self.load_queries(q_atom, mq, weights, given, sq, blocks, pipelines, lane)
             else:
-                self.load_keys(k_atom, mk, weights, log_stride, log_period, sq, sgroups, blocks, pipelines, part, lane)
+                self.load_keys(k_atom, mk, weights, given, sq, sgroups, blocks, pipelines, part, lane)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            strides = log_stride, log_period
-            self.keep_scores(k_scale, entries, strides, mma, sq, sk, blocks, pipelines, tid, warp, lane)
+            self.keep_scores(k_scale, entries, given, mma, sq, sk, blocks, pipelines, tid, warp, lane)
 
     @cute.jit
-    def shares(self, ranges: Ranges) -> Shares:
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        blocks = cute.ceil_div(ranges.starts.shape[0], self.block_q)
+    def work_tiles_of_cta(self, queries):
+        """(number of the CTA's work tiles, its share): `whole` blocks of queries, then pieces of the remaining blocks,
+        which all CTAs share evenly. The CTA's part of the remaining blocks is [begin, end), in units of 1 / CTAs of a
+        block. `piece` is the first of them that it has a part of."""
+        cta, ctas = static_persistent_scheduler()
+        blocks = cute.ceil_div(queries, self.block_q)
         whole = cutlass.max(blocks // ctas - 1, 0)
         line = blocks - whole * ctas
         begin, end = cta * line, (cta + 1) * line
         piece = begin // ctas
-        return Shares(whole, piece, begin, end, whole + cute.ceil_div(end, ctas) - piece)
+        return whole + cute.ceil_div(end, ctas) - piece, (whole, piece, begin, end)
 
     @cute.jit
-    def work_tile_of(self, number, shares: Shares, ranges: Ranges, bounds: cute.Tensor, lane) -> WorkTileInfo:
+    def work_tile_of(self, number, share, given: Pass, lane) -> WorkTileInfo:
         """The CTA's work tile `number`. Later queries come first: in a causal batch, they have the longest ranges."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        blocks = cute.ceil_div(ranges.starts.shape[0], self.block_q)
+        cta, ctas = static_persistent_scheduler()
+        whole, first_piece, begin, end = share
+        blocks = cute.ceil_div(given.starts.shape[0], self.block_q)
         place, low, high = number * ctas + cta, Int32(0), ctas
-        if (shares.whole - number) & 1 != 0:
+        if (whole - number) & 1 != 0:
             place = number * ctas + ctas - 1 - cta
-        if number >= shares.whole:
-            piece = shares.piece + number - shares.whole
-            place = shares.whole * ctas + piece
-            low, high = cutlass.max(shares.begin - piece * ctas, 0), cutlass.min(shares.end - piece * ctas, ctas)
+        if number >= whole:
+            piece = first_piece + number - whole
+            place = whole * ctas + piece
+            low, high = cutlass.max(begin - piece * ctas, 0), cutlass.min(end - piece * ctas, ctas)
         block = blocks - 1 - place
-        frame = frame_of(block, self.block_q, ranges.starts, ranges.ends, ranges.keys, lane)
-        tiles = tiles_of_pass(frame, ranges.log_stride)
-        periods = (tiles + (Int32(1) << ranges.log_period) - 1) >> ranges.log_period
-        first = (periods * low // ctas) << ranges.log_period
-        end = cutlass.min((periods * high // ctas) << ranges.log_period, tiles)
+        base, frame_tiles = frame_of(block, self.block_q, given.starts, given.ends, given.keys, lane)
+        tiles = tiles_of_pass(frame_tiles, given.log_stride)
+        periods = (tiles + (Int32(1) << given.log_period) - 1) >> given.log_period
+        first = (periods * low // ctas) << given.log_period
+        end = cutlass.min((periods * high // ctas) << given.log_period, tiles)
         if const_expr(not self.sample):
             # A block whose lists have all overflowed has no work: no score reaches a bound of NaN.
             query, waits = block * self.block_q + lane, False
-            if lane < self.block_q and query < bounds.shape[0]:
-                waits = bounds[query] == bounds[query]
+            if lane < self.block_q and query < given.bounds.shape[0]:
+                waits = given.bounds[query] == given.bounds[query]
             if not cute.arch.vote_any_sync(waits):
                 end = first
-        return WorkTileInfo(block, frame.base, frame.tiles, first, end, Int32(low > 0))
+        return WorkTileInfo(block, base, frame_tiles, first, end, Int32(low > 0))
 
     @cute.jit
-    def load_queries(
-        self, q_atom, mq, weights, ranges: Ranges, lists: Lists, sq, blocks: Blocks, pipelines: Pipelines, lane
-    ):
+    def load_queries(self, q_atom, mq, weights, given: Pass, sq, blocks: Blocks, pipelines: Pipelines, lane):
         """The producer of the queries: it computes the work tiles, loads their queries, and opens and closes their
         lists."""
-        gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
-        tqs, tqg = cute.nvgpu.cpasync.tma_partition(
-            q_atom, 0, cute.make_layout(1), cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
-        )
-        shares = self.shares(ranges)
+        tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
+        count, share = self.work_tiles_of_cta(given.starts.shape[0])
         if lane < Q_STAGES:
             blocks.info[0, lane] = Int32(NO_BLOCK)
         cute.arch.sync_warp()
         q_state = start()
-        for number in cutlass.range(shares.count, unroll=1):
-            tile = self.work_tile_of(number, shares, ranges, lists.bounds, lane)
+        for number in cutlass.range(count, unroll=1):
+            tile = self.work_tile_of(number, share, given, lane)
             if tile.first < tile.end:
                 pipelines.q.producer_wait(q_state)
-                self.close_lists(lists, blocks, q_state.stage, lane)
-                self.open_block(tile, ranges, lists, blocks, q_state.stage, lane)
+                self.close_lists(given, blocks, q_state.stage, lane)
+                self.open_block(tile, given, blocks, q_state.stage, lane)
                 pipelines.q.producer_expect(q_state, self.n * self.dim)
                 q_full = pipelines.q.producer_barrier(q_state)
                 cute.copy(q_atom, tqg[None, tile.block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
@@ -286,7 +293,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
                 self.prepare_part(tile.block, weights, sq, blocks, q_state.stage, QUERY_WARP, lane)
                 q_state = pipelines.q.advance(q_state)
         pipelines.q.producer_wait(q_state)
-        self.close_lists(lists, blocks, q_state.stage, lane)
+        self.close_lists(given, blocks, q_state.stage, lane)
         with cute.arch.elect_one():
             write_info(blocks.info, q_state.stage, WorkTileInfo(*[Int32(NO_BLOCK)] * 6))
         cute.arch.sync_warp()
@@ -294,32 +301,100 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         if const_expr(not self.sample):
             q_state = pipelines.q.advance(q_state)
             pipelines.q.producer_wait(q_state)
-            self.close_lists(lists, blocks, q_state.stage, lane)
+            self.close_lists(given, blocks, q_state.stage, lane)
+
+    @cute.jit
+    def open_block(self, tile: WorkTileInfo, given: Pass, blocks: Blocks, stage: Int32, lane):
+        """Write what the other warps need to know about a block, including the current lengths of its lists."""
+        if lane < self.block_q:
+            query = tile.block * self.block_q + lane
+            # For a query past the end: NaN, a bound that no score reaches.
+            bound, first_key, keys, listed = Float32(QUIET_NAN), Int32(0), Int32(-1), Int32(0)
+            if query < given.starts.shape[0]:
+                first_key, keys = key_range(given.starts, given.ends, query, given.keys)
+                if const_expr(not self.sample):
+                    bound = given.bounds[query]
+                    if tile.back == 0:
+                        listed = given.counts[query, 0]
+            blocks.bounds[lane, stage], blocks.counters[lane, stage] = bound, listed
+            blocks.first_keys[lane, stage], blocks.counts[lane, stage] = first_key, keys
+        with cute.arch.elect_one():
+            write_info(blocks.info, stage, tile)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def close_lists(self, given: Pass, blocks: Blocks, stage: Int32, lane):
+        """Write back the list lengths of this stage's previous work tile, if there was one."""
+        if const_expr(not self.sample):
+            block, back = blocks.info[0, stage], blocks.info[5, stage]
+            query = block * self.block_q + lane
+            if block != NO_BLOCK and lane < self.block_q and query < given.bounds.shape[0]:
+                given.counts[query, back] = blocks.counters[lane, stage]
+            cute.arch.sync_warp()  # before the stage is overwritten
+
+    @cute.jit
+    def prepare_part(
+        self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
+    ):
+        """Prepare a producer warp's quarter of a block's columns, after its queries have arrived: with fp16
+        accumulation, scale the queries into fp16's range; pack the weights."""
+        rows = self.n // PRODUCER_WARPS
+        factors = blocks.factors + (stage * self.n + part * rows) * 4
+        # Each lane has a pair of heads. If there are fewer pairs than lanes, several lanes have the same pair.
+        own = lane % (rows // 2)
+        pair = part * (rows // 2) + own
+        query, head = 2 * pair // self.heads, 2 * pair % self.heads
+        row = cutlass.min(block * self.block_q + query, weights.shape[0] - 1)
+        a, b = weights[row, head], weights[row, head + 1]
+        if const_expr(self.half):
+            queries = Int32(sq.iterator.toint()) + (stage * self.n + part * rows) * self.dim
+            for step in cutlass.range(fp16_accumulation.THREADS // WARP, unroll=1):
+                fp16_accumulation.bring_into_range(queries, factors, rows, self.dim, step * WARP + lane)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+        to = blocks.weights + ((stage * 4 + pair % 4) * self.weight_row) * 4
+        if const_expr(self.half):
+            powers = load_8(factors + own * 8)
+            a, b = a * powers[0].bitcast(Float32), b * powers[1].bitcast(Float32)
+            most = cute.arch.fmax(cute.math.absf(a), cute.math.absf(b))
+            for log in cutlass.range_constexpr((self.heads // 2).bit_length() - 1):
+                most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
+            # Include the query's largest weight, so that all its heads are divided by the same power of two.
+            pairs, unit = fp16_accumulation.pack_weights([a, b, most, most])
+            store_4(to + pair // 4 * 4, pairs[0])
+            blocks.units[query, stage] = unit
+        else:
+            store_4(to + pair // 4 * 8, (a * 0.5).bitcast(Uint32))
+            store_4(to + pair // 4 * 8 + 4, (b * 0.5).bitcast(Uint32))
+        cute.arch.sync_warp()
+        blocks.ready.arrive(stage)
+
+    @cute.jit
+    def wait_for_block(self, blocks: Blocks, pipelines: Pipelines, q_state) -> WorkTileInfo:
+        """Wait for the next block's queries. -> its work tile"""
+        pipelines.q.consumer_wait(q_state)
+        return read_info(WorkTileInfo, blocks.info, q_state.stage)
 
     @cute.jit
     def load_keys(
-        self, k_atom, mk, weights, log_stride, log_period, sq, sgroups, blocks: Blocks, pipelines: Pipelines, part, lane
+        self, k_atom, mk, weights, given: Pass, sq, sgroups, blocks: Blocks, pipelines: Pipelines, part, lane
     ):
         """The producer of a consumer warpgroup's key tiles. With two warpgroups, one warp has none and only prepares
         blocks."""
-        gk = cute.local_tile(mk, (GROUP, self.dim), (None, 0))
-        tks, tkg = cute.nvgpu.cpasync.tma_partition(
-            k_atom, 0, cute.make_layout(1), cute.group_modes(sgroups, 0, 2), cute.group_modes(gk, 0, 2)
-        )
-        period = Int32(1) << log_period
+        tks, tkg = tile_partition(k_atom, sgroups, mk, (GROUP, self.dim))
+        period = Int32(1) << given.log_period
         ring = pipelines.k.ring(part, self.group_stages)
         q_state, k_state, turn = start(), start(), Int32(part)
-        pipelines.q.consumer_wait(q_state)
-        tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
+        tile = self.wait_for_block(blocks, pipelines, q_state)
         while tile.block != NO_BLOCK:
             self.prepare_part(tile.block, weights, sq, blocks, q_state.stage, part, lane)
-            v, turn = self.first_tile(tile, turn, log_period)
+            v, turn = self.first_tile(tile, turn, given.log_period)
             if const_expr(self.groups < QUERY_WARP):
                 v = v if part < self.groups else tile.end
             while v < tile.end:
                 ring.producer_acquire(k_state, TILE * self.dim)
                 k_full = ring.producer_barrier(k_state)
-                from_group = tile.base + (v << log_stride)
+                from_group = tile.base + (v << given.log_stride)
                 for i in cutlass.range_constexpr(PARTS):
                     to = ring.index(k_state) * PARTS + i
                     cute.copy(k_atom, tkg[None, from_group], tks[None, to], tma_bar_ptr=k_full)
@@ -327,8 +402,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
                 k_state = ring.advance(k_state)
                 v = self.next_tile(v, period - 1, period - self.groups)
             q_state = pipelines.q.advance(q_state)
-            pipelines.q.consumer_wait(q_state)
-            tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
+            tile = self.wait_for_block(blocks, pipelines, q_state)
 
     @cute.jit
     def first_tile(self, tile: WorkTileInfo, turn, log_period):
@@ -354,38 +428,38 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
     @cute.jit
     def keep_scores(
-        self, k_scale, entries, strides, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
+        self, k_scale, entries, given: Pass, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # position in a key tile of the lane's first key
         # `opaque` keeps these in registers. Otherwise, the compiler would recompute them for every tile.
-        log_stride, log_period = strides
-        period = Int32(1) << log_period
+        period = Int32(1) << given.log_period
         period_mask, late = opaque(period - 1), opaque(period - self.groups)
-        step_keys = opaque(Int32(GROUP) << log_stride)
+        step_keys = opaque(Int32(GROUP) << given.log_stride)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
         turn = warp // 4
 
-        own = OwnLists.of(self.lane_q)
-        pipelines.q.consumer_wait(q_state)
-        tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
+        # Lists of the lane's queries: bounds, key ranges, and the address of the entry where the CTA begins to append.
+        own = [cute.make_rmem_tensor((self.lane_q,), dtype) for dtype in (Float32, Int32, Int32, Int64)]
+        bounds, first_keys, counts, pointers = own
+        tile = self.wait_for_block(blocks, pipelines, q_state)
         while tile.block != NO_BLOCK:
             stage = q_state.stage
             blocks.ready.wait(q_state.phase, stage)
             for i in cutlass.range_constexpr(self.lane_q):
                 mine = quad + 4 * i
-                own.bounds[i] = blocks.bounds[mine, stage]
-                own.first_keys[i], own.counts[i] = blocks.first_keys[mine, stage], blocks.counts[mine, stage]
+                bounds[i] = blocks.bounds[mine, stage]
+                first_keys[i], counts[i] = blocks.first_keys[mine, stage], blocks.counts[mine, stage]
                 first_entry = entries[tile.block * self.block_q + mine, None].iterator
                 if const_expr(not self.sample):
                     first_entry += tile.back * (CAPACITY - 1)
                 # The shuffle keeps the compiler from recomputing the address for every entry.
                 pointer = Int64(first_entry.toint())
                 low, high = (cute.arch.shuffle_sync(Int32(x), lane) for x in (pointer & 0xFFFFFFFF, pointer >> 32))
-                own.pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
+                pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
                 if const_expr(self.half):
                     scoring.unit[i] = blocks.units[mine, stage]
             at = blocks.weights + (stage * 4 + quad) * (self.weight_row * 4)
@@ -396,7 +470,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
             entry_step = opaque(8 - 16 * tile.back)
-            v, turn = self.first_tile(tile, turn, log_period)
+            v, turn = self.first_tile(tile, turn, given.log_period)
             v = opaque(v)
             # No tile waits for its epilogue yet: a score of NaN is never a candidate, and NO_KEY is not a key.
             scoring.scales.fill(QUIET_NAN)
@@ -420,31 +494,31 @@ class CandidateScoresSm90(PreparedBlocksSm90):
             cute.arch.sync_warp()  # all lanes have appended before the stage is released
             pipelines.q.consumer_release(q_state)
             q_state = pipelines.q.advance(q_state)
-            pipelines.q.consumer_wait(q_state)
-            tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
+            tile = self.wait_for_block(blocks, pipelines, q_state)
 
     @cute.jit
-    def finish(self, scoring: Scoring, own: OwnLists, counter, entry_step, key, v, place, quad):
+    def finish(self, scoring: Scoring, own, counter, entry_step, key, v, place, quad):
         """Keep the scores of `key` and `key` + 8, which belong to the pass's tile v."""
+        bounds, first_keys, counts, pointers = own
         for i in cutlass.range_constexpr(self.lane_q):
             values = [self.score(scoring, i, half, quad) for half in range(2)]
             if const_expr(self.sample):
                 # NaN where the query does not see the key. A query past the end has no row of entries.
-                if key < NO_KEY and own.counts[i] >= 0:
+                if key < NO_KEY and counts[i] >= 0:
                     for half in cutlass.range_constexpr(2):
-                        inside = Uint32(key + 8 * half - own.first_keys[i]) < Uint32(own.counts[i])
+                        inside = Uint32(key + 8 * half - first_keys[i]) < Uint32(counts[i])
                         kept = values[half] if inside else Float32(QUIET_NAN)
                         cute.arch.inline_ptx(
                             "st.global.f32 [{$r0}], {$r1};",
-                            read_only_args=[own.pointers[i] + (v * TILE + place + 8 * half) * 4, kept],
+                            read_only_args=[pointers[i] + (v * TILE + place + 8 * half) * 4, kept],
                         )
             else:
-                if cute.arch.vote_any_sync(values[0] >= own.bounds[i] or values[1] >= own.bounds[i]):
+                if cute.arch.vote_any_sync(values[0] >= bounds[i] or values[1] >= bounds[i]):
                     taken = []
                     for half in cutlass.range_constexpr(2):
-                        inside = Uint32(key + 8 * half - own.first_keys[i]) < Uint32(own.counts[i])
-                        taken.append(Int32(1) if values[half] >= own.bounds[i] and inside else Int32(0))
-                    self.append(values, taken, key, counter + 16 * i, own.pointers[i], entry_step)
+                        inside = Uint32(key + 8 * half - first_keys[i]) < Uint32(counts[i])
+                        taken.append(Int32(1) if values[half] >= bounds[i] and inside else Int32(0))
+                    self.append(values, taken, key, counter + 16 * i, pointers[i], entry_step)
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
@@ -468,22 +542,17 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
 @cached
 def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, config: MqaLogitsConfig):
-    """sample: the first pass, which keeps all scores; half: fp16 accumulation (half_scores.py).
+    """sample: the first pass, which keeps all scores; half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
     ctas comes from choose_ctas. A period has more tiles than there are consumer warpgroups. For a sample, log_period is
     0, and counts and bounds are not used."""
-    queries, keys = cute.sym_int(), cute.sym_int()
-    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
-    k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
-    k_scale = fake(Float32, (keys,), (1,), 4)
-    weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
-    starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
-    lists = fake_lists(queries)
-    kernel = CandidateScoresSm90(heads, dim, sample, half, config)
+    queries = cute.sym_int()
     return compile_sm90(
-        kernel, q, k, k_scale, weights, starts, ends, *lists, Int32(0), Int32(0), Int32(1), fake_stream()
+        CandidateScoresSm90(heads, dim, sample, half, config),
+        *(*fake_scored(heads, dim, queries), *fake_lists(queries)),
+        *(Int32(0), Int32(0), Int32(1), fake_stream()),
     )
 
 

@@ -4,7 +4,7 @@ win.
 The kernel also reports the queries whose list does not determine the result.
 
 Plan
-- One CTA per query, with the list in registers. candidate_rank.py finds a digit that holds the k-th largest score. If
+- One CTA per query, with the list in registers. radix_select.py finds a digit that holds the k-th largest score. If
   few candidates share that digit, a warp ranks each of them, equal scores by their keys. If many share it, their scores
   are equal, and a search bit by bit finds the highest key that is needed.
 - Order: the CTA counts the selected candidates in 4096 buckets of keys, all equally wide, two in a word of the former
@@ -24,22 +24,28 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.limits import MAX_SLOTS
+from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
-from dsa.kernels.indexer.candidate_rank import RankFound, RankMemory
-from dsa.kernels.indexer.candidate_tiles import key_range
-from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.radix_select import BINS, SelectMemory
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
+from dsa.kernels.indexer.candidate_passes import fake_lists, load_candidates
+from dsa.kernels.indexer.limits import MAX_SELECTED, PAGED, VALUES
+from dsa.kernels.indexer.radix_select import (
+    BINS,
+    HIGHEST,
+    LOWEST,
+    RankFound,
+    RankMemory,
+    SelectMemory,
+    number_of,
+    order_of,
+)
+from dsa.kernels.indexer.score_mainloop import key_range
+from dsa.kernels.indexer.selected_slots import Paging, fake_selection, fill_rest
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS, CTAS = 256, 4  # threads per CTA, CTAs per SM
@@ -49,7 +55,6 @@ OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # per thread, with two buckets e
 assert (1 << LOG_BUCKETS) // 2 <= BINS  # the buckets reuse the memory of the digit counts
 FEW = WARP
 NO_KEY = -1
-MINUS_INFINITY = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ class CandidateSelectSm90:
         first_key, length = key_range(starts, ends, query, keys)
         front, back = counts[query, 0], counts[query, 1]
         count = front + back
-        unknown = count > CAPACITY or (count < cutlass.min(k, length) and bounds[query] > MINUS_INFINITY)
+        unknown = count > CAPACITY or (count < cutlass.min(k, length) and bounds[query] > -float("inf"))
         if tid == 0:
             remaining[query] = first_key + length if unknown else Int32(NOTHING_LEFT)
         if not unknown:
@@ -182,11 +187,11 @@ class CandidateSelectSm90:
                 memory.keys[0], memory.keys[1 + selected] = Int32(NO_KEY), Int32(NO_KEY)
             cute.arch.sync_threads()
 
-            sequence, last_page, known = query, block_table.shape[1] - 1, Int32(1)
+            paging = Paging(block_table, row_to_seq, divisor, page_size)
+            sequence, known = query, Int32(1)
             if options & PAGED:
-                if options & ROW_TO_SEQ:
-                    sequence = row_to_seq[query]
-                known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last_page >= 0)
+                sequence = paging.sequence(query, options)
+                known = Int32(paging.exists(sequence))
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
                 index = memory.keys[1 + p]
                 # The bucket's other keys are next to it. Larger keys before it lower its rank, smaller ones after it
@@ -209,20 +214,13 @@ class CandidateSelectSm90:
                 if options & PAGED:
                     slot = Int32(-1)
                     if known > 0:
-                        page, offset = divmod(index, divisor)
-                        physical = block_table[sequence, cutlass.min(page, last_page)]
-                        wide = Int64(physical) * page_size + offset
-                        if page <= last_page and physical >= 0 and wide < Int64(MAX_SLOTS):
-                            slot = Int32(wide)
+                        slot = paging.slot(sequence, index)
                     index = slot
                     value = value if slot >= 0 else -Float32(float("inf"))
                 indices[query, rank] = index
                 if options & VALUES:
                     values[query, rank] = value
-            for i in cutlass.range(selected + tid, k, THREADS, unroll=1):
-                indices[query, i] = Int32(-1)
-                if options & VALUES:
-                    values[query, i] = -Float32(float("inf"))
+            fill_rest(indices, values, query, selected, options, tid, THREADS)
 
     @cute.jit
     def cut(self, found: RankFound, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
@@ -299,16 +297,12 @@ def compile_candidate_select():
     """-> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], remaining [S] int32,
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, keys, page_size, options); S > 0,
     0 < keys < MAX_KEYS, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are given."""
-    queries, k = cute.sym_int(), cute.sym_int()
+    queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     remaining = fake(Int32, (queries,), (1,), 4)
-    block_table = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
-    row_to_seq = fake(Int32, (cute.sym_int(),), strides(1), 4)
-    indices = fake(Int32, (queries, k), (*strides(1), 1), 4)
-    values = fake(Float32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     return compile_sm90(
         CandidateSelectSm90(),
-        *(starts, ends, *fake_lists(queries), remaining, block_table, row_to_seq, indices, values),
+        *(starts, ends, *fake_lists(queries), remaining, *fake_selection(queries)),
         *(Int32(1), Int32(1), Int32(0), fake_stream()),
     )
 

@@ -13,7 +13,7 @@ Plan
   tile's wgmma. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups by named barriers
   (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/explanation/kernels.md).
 - fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and
-  adjust the weights. The sums over heads then take two heads per instruction (half_scores.py).
+  adjust the weights. The sums over heads then take two heads per instruction (fp16_accumulation.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
   block's ranges are skipped. Within a tile, each query's range is the mask. All range arithmetic is signed.
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
@@ -26,55 +26,39 @@ accumulator is left, and three warpgroups hide it: the rate of an FP8 GEMM. Keys
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
+from dsa.cute.sm90 import SHARED_BYTES, WARP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
-from dsa.kernels.indexer.score_mainloop import ScoreMainloop, Scoring
-from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.score_mainloop import (
+    NO_KEY,
+    TILE,
+    Pipelines,
+    ScoreMainloop,
+    Scoring,
+    fake_scored,
+    key_range,
+    keys_of_block,
+    registers_fit,
+    thread_index,
+    tile_partition,
+)
 from dsa.runtime.compile_cache import cached, compile_sm90
 
+LOAD_WARP, FILL_WARP = 0, 1  # in the last warpgroup: the producer, and the first of the warps that write -inf
 FILL_THREADS = 96
 Q_STAGES = 2
-NO_KEY = 2**30
-
-
-class ProducerWarp(IntEnum):
-    """Warps of the last warpgroup. LOAD is the producer; the warps from FILL on write -inf."""
-
-    LOAD = 0
-    FILL = 1
-
-
-class Pipelines(NamedTuple):
-    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings; `k.ring` is the ring of one warpgroup."""
-
-    q: Pipeline
-    k: Pipeline
-
-
-class WorkTileInfo(NamedTuple):
-    """block: the block of queries. first, end: range of the chunk's key tiles that covers the block's key ranges.
-    chunk: the chunk's first key tile."""
-
-    block: Int32
-    first: Int32
-    end: Int32
-    chunk: Int32
 
 
 @dataclass(frozen=True)
@@ -85,16 +69,12 @@ class MqaLogitsConfig:
     stages: int = choices(2, 3, 4, 5, 6, 8)
     groups: int = choices(2, 3)
 
-    @property
-    def threads(self) -> int:
-        return (self.groups + 1) * WARPGROUP
-
     def fits(self, heads: int, half: bool = False) -> bool:
         """Whether the hardware can run this: enough registers (fp16 accumulation takes half as many), enough shared
         memory for 128 channels, and at least four queries per block."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
-        registers = registers_fit(self.columns // 2 if half else self.columns, self.groups)
-        return registers and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
+        columns = self.columns // 2 if half else self.columns
+        return registers_fit(columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
 # For fp16 accumulation with the head counts of published models. Its small accumulators leave room for a third
@@ -113,15 +93,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         half: bool,
         cfg: MqaLogitsConfig,
     ):
-        self.half, self.accumulators = half, Float16 if half else Float32
-        self.heads, self.dim, self.out_dtype = heads, dim, out_dtype
-        self.clean, self.compressed = clean, compressed
-        self.n, self.group_stages, self.groups = cfg.columns, cfg.stages, cfg.groups
-        self.stages = cfg.groups * cfg.stages
-        self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
-        self.block_q = cfg.columns // heads
-        self.lane_q = self.block_q // 4  # queries per lane, which stores every fourth one
+        super().__init__(heads, dim, cfg.columns, half, cfg.groups, cfg.stages)
+        self.out_dtype, self.clean, self.compressed = out_dtype, clean, compressed
 
     @cute.jit
     def __call__(
@@ -138,10 +111,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         ctas: Int32,
         stream,
     ):
-        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        q_layout = query_layout(self.n, self.dim, Q_STAGES)
-        k_atom, k_tma = tile_load(k, k_layout, (TILE, self.dim))
-        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+        (q_atom, q_tma, k_atom, k_tma), (q_layout, k_layout, _) = self.loads(q, k, Q_STAGES)
 
         @cute.struct
         class Storage:
@@ -154,20 +124,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
         self.storage = Storage
         self.kernel(
-            q_atom,
-            q_tma,
-            k_atom,
-            k_tma,
-            k_scale,
-            weights,
-            starts,
-            ends,
-            out,
-            fill_columns,
-            chunk,
-            score_mma(self.n, self.accumulators),
-            q_layout,
-            k_layout,
+            *(q_atom, q_tma, k_atom, k_tma, k_scale, weights, starts, ends, out, fill_columns, chunk),
+            *(self.mma(), q_layout, k_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -188,9 +146,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_index()
         storage = SmemAllocator().allocate(self.storage)
         pipelines = Pipelines(
             k=Pipeline.of(storage.k_pipeline, self.stages), q=Pipeline.of(storage.q_pipeline, Q_STAGES)
@@ -198,22 +154,17 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
 
-        if warp == self.consumer_warps:
-            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
-            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
-        if tid == 0:
-            pipelines.k.init(consumers=WARPGROUP // WARP)
-            pipelines.q.init(consumers=self.consumer_warps)
+        self.initialize(q_atom, k_atom, pipelines, tid, warp)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
 
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp == self.consumer_warps + ProducerWarp.LOAD:
+            if warp == self.consumer_warps + LOAD_WARP:
                 self.load(q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines, lane)
             elif const_expr(self.clean):
-                thread = tid - (self.consumer_warps + ProducerWarp.FILL) * WARP
+                thread = tid - (self.consumer_warps + FILL_WARP) * WARP
                 self.fill(k_scale, starts, ends, out, fill_columns, chunk, thread, lane)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
@@ -223,25 +174,21 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
             )
 
     @cute.jit
-    def work_tile(self, index, keys, chunk, out, starts, ends, lane) -> WorkTileInfo:
-        """Work tile `index`. Later queries come first: in a causal batch, they have the longest ranges. Neighbouring
+    def work_tile(self, index, keys, chunk, out, starts, ends, lane):
+        """Work tile `index`: (block of queries; first and end of the chunk's key tiles that cover the block's key
+        ranges; the chunk's first key tile).
+
+        Later queries come first: in a causal batch, they have the longest ranges. Neighbouring
         work tiles are blocks of the same chunk. If they were chunks of the same block, an even number of CTAs would
-        give each CTA the same chunk of every block."""
-        queries = out.shape[0]
-        blocks = cute.ceil_div(queries, self.block_q)
+        give each CTA the same chunk of every block.
+        """
+        blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
         first_tile = (index // blocks) * chunk
-        low, high = Int32(NO_KEY), Int32(0)
-        t = block * self.block_q + lane
-        if lane < self.block_q and t < queries:
-            start, length = key_range(starts, ends, t, keys)
-            if length > 0:
-                low, high = start, start + length
-        low = cute.arch.warp_redux_sync(low, "min")
-        high = cute.arch.warp_redux_sync(high, "max")
+        low, high = keys_of_block(block, self.block_q, out.shape[0], starts, ends, keys, lane)
         first = cutlass.max(low // TILE, first_tile)
         last = cutlass.min(cute.ceil_div(high, TILE), first_tile + chunk)
-        return WorkTileInfo(block, first, cutlass.max(last, first), first_tile)
+        return block, first, cutlass.max(last, first), first_tile
 
     @cute.jit
     def work_tiles(self, keys, chunk, out):
@@ -250,15 +197,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def load(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines: Pipelines, lane):
         """The producer."""
-        gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
-        gk = cute.local_tile(mk, (TILE, self.dim), (None, 0))
-        one = cute.make_layout(1)
-        tqs, tqg = cute.nvgpu.cpasync.tma_partition(
-            q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
-        )
-        tks, tkg = cute.nvgpu.cpasync.tma_partition(
-            k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
-        )
+        tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
+        tks, tkg = tile_partition(k_atom, sk, mk, (TILE, self.dim))
         keys = mk.shape[0]
         scheduler = static_persistent_scheduler()
         q_state, k_state, group = start(), start(), Int32(0)
@@ -397,21 +337,18 @@ def compile_fp8_mqa_logits(
     half: bool,
     config: MqaLogitsConfig,
 ):
-    """half: fp16 accumulation (half_scores.py).
+    """half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
     64 * ceil(Skv / 64) columns unless compressed."""
-    queries, keys, columns = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    out_type = cute_dtype(out_dtype)
-    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
-    k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
-    k_scale = fake(Float32, (keys,), (1,), 4)
-    weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
-    starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
-    out = fake(out_type, (queries, columns), (*strides(1, 128 // out_type.width), 1))
-    kernel = Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, half, config)
-    return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), fake_stream())
+    queries, out_type = cute.sym_int(), cute_dtype(out_dtype)
+    scored = fake_scored(heads, dim, queries)
+    out = fake(out_type, (queries, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
+    return compile_sm90(
+        Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, half, config),
+        *(*scored, out, Int32(0), Int32(1), Int32(1), fake_stream()),
+    )
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:

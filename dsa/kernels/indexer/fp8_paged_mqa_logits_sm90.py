@@ -18,8 +18,8 @@ Plan
 - Mainloop: the consumers read a work tile's WorkTileInfo, and one without key tiles ends the loop. A tile's epilogue
   (quad reduction, scale, mask, store) runs during the next tile's wgmma.
 - fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
-  range, in shared memory, and adjust its weights (half_scores.py). They synchronize for that once per work tile. The
-  producers continue meanwhile.
+  range, in shared memory, and adjust its weights (fp16_accumulation.py). They synchronize for that once per work
+  tile. The producers continue meanwhile.
 Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
 GROUPS x STAGES x 64 x (D + 4).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
@@ -34,21 +34,36 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
+from dsa.cute.copies import EVICT_FIRST
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, arrive, expect_bytes, pipeline_storage, start
-from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.reductions import quad_reduce_scatter
+from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
+from dsa.cute.tuning import choices, tuned
+from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
+from dsa.kernels.indexer import fp16_accumulation
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
-from dsa.kernels.indexer.paged_mqa_logits_config import PagedMqaLogitsConfig, bound_by_arithmetic, choose_config
-from dsa.kernels.indexer.paged_score_tiles import NO_KEY, PagedScoreTiles, Pipelines
-from dsa.kernels.indexer.score_tile import TILE, score_mma
+from dsa.kernels.indexer.score_mainloop import (
+    NO_KEY,
+    TILE,
+    Pipelines,
+    ScoreMainloop,
+    Scoring,
+    registers_fit,
+    thread_index,
+    tile_partition,
+)
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_BYTES = 8192  # of a row: work tile of the warps that write -inf
+# Up to this many columns per tile, fp16 accumulation gains nothing. Fewer than 32 would not fill the warps that scale
+# the queries.
+MEMORY_BOUND_COLUMNS = 128
 
 
 class WorkTileInfo(NamedTuple):
@@ -58,36 +73,32 @@ class WorkTileInfo(NamedTuple):
     first_tile: Int32
     tiles: Int32
 
-    @staticmethod
-    def last() -> "WorkTileInfo":
-        """The WorkTileInfo after the last work tile."""
-        return WorkTileInfo(Int32(0), Int32(0), Int32(0))
+
+FIELDS = len(WorkTileInfo._fields)
 
 
 @dataclass(frozen=True)
-class WorkTileMemory:
-    """What the consumers need to know about a work tile, in the stage of its queries. info [fields, stages]: the fields
-    of its WorkTileInfo. visible_keys [next_n, stages]: number of keys that each query of the sequence sees. A stage's
-    numbers are contiguous."""
+class PagedMqaLogitsConfig:
+    """stages: key tiles in flight per consumer warpgroup. sequences: stages of queries. groups: number of consumer
+    warpgroups."""
 
-    info: cute.Tensor
-    visible_keys: cute.Tensor
+    stages: int = choices(2, 3, 4, 5, 8)
+    sequences: int = choices(2, 4)
+    groups: int = choices(2, 3, 4)
 
-    @staticmethod
-    def numbers(next_n: int) -> int:
-        """Numbers per stage: a multiple of 16 bytes, so that vector instructions can access them."""
-        return cute.round_up(len(WorkTileInfo._fields) + next_n, 4)
-
-    @staticmethod
-    def of(memory: cute.Pointer, next_n: int, stages: int) -> "WorkTileMemory":
-        fields, stride = len(WorkTileInfo._fields), (1, WorkTileMemory.numbers(next_n))
-        return WorkTileMemory(
-            cute.make_tensor(memory, cute.make_layout((fields, stages), stride=stride)),
-            cute.make_tensor(memory + fields, cute.make_layout((next_n, stages), stride=stride)),
-        )
+    def fits(self, columns: int, half: bool = False) -> bool:
+        """Whether the hardware can run this: enough registers (fp16 accumulation takes half as many), and enough shared
+        memory for 128 channels."""
+        factors = 4 * self.sequences * columns if half else 0
+        shared = (self.sequences * columns + self.groups * self.stages * TILE) * 132 + factors + 3 * 1024
+        return registers_fit(columns // 2 if half else columns, self.groups) and shared <= SHARED_BYTES
 
 
-class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
+# For fp16 accumulation, whose small accumulators leave room for a third warpgroup.
+FP16_CONFIG = PagedMqaLogitsConfig(stages=4, sequences=2, groups=3)
+
+
+class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     def __init__(
         self,
         heads: int,
@@ -98,7 +109,13 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         half: bool,
         cfg: PagedMqaLogitsConfig,
     ):
-        super().__init__(heads, dim, next_n, page_size, out_dtype, half, cfg.groups, cfg.stages, cfg.sequences)
+        super().__init__(heads, dim, next_n * heads, half, cfg.groups, cfg.stages)
+        self.next_n, self.page, self.out_dtype = next_n, page_size, out_dtype
+        self.sequences, self.pages_a_tile = cfg.sequences, TILE // page_size
+        self.lane_q = (next_n + 1) // 2  # rows of the output that a lane stores to
+        # Per stage of queries: the fields of its WorkTileInfo, and the number of keys that each query sees. A multiple
+        # of 16 bytes, so that vector instructions can access them.
+        self.info_words = cute.round_up(FIELDS + next_n, 4)
 
     @cute.jit
     def __call__(
@@ -114,7 +131,11 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         fill_columns: Int32,
         stream,
     ):
-        (q_atom, q_tma, k_atom, k_tma), (q_layout, k_layout, page_layout) = self.loads(q, cache)
+        keys = cute.make_tensor(
+            cute.recast_ptr(cache.iterator, dtype=Float8E4M3FN),
+            cute.make_layout((self.page, self.dim, cache.shape[0]), stride=(self.dim, 1, cache.stride[0])),
+        )
+        atoms, (q_layout, k_layout, page_layout) = self.loads(q, keys, self.sequences, self.page)
 
         @cute.struct
         class Storage:
@@ -122,9 +143,7 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
             q_pipeline: pipeline_storage(self.sequences)
             # Per key tile: one bit for each of its pages that is in the cache.
             valid_pages: cute.struct.MemRange[Uint32, self.stages]
-            work_tiles: cute.struct.Align[
-                cute.struct.MemRange[Int32, WorkTileMemory.numbers(self.next_n) * self.sequences], 16
-            ]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, self.info_words * self.sequences], 16]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
             # With fp16 accumulation: the powers of two that the query rows were divided by.
             powers: cute.struct.MemRange[Float32, self.n * self.sequences if self.half else 0]
@@ -134,8 +153,8 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
 
         self.storage = Storage
         self.kernel(
-            *(q_atom, q_tma, k_atom, k_tma, cache, weights, lengths, block_table, schedule, out),
-            *(capacity, fill_columns, score_mma(self.n, self.accumulators), q_layout, k_layout, page_layout),
+            *(*atoms, cache, weights, lengths, block_table, schedule, out),
+            *(capacity, fill_columns, self.mma(), q_layout, k_layout, page_layout),
         ).launch(
             grid=(schedule.shape[0] - 1, 1, 1),
             block=(self.threads, 1, 1),
@@ -164,9 +183,7 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         k_layout: cute.ComposedLayout,
         page_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_index()
         storage = SmemAllocator().allocate(self.storage)
         pipelines = Pipelines(
             k=Pipeline.of(storage.k_pipeline, self.stages), q=Pipeline.of(storage.q_pipeline, self.sequences)
@@ -175,16 +192,13 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         spages = storage.k.get_tensor(page_layout.outer, swizzle=page_layout.inner)
         valid_pages = storage.valid_pages.get_tensor(cute.make_layout(self.stages))
-        work_tiles = WorkTileMemory.of(storage.work_tiles.data_ptr(), self.next_n, self.sequences)
+        info = storage.info.get_tensor(
+            cute.make_layout((FIELDS + self.next_n, self.sequences), stride=(1, self.info_words))
+        )
         sweights = storage.weights.get_tensor(cute.make_layout((self.heads, self.next_n, self.sequences)))
         scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
 
-        if warp == self.consumer_warps:
-            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
-            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
-        if tid == 0:
-            pipelines.k.init(consumers=WARPGROUP // WARP)
-            pipelines.q.init(consumers=self.consumer_warps)
+        self.initialize(q_atom, k_atom, pipelines, tid, warp)
         cute.arch.mbarrier_init_fence()
         wait_for_prerequisite_grids()
         first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
@@ -203,23 +217,13 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
             if warp < self.consumer_warps + self.groups:
                 self.load(
                     *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
-                    *(
-                        sq,
-                        spages,
-                        valid_pages,
-                        work_tiles,
-                        sweights,
-                        scales,
-                        pipelines,
-                        lane,
-                        warp - self.consumer_warps,
-                    ),
+                    *(sq, spages, valid_pages, info, sweights, scales, pipelines, lane, warp - self.consumer_warps),
                 )
             self.fill(lengths, out, capacity, fill_columns, tid % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
-                *(out, mma, sq, sk, valid_pages, work_tiles, sweights, scales),
+                *(out, mma, sq, sk, valid_pages, info, sweights, scales),
                 *(Int32(storage.powers.data_ptr().toint()), pipelines, tid, warp, lane),
             )
 
@@ -227,6 +231,26 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
     def tile_of_split(self, split):
         """First key tile of a split of the schedule, clipped so that the product fits an int32."""
         return cutlass.max(cutlass.min(split, NO_KEY // SCHEDULE_SPLIT), 0) * (SCHEDULE_SPLIT // TILE)
+
+    @cute.jit
+    def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
+        """Number of keys that row `row` of a sequence sees. With one length per sequence, it is that of the last
+        row."""
+        columns = lengths.shape[1]
+        # Clip to 0 before the subtraction, which would overflow for the lowest int32.
+        length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
+        if columns < self.next_n:
+            length += row + 1 - self.next_n
+        return cutlass.max(cutlass.min(length, capacity), 0)
+
+    @cute.jit
+    def page_numbers(self, block_table, sequence, tile, lane):
+        """Page numbers of a warpgroup's next 32 / pages_a_tile tiles, from `tile` on, one per lane."""
+        index = (tile + lane // self.pages_a_tile * self.groups) * self.pages_a_tile + lane % self.pages_a_tile
+        page = Int32(-1)
+        if index < block_table.shape[1]:
+            page = block_table[sequence, index]
+        return page
 
     @cute.jit
     def load(
@@ -245,7 +269,7 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         sq,
         spages,
         valid_pages,
-        work_tiles: WorkTileMemory,
+        info,
         sweights,
         scales,
         pipelines: Pipelines,
@@ -253,9 +277,17 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         group,
     ):
         """The producer warp of consumer warpgroup `group`."""
-        tqs, tqg = self.query_copies(q_atom, mq, sq)
-        weights_atom = self.weights_copy()
-        copies = self.key_copies(k_atom, mk, cache, spages, valid_pages, scales, pipelines, group)
+        tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
+        tks, tkg = tile_partition(k_atom, spages, mk, (self.page, self.dim), (0, 0, None))
+        bulk = cute.nvgpu.cpasync.CopyBulkG2SOp()
+        weights_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.heads * 32)
+        scales_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.page * 32)
+        gscales = cute.make_tensor(
+            cute.recast_ptr(cache.iterator + self.page * self.dim, dtype=Float32),
+            cute.make_layout((self.page, cache.shape[0]), stride=(1, cache.stride[0] // 4)),
+        )
+        copies = (k_atom, tkg, tks), (scales_atom, gscales, scales)
+        ring = pipelines.k.ring(group, self.group_stages)
         batch = lengths.shape[0]
         # A schedule for other lengths, or an uninitialized one, must not lead outside the block table.
         first_seq, first_tile = cutlass.max(begins[0], 0), self.tile_of_split(begins[1])
@@ -292,27 +324,81 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
                     pipelines.q.producer_wait(q_state)
                     visible_keys = [cute.arch.shuffle_sync(limits[i], source) for i in range(self.next_n)]
                     with cute.arch.elect_one():
-                        write_info(work_tiles.info, q_state.stage, WorkTileInfo(sequence, first, tiles))
-                        for i in cutlass.range_constexpr(self.next_n):
-                            work_tiles.visible_keys[i, q_state.stage] = visible_keys[i]
+                        write_info(info, q_state.stage, (sequence, first, tiles, *visible_keys))
                         expect_bytes(pipelines.q.producer_barrier(q_state), self.n * (self.dim + 4))
-                    self.load_queries(
-                        *(q_atom, tqg, tqs, weights_atom, weights, sweights),
-                        *(sequence, q_state.stage, pipelines.q.producer_barrier(q_state)),
-                    )
+                    q_full = pipelines.q.producer_barrier(q_state)
+                    cute.copy(q_atom, tqg[None, sequence], tqs[None, q_state.stage], tma_bar_ptr=q_full)
+                    with cute.arch.elect_one():  # unlike a TMA copy, a bulk copy runs once per lane that reaches it
+                        for i in cutlass.range_constexpr(self.next_n):
+                            row = weights[sequence * self.next_n + i, None]
+                            cute.copy(weights_atom, row, sweights[None, i, q_state.stage], mbar_ptr=q_full)
                     q_state = pipelines.q.advance(q_state)
 
                 page_numbers = first_pages
                 if sequence != first_seq:
                     page_numbers = self.page_numbers(block_table, sequence, first + tile, lane)
                 tile, k_state = self.load_tiles(
-                    copies, block_table, sequence, first, tiles, tile, page_numbers, k_state, lane
+                    *(copies, valid_pages, block_table, sequence, first, tiles, tile),
+                    *(page_numbers, ring, k_state, lane),
                 )
         if group == 0:
             pipelines.q.producer_wait(q_state)
             with cute.arch.elect_one():
-                write_info(work_tiles.info, q_state.stage, WorkTileInfo.last())
+                write_info(info, q_state.stage, WorkTileInfo(Int32(0), Int32(0), Int32(0)))
                 arrive(pipelines.q.producer_barrier(q_state))
+
+    @cute.jit
+    def load_tiles(
+        self,
+        copies,
+        valid_pages,
+        block_table,
+        sequence,
+        first,
+        tiles,
+        tile,
+        page_numbers,
+        ring: Pipeline,
+        k_state,
+        lane,
+    ):
+        """Load a warpgroup's key tiles tile, tile + groups, ... of a work tile. The work tile has `tiles` tiles, from
+        the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile; state)
+
+        copies        copy atom, source and target for a page's keys and for its scales
+        valid_pages   [stages]: bit i says whether the cache has the tile's page i
+        page_numbers  of the first tiles to load, one per lane
+        """
+        (k_atom, tkg, tks), (scales_atom, gscales, scales) = copies
+        at, pages = Int32(0), gscales.shape[1]
+        while tile < tiles:
+            if at == 32:
+                at = Int32(0)
+                page_numbers = self.page_numbers(block_table, sequence, first + tile, lane)
+            page = [cute.arch.shuffle_sync(page_numbers, at + i) for i in range(self.pages_a_tile)]
+            bits = Uint32(0)
+            for i in cutlass.range_constexpr(self.pages_a_tile):
+                if page[i] >= 0 and page[i] < pages:
+                    bits |= 1 << i
+            stage, k_full = ring.index(k_state), ring.producer_barrier(k_state)
+            ring.producer_wait(k_state)
+            with cute.arch.elect_one():
+                valid_pages[stage] = bits
+                expect_bytes(k_full, cute.arch.popc(bits) * (self.page * (self.dim + 4)))
+            for i in cutlass.range_constexpr(self.pages_a_tile):
+                if bits & (1 << i) != 0:
+                    place = stage * self.pages_a_tile + i
+                    cute.copy(
+                        *(k_atom, tkg[None, page[i]], tks[None, place]),
+                        tma_bar_ptr=k_full,
+                        cache_policy=cutlass.Int64(EVICT_FIRST),
+                    )
+                    with cute.arch.elect_one():
+                        cute.copy(scales_atom, gscales[None, page[i]], scales[None, place], mbar_ptr=k_full)
+            k_state = ring.advance(k_state)
+            tile += self.groups
+            at += self.pages_a_tile
+        return tile - tiles, k_state
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
@@ -337,34 +423,119 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
 
     @cute.jit
     def consume(
-        self, out, mma, sq, sk, valid_pages, work_tiles, sweights, scales, powers, pipelines: Pipelines, tid, warp, lane
+        self, out, mma, sq, sk, valid_pages, info, sweights, scales, powers, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
-        scoring = self.scoring(mma, sq, sk, valid_pages, scales, pipelines, tid, warp, lane)
+        scoring = self.scoring(mma, sq, sk, tid)
+        limits = cute.make_rmem_tensor((self.lane_q,), Int32)  # number of keys that each of the lane's rows sees
+        ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
+        sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
+        quad = lane % 4
+        # A lane stores one key of each of its rows. After the transposing reduction, lanes 2 and 3 of a quad have the
+        # upper 8 of 16 keys, and odd lanes have the second query of a pair. Without a second query, they have a copy of
+        # the first.
+        key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
+        ring = pipelines.k.ring(warp // 4, self.group_stages)
+        own_page = key_in_tile // self.page
         q_state, k_state = start(), start()
         # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
         # the CTA's whole life, so their counts differ by at most one.
         tile, tiles = warp // 4, Int32(1)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)
-            sequence, first, tiles = read_info(WorkTileInfo, work_tiles.info, q_state.stage)
+            sequence, first, tiles = read_info(WorkTileInfo, info, q_state.stage)
             if tiles > 0:
-                self.take_weights(scoring, sq, sweights, powers, q_state.stage, tid)
+                self.take_weights(scoring, sq, sw, powers, q_state.stage, tid, quad)
                 rows = []
-                for i in cutlass.range_constexpr(self.lane_rows):
-                    row = self.lane_row(i, scoring)
-                    scoring.limits[i] = work_tiles.visible_keys[row, q_state.stage]
+                for i in cutlass.range_constexpr(self.lane_q):
+                    row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
+                    limits[i] = info[FIELDS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
-                tile, k_state = self.score_tiles(mma, scoring, rows, q_state.stage, first, tiles, tile, k_state)
+                # No tile waits for its epilogue yet: NO_KEY is not stored.
+                scale, masked_key, key = Float32(0.0), Int32(NO_KEY), Int32(NO_KEY)
+                if tile < tiles:
+                    ring.consumer_wait(k_state)
+                while tile < tiles:
+                    done, stage = k_state, ring.index(k_state)
+                    multiply(mma, scoring.acc, scoring.ra, scoring.rb, stage, q_state.stage)
+                    # During the wgmma: the previous tile's epilogue, and what this tile's epilogue needs.
+                    self.epilogue(scoring, scale, masked_key, limits, rows, key, quad)
+                    scale = ss[key_in_tile, stage]
+                    key = (first + tile) * TILE + key_in_tile
+                    # A key on an invalid page is masked like a key beyond every limit.
+                    valid = (valid_pages[stage] >> own_page) & 1 != 0
+                    masked_key = key if valid else Int32(NO_KEY)
+                    k_state = ring.advance(k_state)
+                    tile += self.groups
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    ring.consumer_release(done)
+                    if tile < tiles:
+                        ring.consumer_wait(k_state)
+                    self.add_heads(scoring)
+                self.epilogue(scoring, scale, masked_key, limits, rows, key, quad)
+                tile -= tiles
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
+
+    @cute.jit
+    def take_weights(self, scoring: Scoring, sq, sw, powers, stage, tid, quad):
+        """Load a work tile's weights into registers."""
+        if const_expr(self.half):
+            self.bring_into_range(
+                *(scoring, sq, powers, stage), lambda j, column, c: sw[column + c, stage], *(tid, quad)
+            )
+        else:
+            for j in cutlass.range_constexpr(self.n // 8):
+                for c in cutlass.range_constexpr(2):
+                    scoring.w[2 * j + c] = sw[j * 8 + quad * 2 + c, stage] * 0.5
+
+    @cute.jit
+    def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
+        """Even and odd lanes store different rows. Without a second row, odd lanes have the first."""
+        if const_expr(i % 2 == 0):
+            scoring.unit[i // 2] = unit
+        elif quad % 2 == 1:
+            scoring.unit[i // 2] = unit
+
+    @cute.jit
+    def epilogue(self, scoring: Scoring, scale, masked_key, limits, rows, key, quad):
+        """Add up the quads' sums over heads, so that each lane has one key of each of its rows; scale, mask, store. A
+        key of NO_KEY means that there is no tile."""
+        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        for i in cutlass.range_constexpr(self.lane_q):
+            own = [scoring.sums[at] for at in range(4 * i, min(4 * i + 4, 2 * self.next_n))]
+            if const_expr(self.half):
+                own = [fp16_accumulation.pair_sum(x) for x in own]
+            if const_expr(2 * i + 1 < self.next_n):
+                value = quad_reduce_scatter(own[0], own[2], own[1], own[3], upper, odd)
+                stores = key < NO_KEY
+            else:
+                value = quad_pair(*own, upper)
+                stores = key < NO_KEY and not odd
+            if const_expr(self.half):
+                value = value * scoring.unit[i]
+            result = value * scale
+            if masked_key >= limits[i]:
+                result = -Float32(float("inf"))
+            if stores:
+                rows[i][key] = result.to(self.out_dtype)
+
+
+@cute.jit
+def quad_pair(a, b, upper):
+    """Sum over a quad: of a in its lanes 0 and 1, of b in its lanes 2 and 3. It takes two shuffles, and adds in the
+    same order as `quad_reduce_scatter`."""
+    keep = b if upper else a
+    send = a if upper else b
+    value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)
+    return value + cute.arch.shuffle_sync_bfly(value, offset=1)
 
 
 @cached
 def compile_fp8_paged_mqa_logits(
     heads: int, dim: int, next_n: int, page_size: int, out_dtype: str, half: bool, config: PagedMqaLogitsConfig
 ):
-    """half: fp16 accumulation (half_scores.py).
+    """half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
     next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns);
@@ -379,10 +550,22 @@ def compile_fp8_paged_mqa_logits(
     block_table = fake(Int32, (batch, cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
-    kernel = Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, half, config)
     return compile_sm90(
-        kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), fake_stream()
+        Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, half, config),
+        *(q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), fake_stream()),
     )
+
+
+def bound_by_arithmetic(heads: int, next_n: int) -> bool:
+    """Whether fp16 accumulation is faster. With fewer columns, loading the keys takes longer than fp32 accumulation."""
+    return heads * next_n > MEMORY_BOUND_COLUMNS
+
+
+def choose_config(heads: int, next_n: int, half: bool = False) -> PagedMqaLogitsConfig:
+    """The measured winner."""
+    if half:
+        return FP16_CONFIG
+    return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

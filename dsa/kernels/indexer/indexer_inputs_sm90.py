@@ -14,7 +14,7 @@ the copy bandwidth for long inputs. Keys are few, so their cost is that of a lau
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -34,48 +34,74 @@ THREADS = 256
 VECTORS = THREADS // LANES
 
 
-class Rope(NamedTuple):
-    """rotated: R. interleaved: whether neighbouring channels form a pair, or else channels R / 2 apart. last: whether
-    the last R channels are rotated, or else the first."""
+class IndexerInputs:
+    """Base of the kernels of queries and of keys.
 
-    rotated: int
-    interleaved: bool
-    last: bool
+    rotated      R
+    interleaved  whether RoPE rotates pairs of neighbouring channels, or else pairs of channels R / 2 apart
+    last         whether RoPE rotates the last R channels, or else the first
+    """
 
+    def __init__(self, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool):
+        self.rotated, self.interleaved, self.last, self.use_ue8m0 = rotated, interleaved, last, use_ue8m0
 
-@cute.jit
-def _rotate(v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32, rope: cutlass.Constexpr[Rope]):
-    """Rotate this lane's channels v by the token's angles."""
-    rotated, interleaved, last = rope
-    span = rotated // CHANNELS  # lanes that hold rotated channels
-    place = lane - (LANES - span if last else 0)
-    inside = place >= 0 and place < span
-    angles = CHANNELS // 2 if interleaved else CHANNELS
-    at = place if interleaved else place % max(span // 2, 1)
-    if not inside:
-        at = Int32(0)
-    c, s = cute.make_rmem_tensor((angles,), Float32), cute.make_rmem_tensor((angles,), Float32)
-    cute.autovec_copy(cute.local_tile(cos, (angles,), (at,)), c)
-    cute.autovec_copy(cute.local_tile(sin, (angles,), (at,)), s)
-    if const_expr(interleaved):
-        if inside:
-            for i in cutlass.range_constexpr(angles):
-                a, b = v[2 * i], v[2 * i + 1]
-                v[2 * i], v[2 * i + 1] = rotate_pair(a, b, c[i], s[i])
-    else:
-        for i in cutlass.range_constexpr(CHANNELS):
-            other = cute.arch.shuffle_sync_bfly(v[i], offset=span // 2)
+    @cute.jit
+    def lane_and_vector(self):
+        """(this thread's lane among the lanes of its vector, the vector)"""
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        return tid % LANES, block * VECTORS + tid // LANES
+
+    @cute.jit
+    def load(self, row: cute.Tensor, lane: Int32) -> cute.Tensor:
+        """This lane's channels of a row, in fp32."""
+        raw = cute.make_rmem_tensor((CHANNELS,), row.element_type)
+        cute.autovec_copy(cute.local_tile(row, (CHANNELS,), (lane,)), raw)
+        v = cute.make_rmem_tensor((CHANNELS,), Float32)
+        v.store(raw.load().to(Float32))
+        return v
+
+    @cute.jit
+    def rotate(self, v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
+        """Rotate this lane's channels v by the token's angles."""
+        span = self.rotated // CHANNELS  # lanes that hold rotated channels
+        place = lane - (LANES - span if self.last else 0)
+        inside = place >= 0 and place < span
+        angles = CHANNELS // 2 if self.interleaved else CHANNELS
+        at = place if self.interleaved else place % max(span // 2, 1)
+        if not inside:
+            at = Int32(0)
+        c, s = cute.make_rmem_tensor((angles,), Float32), cute.make_rmem_tensor((angles,), Float32)
+        cute.autovec_copy(cute.local_tile(cos, (angles,), (at,)), c)
+        cute.autovec_copy(cute.local_tile(sin, (angles,), (at,)), s)
+        if const_expr(self.interleaved):
             if inside:
-                turned = multiply_rounded(other, s[i])
-                if place < span // 2:
-                    turned = -turned
-                v[i] = multiply_rounded(v[i], c[i]) + turned
+                for i in cutlass.range_constexpr(angles):
+                    a, b = v[2 * i], v[2 * i + 1]
+                    v[2 * i], v[2 * i + 1] = rotate_pair(a, b, c[i], s[i])
+        else:
+            for i in cutlass.range_constexpr(CHANNELS):
+                other = cute.arch.shuffle_sync_bfly(v[i], offset=span // 2)
+                if inside:
+                    rotated = multiply_rounded(other, s[i])
+                    if place < span // 2:
+                        rotated = -rotated
+                    v[i] = multiply_rounded(v[i], c[i]) + rotated
+
+    @cute.jit
+    def rotate_and_quantize(self, v, cos, sin, lane, dtype: cutlass.Constexpr):
+        """RoPE, Hadamard and quantisation, each rounded to `dtype`. -> (this lane's channels in FP8, the scale)"""
+        self.rotate(v, cos, sin, lane)
+        round_to(v, dtype)
+        hadamard(v, lane, CHANNELS)
+        round_to(v, dtype)
+        scale = quantize(v, CHANNELS, self.use_ue8m0)
+        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
+        out.store(v.load().to(Float8E4M3FN))
+        return out, scale
 
 
-class QuantizeIndexerQueriesSm90:
-    def __init__(self, rope: Rope, use_ue8m0: bool):
-        self.rope, self.use_ue8m0 = rope, use_ue8m0
-
+class QuantizeIndexerQueriesSm90(IndexerInputs):
     @cute.jit
     def __call__(
         self,
@@ -106,34 +132,19 @@ class QuantizeIndexerQueriesSm90:
         heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        lane = tid % LANES
-        vector = block * VECTORS + tid // LANES
+        lane, vector = self.lane_and_vector()
         wait_for_prerequisite_grids()
         # Vectors past the end read the last vector and store nothing.
         t, h = divmod(cutlass.min(vector, total - 1), heads)
-        raw = cute.make_rmem_tensor((CHANNELS,), q.element_type)
-        cute.autovec_copy(cute.local_tile(q[t, h, None], (CHANNELS,), (lane,)), raw)
-        v = cute.make_rmem_tensor((CHANNELS,), Float32)
-        v.store(raw.load().to(Float32))
-        _rotate(v, cos[t, None], sin[t, None], lane, self.rope)
-        round_to(v, q.element_type)
-        hadamard(v, lane, CHANNELS)
-        round_to(v, q.element_type)
-        scale = quantize(v, CHANNELS, self.use_ue8m0)
-        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
-        out.store(v.load().to(Float8E4M3FN))
+        v = self.load(q[t, h, None], lane)
+        out, scale = self.rotate_and_quantize(v, cos[t, None], sin[t, None], lane, q.element_type)
         if vector < total:
             cute.autovec_copy(out, cute.local_tile(q8[t, h, None], (CHANNELS,), (lane,)))
             if lane == 0:
                 scaled[t, h] = weights[t, h] * scale
 
 
-class WriteIndexerKeysSm90:
-    def __init__(self, rope: Rope, use_ue8m0: bool):
-        self.rope, self.use_ue8m0 = rope, use_ue8m0
-
+class WriteIndexerKeysSm90(IndexerInputs):
     @cute.jit
     def __call__(
         self,
@@ -167,19 +178,10 @@ class WriteIndexerKeysSm90:
         page_size: Int32,
         eps: Float32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        lane = tid % LANES
-        vector = block * VECTORS + tid // LANES
+        lane, vector = self.lane_and_vector()
         wait_for_prerequisite_grids()
         t = cutlass.min(vector, k.shape[0] - 1)
-        raw = cute.make_rmem_tensor((CHANNELS,), k.element_type)
-        w, b = cute.make_rmem_tensor((CHANNELS,), Float32), cute.make_rmem_tensor((CHANNELS,), Float32)
-        cute.autovec_copy(cute.local_tile(k[t, None], (CHANNELS,), (lane,)), raw)
-        cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (lane,)), w)
-        cute.autovec_copy(cute.local_tile(bias, (CHANNELS,), (lane,)), b)
-        v = cute.make_rmem_tensor((CHANNELS,), Float32)
-        v.store(raw.load().to(Float32))
+        v, w, b = (self.load(row, lane) for row in (k[t, None], weight, bias))
         mean = self.group_sum(v) * Float32(1 / GROUP)
         square = cute.make_rmem_tensor((CHANNELS,), Float32)
         for i in cutlass.range_constexpr(CHANNELS):
@@ -189,13 +191,7 @@ class WriteIndexerKeysSm90:
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * w[i] + b[i]
         round_to(v, k.element_type)
-        _rotate(v, cos[t, None], sin[t, None], lane, self.rope)
-        round_to(v, k.element_type)
-        hadamard(v, lane, CHANNELS)
-        round_to(v, k.element_type)
-        scale = quantize(v, CHANNELS, self.use_ue8m0)
-        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
-        out.store(v.load().to(Float8E4M3FN))
+        out, scale = self.rotate_and_quantize(v, cos[t, None], sin[t, None], lane, k.element_type)
         exists, page, offset = find_slot(cache, slots[t], page_size, divisor)
         if exists and vector < k.shape[0]:
             values, scales = page_planes(cache, page, page_size, GROUP, Float8E4M3FN)
@@ -213,8 +209,9 @@ class WriteIndexerKeysSm90:
         return total
 
 
-def _angles(tokens, rotated: int):
-    return fake(Float32, (tokens, rotated // 2), (*strides(1, 4), 1))
+def _fake_angles(tokens, rotated: int) -> list[cute.Tensor]:
+    """Fake tensors for cos and sin."""
+    return [fake(Float32, (tokens, rotated // 2), (*strides(1, 4), 1)) for _ in range(2)]
 
 
 @cached
@@ -222,19 +219,14 @@ def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool
     """-> f(q [T, H, 128] dtype, weights [T, H] fp32, cos, sin [T, R / 2] fp32, q8 [T, H, 128] e4m3, scaled [T, H]);
     T * H > 0. Rows of q, cos and sin start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
-    aligned = 128 // element.width
     tokens, heads = cute.sym_int(), cute.sym_int()
-    q = fake(
-        element,
-        (tokens, heads, GROUP),
-        (*strides(2, aligned), 1),
-    )
-    weights = fake(Float32, (tokens, heads), (*strides(1), 1), 4)
-    angles = [_angles(tokens, rotated) for _ in range(2)]
+    q = fake(element, (tokens, heads, GROUP), (*strides(2, 128 // element.width), 1))
+    weights, scaled = (fake(Float32, (tokens, heads), (*strides(1), 1), 4) for _ in range(2))
     q8 = fake(Float8E4M3FN, (tokens, heads, GROUP), (*strides(1, GROUP), GROUP, 1))
-    scaled = fake(Float32, (tokens, heads), (*strides(1), 1), 4)
-    kernel = QuantizeIndexerQueriesSm90(Rope(rotated, interleaved, last), use_ue8m0)
-    return compile_sm90(kernel, q, weights, *angles, q8, scaled, fake_stream())
+    return compile_sm90(
+        QuantizeIndexerQueriesSm90(rotated, interleaved, last, use_ue8m0),
+        *(q, weights, *_fake_angles(tokens, rotated), q8, scaled, fake_stream()),
+    )
 
 
 @cached
@@ -247,11 +239,12 @@ def compile_write_indexer_keys(
     tokens = cute.sym_int()
     k = fake(element, (tokens, GROUP), (*strides(1, 128 // element.width), 1))
     affine = [fake(Float32, (GROUP,), (1,)) for _ in range(2)]
-    angles = [_angles(tokens, rotated) for _ in range(2)]
     cache = fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, 16), 1))
     slots = fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
-    kernel = WriteIndexerKeysSm90(Rope(rotated, interleaved, last), use_ue8m0)
-    return compile_sm90(kernel, k, *affine, *angles, cache, slots, Int32(1), Float32(0.0), fake_stream())
+    return compile_sm90(
+        WriteIndexerKeysSm90(rotated, interleaved, last, use_ue8m0),
+        *(k, *affine, *_fake_angles(tokens, rotated), cache, slots, Int32(1), Float32(0.0), fake_stream()),
+    )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -9,7 +9,7 @@ Plan
 - Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
   queries by all keys that one of them sees.
 - Warp roles: two consumer warpgroups multiply, and pass a key tile's scores on through shared memory. In the last
-  warpgroup, one warp is the producer, and two others each select for two queries (selection_list.py). A selecting warp
+  warpgroup, one warp is the producer, and two others each select for two queries (SelectionList). A selecting warp
   appends keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the
   bound. Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are appended for k = 2048,
   and a list is cut ten times. Ascending scores are all appended, which is slower but correct.
@@ -31,55 +31,46 @@ than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.limits import MAX_SLOTS
+from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
+from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.indexer.candidate_tiles import key_range
-from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90, MqaLogitsConfig
-from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.score_mainloop import Scoring
-from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, registers_fit, score_mma
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.kernels.indexer.selection_list import DIGITS, LOWEST, SelectionList, number_of, order_of
+from dsa.kernels.indexer.fp8_mqa_logits_sm90 import LOAD_WARP, Fp8MqaLogitsSm90, MqaLogitsConfig
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_SELECTED, PAGED, VALUES
+from dsa.kernels.indexer.radix_select import HIGHEST, LOWEST, number_of, order_of
+from dsa.kernels.indexer.score_mainloop import (
+    TILE,
+    Pipelines,
+    Scoring,
+    fake_scored,
+    key_range,
+    registers_fit,
+    thread_index,
+)
+from dsa.kernels.indexer.selected_slots import Paging, fake_selection
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCK_Q = 4  # queries per work tile
 GROUPS = 2  # consumer warpgroups
-SELECTING_WARPS = 2
+SELECT_WARP, SELECTING_WARPS = 1, 2  # in the last warpgroup: the first warp that selects, and their number
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS
 CAPACITY = MAX_SELECTED + 1024
 HALVES = TILE // WARP  # of a tile: a lane has one score of each
+DIGIT_BITS = 8  # per digit of a list's orders
+DIGITS = 1 << DIGIT_BITS
+AHEAD = 4  # entries of a list per lane that are read at a time
 SLACK = 64  # entries beyond k that a cut may keep
 SCORE_ROW = TILE + 8  # numbers between two queries' scores, so that a warp's stores have no bank conflicts
-
-
-class ProducerWarp(IntEnum):
-    """Warps of the last warpgroup. LOAD is the producer; the warps from SELECT on select."""
-
-    LOAD = 0
-    SELECT = 1
-
-
-class Pipelines(NamedTuple):
-    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings. scores: the tiles' scores, in rings by the
-    same turns."""
-
-    q: Pipeline
-    k: Pipeline
-    scores: Pipeline
 
 
 @dataclass(frozen=True)
@@ -90,24 +81,154 @@ class SelectConfig:
     stages: int = 3
     score_stages: int = 12
 
-    def shared_bytes(self, heads: int, dim: int) -> int:
-        """Shared memory of a CTA, with room for alignment."""
+    def fits(self, heads: int, dim: int) -> bool:
+        """Whether the hardware can run this: enough registers, and enough shared memory, with room for alignment."""
         scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
         lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
-        return (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
-
-    def fits(self, heads: int, dim: int) -> bool:
-        """Whether the hardware can run this."""
-        return registers_fit(BLOCK_Q * heads, GROUPS) and self.shared_bytes(heads, dim) <= SHARED_BYTES
+        shared = (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
+        return registers_fit(BLOCK_Q * heads, GROUPS) and shared <= SHARED_BYTES
 
 
 CONFIG = SelectConfig()
 
 
+@dataclass(frozen=True)
+class SelectionList:
+    """List of a query's best keys so far, in shared memory. One warp fills it, and cuts it to the k best when it is
+    full.
+
+    A key's score is kept as its order, an integer that sorts like the score. Keys are appended in ascending order, and
+    a cut preserves that order. So among equal scores, the first in the list is the lowest key, which wins. Whatever the
+    scores are, the list ends up with exactly the k largest, those with the lowest keys among equal ones, sorted by key.
+
+    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into
+    digits of 8 bits, then the orders that share the k-th one's digit by 8 bits more, and so on. It ends when few enough
+    entries share the digit to keep them all, or when they are equal.
+
+    orders, keys  [capacity]
+    counts        [DIGITS + 4], of which only DIGITS are read
+    """
+
+    orders: cute.Tensor
+    keys: cute.Tensor
+    counts: cute.Tensor
+
+    @cute.jit
+    def append(self, order: Int32, key: Int32, taken, count: Int32, lane: Int32) -> Int32:
+        """Append the keys of the lanes whose `taken` is true, in lane order. -> the list's length."""
+        mask = cute.arch.vote_ballot_sync(taken)
+        if taken:
+            at = count + cute.arch.popc(mask & ((1 << lane) - 1))
+            self.orders[at] = order
+            self.keys[at] = key
+        return count + cute.arch.popc(mask)
+
+    @cute.jit
+    def cut(self, count: Int32, k: Int32, slack: Int32, lane: Int32):
+        """Keep the k best of `count` > k entries and up to `slack` more. -> (number of entries, the order that a later
+        key must exceed to be one of the k best)."""
+        cute.arch.sync_warp()
+        low, high = self.bounds(count, lane)
+        shift = cutlass.max(32 - DIGIT_BITS - Int32(cute.arch.clz(Uint32(high) - Uint32(low))), 0)
+        # Invariant: the k-th best entry has rank `rank` from the top among orders [low, low + (digits << shift)).
+        rank, digits, excess = k, Int32(DIGITS), slack + 1
+        while excess > slack and digits > 0:
+            self.count_digits(count, low, shift, digits, lane)
+            digit, above, inside = self.find(rank, lane)
+            low += digit << shift
+            rank -= above
+            excess = inside - rank
+            narrower = cutlass.max(shift - DIGIT_BITS, 0)
+            digits = Int32(1) << (shift - narrower) if shift > 0 else Int32(0)
+            if excess > slack:
+                shift = narrower
+        # Entries that share the last digit stay. If they are equal, only the first `rank` of them stay.
+        equal = digits == 0
+        count = self.keep(count, low, rank if equal else Int32(HIGHEST), lane)
+        return count, low if equal else low - 1
+
+    @cute.jit
+    def bounds(self, count: Int32, lane: Int32):
+        """(least order of the entries, largest order)"""
+        least, largest = Int32(HIGHEST), Int32(LOWEST)
+        for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
+            for i in cutlass.range_constexpr(AHEAD):
+                order = self.orders[cutlass.min(first + WARP * i + lane, count - 1)]
+                least, largest = cutlass.min(least, order), cutlass.max(largest, order)
+        return cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(largest, "max")
+
+    @cute.jit
+    def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
+        """counts[d] = number of entries with orders in [low + (d << shift), low + (d + 1 << shift)), for d < digits."""
+        zero = cute.make_rmem_tensor((4,), Int32)
+        zero.fill(0)
+        for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
+            cute.autovec_copy(zero, cute.local_tile(self.counts, (4,), (lane + WARP * i,)))
+        cute.arch.sync_warp()
+        order = cute.make_rmem_tensor((AHEAD,), Int32)
+        for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
+            # All loads come before the first atomic, because the compiler moves no load across one.
+            for i in cutlass.range_constexpr(AHEAD):
+                order[i] = self.orders[cutlass.min(first + WARP * i + lane, count - 1)]
+            for i in cutlass.range_constexpr(AHEAD):
+                at = first + WARP * i + lane
+                above = (Uint32(order[i]) - Uint32(low)) >> Uint32(shift)
+                # Orders without a digit and missing entries go to bin DIGITS, which is cheaper than a branch.
+                digit = Int32(above) if at < count and above < Uint32(digits) else Int32(DIGITS)
+                cute.arch.inline_ptx(
+                    "red.shared::cta.add.u32 [{$r0}], 1;",
+                    read_only_args=[Int32(self.counts.iterator.toint()) + 4 * digit],
+                )
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def find(self, rank: Int32, lane: Int32):
+        """(digit of the entry of this rank from the top, number of entries with higher digits, number with this
+        digit)"""
+        own = DIGITS // WARP
+        mine = cute.make_rmem_tensor((own,), Int32)
+        cute.autovec_copy(cute.local_tile(self.counts, (own,), (lane,)), mine)
+        total = Int32(0)
+        for i in cutlass.range_constexpr(own):
+            total += mine[i]
+        up_to = warp_inclusive_scan(total, lane)
+        above = cute.arch.shuffle_sync(up_to, WARP - 1) - up_to
+        digit, higher, inside = Int32(-1), Int32(-1), Int32(-1)
+        for j in cutlass.range_constexpr(own):
+            i = own - 1 - j
+            if above < rank and rank <= above + mine[i]:
+                digit, higher, inside = lane * own + i, above, mine[i]
+            above += mine[i]
+        # One lane has found it; the others have -1.
+        return tuple(cute.arch.warp_redux_sync(x, "max") for x in (digit, higher, inside))
+
+    @cute.jit
+    def keep(self, count: Int32, low: Int32, equals: Int32, lane: Int32) -> Int32:
+        """Keep the entries above `low` and the first `equals` of those that equal it, in their order. -> number kept.
+
+        In place: no write passes the reads, because all lanes read a round of entries before any lane writes."""
+        kept, same = Int32(0), Int32(0)
+        order, key = cute.make_rmem_tensor((AHEAD,), Int32), cute.make_rmem_tensor((AHEAD,), Int32)
+        for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
+            for i in cutlass.range_constexpr(AHEAD):
+                at = cutlass.min(first + WARP * i + lane, count - 1)
+                order[i], key[i] = self.orders[at], self.keys[at]
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(AHEAD):
+                there = first + WARP * i + lane < count
+                level = there and order[i] == low
+                levels = cute.arch.vote_ballot_sync(level)
+                earlier = same + cute.arch.popc(levels & ((1 << lane) - 1))
+                stays = (there and order[i] > low) or (level and earlier < equals)
+                kept = self.append(order[i], key[i], stays, kept, lane)
+                same += cute.arch.popc(levels)
+        cute.arch.sync_warp()
+        return kept
+
+
 class IndexerSelectSm90(Fp8MqaLogitsSm90):
     def __init__(self, heads: int, dim: int, half: bool, cfg: SelectConfig):
-        config = MqaLogitsConfig(BLOCK_Q * heads, cfg.stages, GROUPS)
-        super().__init__(heads, dim, Float32, False, False, half, config)
+        super().__init__(heads, dim, Float32, False, False, half, MqaLogitsConfig(BLOCK_Q * heads, cfg.stages, GROUPS))
         self.score_stages = cfg.score_stages
 
     @cute.jit
@@ -128,10 +249,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ctas: Int32,
         stream,
     ):
-        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        q_layout = query_layout(self.n, self.dim, 1)
-        k_atom, k_tma = tile_load(k, k_layout, (TILE, self.dim))
-        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+        (q_atom, q_tma, k_atom, k_tma), (q_layout, k_layout, _) = self.loads(q, k, 1)
         score_stages = GROUPS * self.score_stages
 
         @cute.struct
@@ -152,7 +270,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         divisor = cute.fast_divmod_create_divisor_v2(page_size)
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, k_scale, weights, starts, ends, block_table, row_to_seq, indices, values),
-            *(divisor, page_size, options, score_mma(self.n, self.accumulators), q_layout, k_layout),
+            *(divisor, page_size, options, self.mma(), q_layout, k_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -177,28 +295,19 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_index()
         storage = SmemAllocator().allocate(self.storage)
-        pipelines = Pipelines(
-            k=Pipeline.of(storage.k_pipeline, self.stages),
-            q=Pipeline.of(storage.q_pipeline, 1),
-            scores=Pipeline.of(storage.score_pipeline, GROUPS * self.score_stages),
-        )
+        pipelines = Pipelines(k=Pipeline.of(storage.k_pipeline, self.stages), q=Pipeline.of(storage.q_pipeline, 1))
+        score_pipeline = Pipeline.of(storage.score_pipeline, GROUPS * self.score_stages)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         scores = storage.scores.get_tensor(
             cute.make_layout((TILE, BLOCK_Q, GROUPS * self.score_stages), stride=(1, SCORE_ROW, BLOCK_Q * SCORE_ROW))
         )
 
-        if warp == self.consumer_warps:
-            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
-            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        self.initialize(q_atom, k_atom, pipelines, tid, warp)
         if tid == 0:
-            pipelines.k.init(consumers=WARPGROUP // WARP)
-            pipelines.q.init(consumers=self.consumer_warps)
-            pipelines.scores.init(consumers=SELECTING_WARPS, producers=WARPGROUP // WARP)
+            score_pipeline.init(consumers=SELECTING_WARPS, producers=WARPGROUP // WARP)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
@@ -208,45 +317,27 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             own = warp - self.consumer_warps
-            if own == ProducerWarp.LOAD:
+            if own == LOAD_WARP:
                 self.load(q_atom, mq, k_atom, mk, starts, ends, indices, chunk, sq, sk, pipelines, lane)
-            if own >= ProducerWarp.SELECT and own < ProducerWarp.SELECT + SELECTING_WARPS:
-                number = own - ProducerWarp.SELECT
-                lists = []
-                for i in cutlass.range_constexpr(OWN_QUERIES):
-                    at = (number * OWN_QUERIES + i) * CAPACITY
-                    of_list = cute.make_layout(CAPACITY)
-                    counts = cute.make_tensor(
-                        storage.counts.data_ptr() + number * (DIGITS + 4), cute.make_layout(DIGITS + 4)
-                    )
-                    lists.append(
-                        SelectionList(
-                            cute.make_tensor(storage.orders.data_ptr() + at, of_list),
-                            cute.make_tensor(storage.keys.data_ptr() + at, of_list),
-                            counts,
-                        )
-                    )
-                paging = block_table, row_to_seq, divisor, page_size
+            if own >= SELECT_WARP and own < SELECT_WARP + SELECTING_WARPS:
+                number = own - SELECT_WARP
+                of_lists = cute.make_layout((CAPACITY, BLOCK_Q))
+                orders, keys = storage.orders.get_tensor(of_lists), storage.keys.get_tensor(of_lists)
+                counts = storage.counts.get_tensor(cute.make_layout((DIGITS + 4, SELECTING_WARPS)))[None, number]
+                first = number * OWN_QUERIES
+                lists = [
+                    SelectionList(orders[None, first + i], keys[None, first + i], counts) for i in range(OWN_QUERIES)
+                ]
                 self.select(
-                    k_scale.shape[0],
-                    starts,
-                    ends,
-                    indices,
-                    values,
-                    paging,
-                    options,
-                    chunk,
-                    scores,
-                    lists,
-                    pipelines,
-                    number,
-                    lane,
+                    *(k_scale.shape[0], starts, ends, indices, values),
+                    *(Paging(block_table, row_to_seq, divisor, page_size), options, chunk),
+                    *(scores, lists, score_pipeline, number, lane),
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.compute_scores(
                 *(k_scale, weights, starts, ends, indices, chunk, mma, sq, sk, scores),
-                *(Int32(storage.factors.data_ptr().toint()), pipelines, tid, warp, lane),
+                *(Int32(storage.factors.data_ptr().toint()), pipelines, score_pipeline, tid, warp, lane),
             )
 
     @cute.jit
@@ -264,6 +355,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         scores,
         factors,
         pipelines: Pipelines,
+        score_pipeline: Pipeline,
         tid,
         warp,
         lane,
@@ -275,7 +367,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         row_key = (warp % 4) * 16 + lane // 4
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
-        score_ring = pipelines.scores.ring(warp // 4, self.score_stages)
+        score_ring = score_pipeline.ring(warp // 4, self.score_stages)
         q_state, k_state, s_state = start(), start(), start()
         # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
         # the CTA's whole life.
@@ -327,12 +419,12 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ends,
         indices,
         values,
-        paging,
+        paging: Paging,
         options,
         chunk,
         scores,
         lists,
-        pipelines: Pipelines,
+        pipeline: Pipeline,
         number,
         lane,
     ):
@@ -350,7 +442,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                 if query + i < indices.shape[0]:
                     first_keys[i], key_counts[i] = key_range(starts, ends, query + i, keys)
             for tile in cutlass.range(first, last, unroll=1):
-                ring = pipelines.scores.ring(group, self.score_stages)
+                ring = pipeline.ring(group, self.score_stages)
                 ring.consumer_wait(state)
                 # All loads come before the first append, because the compiler moves no load across a store.
                 for i in cutlass.range_constexpr(OWN_QUERIES):
@@ -380,11 +472,16 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                     cute.arch.sync_warp()
 
     @cute.jit
-    def store(self, found: SelectionList, count, query, first_key, indices, values, paging, options, lane):
-        """Write a query's results: key positions relative to its first key, or cache slots, and the scores."""
+    def store(self, found: SelectionList, count, query, first_key, indices, values, paging: Paging, options, lane):
+        """Write a query's results and their scores. Results are key positions relative to the query's first key, or
+        cache slots, -1 where the block table has none."""
         known = Int32(0)
         if options & PAGED:
-            known = self.to_slots(found, count, query, first_key, paging, options, lane)
+            sequence = paging.sequence(query, options)
+            known = Int32(paging.exists(sequence))
+            if known > 0:
+                for i in cutlass.range(lane, count, WARP, unroll=4):
+                    found.keys[i] = paging.slot(sequence, found.keys[i] - first_key)
             cute.arch.sync_warp()
             first_key = Int32(0)
         for i in cutlass.range(lane, indices.shape[1], WARP, unroll=1):
@@ -398,55 +495,21 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             if options & VALUES:
                 values[query, i] = value
 
-    @cute.jit
-    def to_slots(self, found: SelectionList, count, query, first_key, paging, options, lane) -> Int32:
-        """Replace the list's keys by cache slots of the query's sequence, or -1 where the block table has none. -> 1,
-        or 0 if the sequence does not exist; the keys then stay as they were."""
-        block_table, row_to_seq, divisor, page_size = paging
-        sequence, last = query, block_table.shape[1] - 1
-        if options & ROW_TO_SEQ:
-            sequence = row_to_seq[query]
-        known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last >= 0)
-        if known > 0:
-            for i in cutlass.range(lane, count, WARP, unroll=4):
-                # No branch around the load, so that several loads overlap.
-                index = found.keys[i] - first_key
-                page, offset = divmod(index, divisor)
-                physical = block_table[sequence, cutlass.min(page, last)]
-                slot = Int64(physical) * page_size + offset
-                exists = page <= last and physical >= 0 and slot < Int64(MAX_SLOTS)
-                found.keys[i] = Int32(slot) if exists else Int32(-1)
-        return known
-
 
 @cached
 def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfig):
-    """half: fp16 accumulation (half_scores.py).
+    """half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv
     > 0, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are given; the others may have any
     size."""
-    queries, keys, k = (cute.sym_int() for _ in range(3))
-    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
-    of_keys = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
-    k_scale = fake(Float32, (keys,), (1,), 4)
-    weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
-    starts, ends = (fake(Int32, (queries,), (1,), 4) for _ in range(2))
-    block_table = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
-    row_to_seq = fake(Int32, (cute.sym_int(),), strides(1), 4)
-    indices = fake(Int32, (queries, k), (*strides(1), 1), 4)
-    values = fake(Float32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
+    queries = cute.sym_int()
     return compile_sm90(
         IndexerSelectSm90(heads, dim, half, config),
-        *(q, of_keys, k_scale, weights, starts, ends, block_table, row_to_seq, indices, values),
+        *(*fake_scored(heads, dim, queries), *fake_selection(queries)),
         *(Int32(1), Int32(0), Int32(1), fake_stream()),
     )
-
-
-def work_tiles(queries: int) -> int:
-    """Number of blocks of queries."""
-    return -(-queries // BLOCK_Q)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -11,6 +11,10 @@ SCHEDULE_SPLIT = 256  # keys per split of the paged scores' schedule
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
 ROTATED = (32, 64, 128)  # channels that RoPE rotates
 
+# Scores and selection in one op.
+MAX_SELECTED = 2048  # k
+TWO_OPS_KEYS = 8192  # up to this many keys, a query's scores take no more memory than a list of candidates
+
 # Top-k.
 TOPK_DTYPES = ("float32", "bfloat16")  # of the scores
 MAX_K, MAX_COLS = 4096, 2**30

@@ -27,7 +27,6 @@ from dsa.kernels.indexer.limits import SCHEDULE_SPLIT
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
-WARPS = THREADS // WARP
 MAX_SPLITS = 2**31 - 1
 
 
@@ -42,7 +41,7 @@ class PagedMqaLogitsMetadataSm90:
         lane, warp = tid % WARP, tid // WARP
         smem = SmemAllocator()
         ends = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
-        sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        sums = smem.allocate_tensor(Int32, cute.make_layout(THREADS // WARP), 16)
         wait_for_prerequisite_grids()
         batch = lengths.shape[0]
         most = MAX_SPLITS // cutlass.max(batch, 1)

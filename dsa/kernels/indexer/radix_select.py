@@ -1,12 +1,21 @@
-"""Find the r-th largest of a list of numbers in shared memory, exactly, by counting digits.
+"""Find the r-th largest of many numbers, exactly, by counting digits: of a list in shared memory, or of a CTA's
+registers.
 
-The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa), 11 bits and 10 bits. The first
-pass counts the first digits of all numbers. A scan from the largest finds the digit of the r-th number. The next pass
-counts the second digits of the numbers that have this first digit, and so on. The passes end when exactly r numbers are
-not less than a bound. Two passes suffice for most lists, three for any list. bf16 numbers count as fp32.
+In a list, `find_floor`: the bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa), 11
+bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest finds the digit of the
+r-th number. The next pass counts the second digits of the numbers that have this first digit, and so on. The passes end
+when exactly r numbers are not less than a bound. Two passes suffice for most lists, three for any list. bf16 numbers
+count as fp32.
+
+In registers, `RankMemory.find`: a number is kept as its order, an integer that sorts like the number
+(`order_of`). An empty register holds LOWEST. The range from a lower bound to the largest order is divided into
+up to 2048 digits of equal width. A scan from the largest digit finds the digit of the r-th number. That digit's orders
+are divided next, until the digit holds few numbers or is a single order. Orders have 32 bits, so three passes are
+enough for any input.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,8 +23,12 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
+from dsa.kernels.indexer.candidate_lists import BATCH
 
-BINS = 2048
+LOG_DIGITS = 11
+BINS = 1 << LOG_DIGITS
+LOWEST = -(2**31)  # order of NaN, below that of -inf
+HIGHEST = 2**31 - 1
 VECTOR_BYTES = 16
 MINUS_INFINITY = 0xFF800000
 
@@ -46,6 +59,11 @@ class SelectMemory:
             self.sums[tid // WARP, tid % WARP] = Int32(0)
 
 
+def vector_width(dtype: type[cutlass.Numeric]) -> int:
+    """Numbers per 16-byte vector."""
+    return VECTOR_BYTES * 8 // dtype.width
+
+
 @cute.jit
 def bits_of(x: Float32) -> Uint32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
@@ -53,6 +71,21 @@ def bits_of(x: Float32) -> Uint32:
 
 @cute.jit
 def from_bits(bits: Uint32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+@cute.jit
+def order_of(x: Float32) -> Int32:
+    """An integer that sorts like the numbers. Both zeros have the same order, and NaN has LOWEST."""
+    bits = cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[x])
+    order = bits ^ ((bits >> 31) & HIGHEST)
+    return order if x == x else Int32(LOWEST)
+
+
+@cute.jit
+def number_of(order: Int32) -> Float32:
+    """The number that has this order."""
+    bits = order ^ ((order >> 31) & HIGHEST)
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
@@ -84,7 +117,7 @@ def next_above(x: Float32) -> Float32:
 @cute.jit
 def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
     """The i-th 16 bytes of a list in shared memory, as fp32."""
-    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    width = vector_width(numbers.element_type)
     raw = cute.make_rmem_tensor((width,), numbers.element_type)
     cute.autovec_copy(cute.local_tile(numbers, (width,), (i,)), raw)
     out = cute.make_rmem_tensor((width,), Float32)
@@ -170,7 +203,7 @@ def find_floor(
     vectors  number of 16-byte vectors in it
     rank     at least 1, and at most the number of numbers in the vectors
     """
-    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    width = vector_width(numbers.element_type)
     for i in cutlass.range(tid, vectors, threads, unroll=2):
         x = load_vector(numbers, i)
         for j in cutlass.range_constexpr(width):
@@ -207,7 +240,7 @@ def mask_from(
     own  vectors per thread, together at most 32 numbers. Each thread reads its vectors in an order in which eight
          neighbouring threads access different banks
     """
-    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    width = vector_width(numbers.element_type)
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
     turn = ((tid & 7) * own) >> 3 if (own & (own - 1)) == 0 else Int32(0)
     mask = Uint32(0)
@@ -234,3 +267,94 @@ def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
     for _ in cutlass.range(Int32(cute.arch.popc(mask)) - keep, unroll=1):
         mask ^= Uint32(1) << Uint32(cute.arch.bfind(mask))
     return mask
+
+
+class RankFound(NamedTuple):
+    """A digit: the orders [low, low + (1 << shift)). `inside` of the numbers have it. The number that is looked for is
+    the `rank`-th largest of these."""
+
+    low: Int32
+    shift: Int32
+    rank: Int32
+    inside: Int32
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Shared memory. digits: the digit counts, zero before and after a search. largest [32]: each warp's largest
+    order."""
+
+    digits: SelectMemory
+    largest: cute.Tensor
+
+    @staticmethod
+    def allocate(smem) -> "RankMemory":
+        return RankMemory(SelectMemory.allocate(smem), smem.allocate_tensor(Int32, cute.make_layout(WARP), 16))
+
+    @cute.jit
+    def find(
+        self,
+        orders: cute.Tensor,
+        count: Int32,
+        low: Int32,
+        rank: Int32,
+        slack: Int32,
+        few: cutlass.Constexpr,
+        tid,
+        threads: cutlass.Constexpr,
+    ) -> RankFound:
+        """Find a digit that holds the rank-th largest of all orders (1: the largest). If there are fewer numbers, the
+        result begins at `low`.
+
+        The search ends at a digit in one of three cases. The digit and all higher ones hold at most rank + slack
+        numbers; or the digit holds at most `few` numbers; or the digit is a single order.
+
+        orders  per thread, LOWEST where it holds no number. If `count` is at most b * threads, this warp's registers
+                from b on hold no number; b is the first register of a batch
+        low     at least the order of -inf, and at most the order of any number
+        rank    at least 1
+        The caller may call `digits.clear` right before. Begins and ends with a barrier.
+        """
+        assert cute.size(orders) % BATCH == 0
+        span, inside = self.span(orders, count, low, tid, threads), Int32(0)
+        shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
+        searching = Int32(1)
+        while searching > 0:
+            # Unsigned, an order outside the current range is further from `low` than `span`, and goes to bin BINS. So
+            # does an empty register: it is at least 2^23 beyond `span`, and a digit has at most 2^21 orders.
+            last = span >> Uint32(shift)
+            for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+                if base * threads < count:
+                    for i in cutlass.range_constexpr(base, base + BATCH):
+                        above = (Uint32(orders[i]) - Uint32(low)) >> Uint32(shift)
+                        at = Int32(above) if above <= last else Int32(BINS)
+                        cute.arch.inline_ptx(
+                            "red.shared::cta.add.u32 [{$r0}], 1;",
+                            read_only_args=[Int32(self.digits.counts.iterator.toint()) + 4 * at],
+                        )
+            digit, higher, here, enough = find_digit(rank, Int32(BINS - 1), self.digits, tid, threads, False)
+            inside = rank
+            if enough:
+                low, rank, inside = low + (Int32(digit) << shift), higher, here
+            if inside - rank <= slack or inside <= few or shift == 0:
+                searching = Int32(0)
+            else:
+                span = (Uint32(1) << Uint32(shift)) - 1
+                shift = cutlass.max(shift - LOG_DIGITS, 0)
+        return RankFound(low, shift, rank, inside)
+
+    @cute.jit
+    def span(self, orders: cute.Tensor, count: Int32, low: Int32, tid, threads: cutlass.Constexpr) -> Uint32:
+        """Distance of the largest order from `low`. Contains a barrier."""
+        largest = low
+        for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+            if base * threads < count:
+                for i in cutlass.range_constexpr(base, base + BATCH):
+                    largest = cutlass.max(largest, orders[i])
+        largest = cute.arch.warp_redux_sync(largest, "max")
+        lane = tid % WARP
+        if lane == 0:
+            self.largest[tid // WARP] = largest
+        cute.arch.sync_threads()
+        largest = self.largest[cutlass.min(lane, threads // WARP - 1)]
+        return Uint32(cute.arch.warp_redux_sync(largest, "max")) - Uint32(low)

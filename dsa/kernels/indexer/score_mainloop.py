@@ -1,7 +1,7 @@
-"""Mainloop parts that the kernels of scores over contiguous keys share: a consumer warpgroup's wgmma of a key tile, the
-sums over heads, and each lane's score from the sums of its quad.
+"""Tiles of index scores, as all kernels of scores compute them: an FP8 wgmma of 64 keys by N columns (heads of
+queries), the sums over heads, and each lane's score from the sums of its quad.
 
-Each kernel's own loop chooses the key tiles and uses their scores:
+Each kernel's mainloop chooses the key tiles and uses their scores. Over contiguous keys:
 
     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(state), q_stage)
     ...                                   # during the wgmma: the previous tile's epilogue, the choice of the next tile
@@ -10,20 +10,34 @@ Each kernel's own loop chooses the key tiles and uses their scores:
     self.finish_tile(scoring, ring, state)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float16, Float32, Int32, Uint32, const_expr
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
 
+from dsa.cute.copies import tile_load
+from dsa.cute.fake_tensors import fake, strides
 from dsa.cute.pipeline import Pipeline
 from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.shared_memory import load_8
-from dsa.cute.sm90 import WARPGROUP
-from dsa.kernels.indexer import half_scores
-from dsa.kernels.indexer.score_tile import TILE, head_sum
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
+from dsa.kernels.indexer import fp16_accumulation
 
+TILE = 64  # keys
+NO_KEY = 2**30
 RANGE_BARRIER = 1  # named barrier: a block's queries are in fp16's range
+
+
+class Pipelines(NamedTuple):
+    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings; `k.ring` is the ring of one warpgroup."""
+
+    q: Pipeline
+    k: Pipeline
 
 
 @dataclass(frozen=True)
@@ -49,8 +63,45 @@ class Scoring:
 
 
 class ScoreMainloop:
-    """Base of the kernels. They set heads, dim, half (fp16 accumulation), accumulators (their type), n (columns per
-    tile), groups (consumer warpgroups), block_q (queries per block) and lane_q (queries per lane)."""
+    """Base of the kernels of scores. columns: N. half: fp16 accumulation. groups: number of consumer warpgroups.
+    stages: key tiles in flight per consumer warpgroup."""
+
+    def __init__(self, heads: int, dim: int, columns: int, half: bool, groups: int, stages: int):
+        self.half, self.accumulators = half, Float16 if half else Float32
+        self.head_sum = fp16_accumulation.head_sum if half else head_sum
+        self.heads, self.dim, self.n = heads, dim, columns
+        self.groups, self.group_stages, self.stages = groups, stages, groups * stages
+        self.consumer_warps, self.threads = 4 * groups, (groups + 1) * WARPGROUP
+        self.consumer_registers, self.producer_registers = REGISTERS[groups]
+        self.block_q = columns // heads  # queries per block
+        self.lane_q = self.block_q // 4  # a lane stores every fourth query
+
+    def mma(self) -> cute.TiledMma:
+        """Keys [64, D] times queries [N, D], both e4m3 in shared memory, into fp32 or fp16."""
+        major, e4m3 = cute.nvgpu.OperandMajorMode.K, Float8E4M3FN
+        return sm90.make_trivial_tiled_mma(e4m3, e4m3, major, major, self.accumulators, (1, 1, 1), (TILE, self.n))
+
+    def loads(self, q: cute.Tensor, k: cute.Tensor, q_stages: int, rows: int = TILE):
+        """-> (TMA atoms and tensors of a block of queries and of `rows` keys), (shared-memory layouts of the queries,
+        of the key tiles, and of the same bytes as blocks of `rows` keys)"""
+        k_layout, rows_layout = (
+            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (keys, self.n, self.dim), Float8E4M3FN, count)
+            for keys, count in ((TILE, self.stages), (rows, self.stages * (TILE // rows)))
+        )
+        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, self.n, self.dim), Float8E4M3FN, q_stages)
+        k_atom, k_tma = tile_load(k, rows_layout, (rows, self.dim))
+        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+        return (q_atom, q_tma, k_atom, k_tma), (q_layout, k_layout, rows_layout)
+
+    @cute.jit
+    def initialize(self, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, pipelines: Pipelines, tid, warp):
+        """Prefetch the TMA descriptors, and initialise the barriers of queries and keys."""
+        if warp == self.consumer_warps:
+            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        if tid == 0:
+            pipelines.k.init(consumers=WARPGROUP // WARP)
+            pipelines.q.init(consumers=self.consumer_warps)
 
     def scoring(self, mma: cute.TiledMma, sq: cute.Tensor, sk: cute.Tensor, tid: Int32) -> Scoring:
         thr_mma = mma.get_slice(tid % WARPGROUP)
@@ -73,44 +124,47 @@ class ScoreMainloop:
         self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
     ):
         """Wait for a block's queries, and load its weights into registers."""
-        if self.half:
-            self.bring_into_range(scoring, sq, factors, weights, block, queries, pipeline, q_state, tid, quad)
-            return
+        given = cute.make_rmem_tensor((self.n // 4,), Float32) if self.half else scoring.w
         for j in range(self.n // 8):
             t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
             for c in range(2):
-                scoring.w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
+                weight = weights[t, j * 8 % self.heads + quad * 2 + c]
+                given[2 * j + c] = weight if self.half else weight * 0.5
         pipeline.consumer_wait(q_state)
+        if self.half:
+            self.bring_into_range(scoring, sq, factors, q_state.stage, lambda j, column, c: given[2 * j + c], tid, quad)
 
     @cute.jit
-    def bring_into_range(
-        self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
-    ):
+    def bring_into_range(self, scoring: Scoring, sq, factors, stage, weight_of: cutlass.Constexpr[Callable], tid, quad):
         """With fp16 accumulation: scale a block's queries into fp16's range, and adjust the weights. All consumer
-        warpgroups synchronize in it."""
-        given = cute.make_rmem_tensor((self.n // 4,), Float32)
-        for j in cutlass.range_constexpr(self.n // 8):
-            t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-            for c in cutlass.range_constexpr(2):
-                given[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c]
-        pipeline.consumer_wait(q_state)
-        own = factors + q_state.stage * (self.n * 4)
-        if tid < half_scores.THREADS:
-            at = Int32(sq.iterator.toint()) + q_state.stage * (self.n * self.dim)
-            half_scores.bring_into_range(at, own, self.n, self.dim, tid)
+        warpgroups synchronize in it.
+
+        factors    address of the powers of two that the query rows of all stages are divided by
+        weight_of  (j, column, c) -> weight of column + c, the lane's (2 j + c)-th
+        """
+        own = factors + stage * (self.n * 4)
+        if tid < fp16_accumulation.THREADS:
+            at = Int32(sq.iterator.toint()) + stage * (self.n * self.dim)
+            fp16_accumulation.bring_into_range(at, own, self.n, self.dim, tid)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=RANGE_BARRIER, number_of_threads=self.groups * WARPGROUP)
         steps = self.heads // 8
         for i in cutlass.range_constexpr(self.block_q):
             scaled = []
             for j in cutlass.range_constexpr(i * steps, (i + 1) * steps):
-                powers = load_8(own + (j * 8 + quad * 2) * 4)
-                scaled.extend(given[2 * j + c] * powers[c].bitcast(Float32) for c in range(2))
-            pairs, scale = half_scores.pack_weights(scaled)
+                column = j * 8 + quad * 2
+                powers = load_8(own + column * 4)
+                scaled.extend(weight_of(j, column, c) * powers[c].bitcast(Float32) for c in range(2))
+            pairs, unit = fp16_accumulation.pack_weights(scaled)
             for j in cutlass.range_constexpr(steps):
                 scoring.w[i * steps + j] = pairs[j]
-            if quad == i % 4:
-                scoring.unit[i // 4] = scale
+            self.keep_unit(scoring, i, unit, quad)
+
+    @cute.jit
+    def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
+        """Keep query i's unit in the lane that stores its scores."""
+        if quad == i % 4:
+            scoring.unit[i // 4] = unit
 
     @cute.jit
     def take_scales(self, scoring: Scoring, k_scale, key):
@@ -124,12 +178,13 @@ class ScoreMainloop:
         """Wait for the tile's product, free its keys, and add up the heads."""
         cute.nvgpu.warpgroup.wait_group(0)
         ring.consumer_release(state)
+        self.add_heads(scoring)
+
+    @cute.jit
+    def add_heads(self, scoring: Scoring):
+        """Add up the lane's heads of each query."""
         for t in cutlass.range_constexpr(self.block_q):
-            if const_expr(self.half):
-                first, second = half_scores.head_sum(scoring.flat, scoring.w, t, self.heads)
-            else:
-                first, second = head_sum(scoring.flat, scoring.w, t, self.heads)
-            scoring.sums[2 * t], scoring.sums[2 * t + 1] = first, second
+            scoring.sums[2 * t], scoring.sums[2 * t + 1] = self.head_sum(scoring.flat, scoring.w, t, self.heads)
 
     @cute.jit
     def score(self, scoring: Scoring, i: cutlass.Constexpr, half: cutlass.Constexpr, quad):
@@ -137,7 +192,79 @@ class ScoreMainloop:
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         of_quad = [scoring.sums[2 * (4 * i + j) + half] for j in range(4)]
         if const_expr(self.half):
-            value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * scoring.unit[i]
+            value = quad_reduce_scatter(*map(fp16_accumulation.pair_sum, of_quad), upper, odd) * scoring.unit[i]
         else:
             value = quad_reduce_scatter(*of_quad, upper, odd)
         return value * scoring.scales[half]
+
+
+@cute.jit
+def thread_index():
+    """(thread, its warp, its lane) in a one-dimensional CTA. The compiler knows that the warp is uniform."""
+    tid, _, _ = cute.arch.thread_idx()
+    return tid, cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+
+
+def tile_partition(atom: cute.CopyAtom, smem: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], at=(None, 0)):
+    """TMA partitions of shared memory [rows, columns, stages] and of the blocks [shape] of x at the coordinates `at`:
+    target and source of `atom`, indexed by the stage and by the block."""
+    source, target = cute.group_modes(cute.local_tile(x, shape, at), 0, 2), cute.group_modes(smem, 0, 2)
+    return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), target, source)
+
+
+def registers_fit(columns: int, groups: int) -> bool:
+    """Whether a thread of `groups` consumer warpgroups has registers for its accumulators, its weights and two dozen
+    other numbers."""
+    return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
+
+
+@cute.jit
+def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
+    """sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the keys [row, row + 8].
+
+    acc      this thread's accumulators, flat: [column / 8][key half][2 neighbouring columns]
+    weights  w / 2 of this lane's columns, flat: [column / 8][2]
+    """
+    sums = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(heads // 8):
+        column = query * (heads // 8) + j
+        for c in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                # x + |x| = 2 relu(x) exactly, and w is halved. The addition runs on the FMA pipe, at twice the rate of
+                # a maximum, and propagates NaN.
+                x = acc[4 * column + 2 * half + c]
+                sums[half] = cute.math.fma(x + cute.math.absf(x), weights[2 * column + c], sums[half])
+    return sums
+
+
+@cute.jit
+def key_range(starts, ends, query, keys):
+    """(first key that the query sees, number of keys), clipped to the existing keys. Both ends are clipped before the
+    subtraction, because the difference of two int32 may overflow."""
+    start = cutlass.min(cutlass.max(starts[query], 0), keys)
+    end = cutlass.min(cutlass.max(ends[query], start), keys)
+    return start, end - start
+
+
+@cute.jit
+def keys_of_block(block, block_q, queries, starts, ends, keys, lane):
+    """(smallest start, largest end) of the non-empty key ranges of a block of `block_q` queries; (NO_KEY, 0) if all are
+    empty. The whole warp calls this."""
+    low, high = Int32(NO_KEY), Int32(0)
+    query = block * block_q + lane
+    if lane < block_q and query < queries:
+        start, length = key_range(starts, ends, query, keys)
+        if length > 0:
+            low, high = start, start + length
+    return cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
+
+
+def fake_scored(heads: int, dim: int, queries) -> tuple[cute.Tensor, ...]:
+    """Fake tensors for scores over contiguous keys: q [S * H, D], k [Skv, D], k_scale [Skv], weights [S, H], starts
+    [S], ends [S]."""
+    keys = cute.sym_int()
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
+    k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
+    weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
+    starts, ends = (fake(Int32, (queries,), (1,), 4) for _ in range(2))
+    return q, k, fake(Float32, (keys,), (1,), 4), weights, starts, ends

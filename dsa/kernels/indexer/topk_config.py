@@ -26,18 +26,19 @@ class TopkConfig:
 
 RESIDENT = (TopkConfig(256, 4096), TopkConfig(512, 8192))
 STREAMING = (TopkConfig(256, 4096, 32, 2), TopkConfig(512, 8192, 16, 2))
-# For few rows: eight, four, two or one CTAs per row.
+# For fewer rows than SMs: eight, four, two or one CTAs per row.
 CLUSTERS = (*(TopkConfig(512, 8192, 16, 3, c) for c in (8, 4, 2)), TopkConfig(1024, 8192, 8, 3))
 CONFIGS = RESIDENT + STREAMING + CLUSTERS
 
 
-def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
+def choose_config(rows: int, vectors: int, k: int, width: int, sms: int) -> TopkConfig:
     """The measured winner for scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
-    if rows > multiprocessors:
+    if rows > sms:
         candidates = RESIDENT + STREAMING
     elif vectors <= 2048:
         candidates = RESIDENT[1:]
     else:
-        candidates = tuple(c for c in CLUSTERS if c.cluster * rows <= multiprocessors)
-        candidates = tuple(c for c in candidates if c.cluster == 1 or vectors >= 1024 * c.cluster)
+        candidates = tuple(
+            c for c in CLUSTERS if c.cluster * rows <= sms and (c.cluster == 1 or vectors >= 1024 * c.cluster)
+        )
     return next(c for c in candidates if c.takes(k) and (c.tile or vectors <= c.resident_vectors(width)))

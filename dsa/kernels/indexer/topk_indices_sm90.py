@@ -5,15 +5,15 @@ out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the l
 Plan
 - One CTA per row. A row that fits into shared memory arrives by one bulk copy and is selected from there ("resident").
 - Streaming: a longer row goes through a pipeline of tiles in shared memory, which one thread fills by bulk copies
-  (topk_candidates.py). Scores that are not below a threshold are appended to a list of candidates, with their columns
-  and in order. A row that fits the list needs no threshold.
+  (`collect`). Scores that are not below a threshold are appended to a list of candidates, with their columns and in
+  order. A row that fits the list needs no threshold.
 - Threshold: it is found in a sample of at most every 16th number (pairs of vectors at jittered positions: 32 bytes). It
   is the sample's (r + 4.5 sqrt r)-th largest, where r is the expected rank of the k-th. About 1.4 k candidates remain.
 - Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because their
   columns are higher. If fewer than k candidates remain, the threshold was too high. The row is then read again with a
   lower threshold, and finally without one. So the result is exact for any input, and only the time depends on luck.
-- Few rows: a cluster per row. Each CTA lists a part of the row, with the same threshold. It appends its list to those
-  of the earlier CTAs, in the shared memory of the first CTA. The first CTA then continues alone.
+- Fewer rows than SMs: a cluster per row. Each CTA lists a part of the row, with the same threshold. It appends its list
+  to those of the earlier CTAs, in the shared memory of the first CTA. The first CTA then continues alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
 - Order: a thread owns up to 32 neighbouring numbers of the list and has a bit for each that is selected. A scan over
   the threads' bit counts gives the positions of its columns. Tiles are appended to the list in the same way.
@@ -28,20 +28,21 @@ cost. Then 60% of the issue slots and of the shared-memory cycles are used.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
+from dsa.cute.copies import bulk_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.limits import MAX_SLOTS
-from dsa.cute.pipeline import Mbarriers
+from dsa.cute.pipeline import Mbarriers, arrive, expect_bytes, start
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import SHARED_BYTES, WARP
-from dsa.kernels.indexer.limits import BY_VALUE, PAGED, ROW_TO_SEQ, TOPK_DTYPES, VALUES
+from dsa.kernels.indexer.limits import BY_VALUE, LENGTHS, PAGED, STARTS, TOPK_DTYPES, VALUES
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
     SelectMemory,
@@ -50,21 +51,45 @@ from dsa.kernels.indexer.radix_select import (
     lowest_bits,
     mask_from,
     next_above,
+    vector_width,
 )
-from dsa.kernels.indexer.topk_candidates import MINUS_INFINITY, CandidateCollector, Candidates
+from dsa.kernels.indexer.selected_slots import Paging, fake_selection, fill_rest
 from dsa.kernels.indexer.topk_config import CONFIGS, TopkConfig
-from dsa.kernels.indexer.topk_row import Row, find_row, load_row
 from dsa.runtime.compile_cache import cached, compile_sm90
+
+MINUS_INFINITY, NAN = Float32(float("-inf")), Float32(float("nan"))
+ITEMS_AT_ONCE = 4  # candidates per thread and round when a list is cut
+SAMPLE = 4096  # most numbers in a sample; any list has room for them
+MARGIN = 4.5  # in standard deviations, for independent numbers
+MAX_ATTEMPTS = 3  # to read a row: two with a threshold, one without
+
+
+@dataclass(frozen=True)
+class Row:
+    """scores [cols]: the matrix row. The selection uses its columns [lo, lo + n). These touch `vectors` vectors of 16
+    bytes, the first of which begins `ahead` numbers before lo."""
+
+    scores: cute.Tensor
+    lo: Int32
+    n: Int32
+    ahead: Int32
+    vectors: Int32
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A resident row, or a list of candidates: the scores and, for a list, their columns, relative to lo."""
+
+    scores: cute.Tensor
+    columns: cute.Tensor
 
 
 class TopkIndicesSm90:
     def __init__(self, dtype: type[cutlass.Numeric], cfg: TopkConfig):
         self.dtype, self.cfg = dtype, cfg
-        self.threads, self.capacity, self.cluster = cfg.threads, cfg.capacity, cfg.cluster
-        self.collector = CandidateCollector(dtype, cfg)
-        self.width = VECTOR_BYTES * 8 // dtype.width
-        self.tile_vectors = self.collector.tile_vectors
-        self.stages = cfg.stages
+        self.threads, self.capacity, self.cluster, self.stages = cfg.threads, cfg.capacity, cfg.cluster, cfg.stages
+        self.width = vector_width(dtype)
+        self.tile_vectors = cfg.threads * cfg.tile // self.width
         self.shared = 8 * cfg.capacity + cfg.stages * VECTOR_BYTES * self.tile_vectors + 10 * 1024
 
     @cute.jit
@@ -115,8 +140,9 @@ class TopkIndicesSm90:
 
         smem = SmemAllocator()
         columns = smem.allocate_tensor(Int32, cute.make_layout(2 * self.capacity), 128)
-        tile_numbers = max(self.tile_vectors, 1) * self.width
-        tiles = smem.allocate_tensor(self.dtype, cute.make_layout((tile_numbers, self.stages)), 128)
+        tiles = smem.allocate_tensor(
+            self.dtype, cute.make_layout((max(self.tile_vectors, 1) * self.width, self.stages)), 128
+        )
         memory = SelectMemory.allocate(smem)
         loaded = Mbarriers(smem.allocate_tensor(Int64, cute.make_layout(self.stages), 8).iterator, self.stages)
         list_sizes = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
@@ -145,7 +171,7 @@ class TopkIndicesSm90:
         length = row.vectors
         if const_expr(self.cfg.tile > 0):
             if not resident:
-                count = self.collector.collect(row, rank, k, candidates, tiles, memory, loaded, list_sizes, tid)
+                count = self.collect(row, rank, k, candidates, tiles, memory, loaded, list_sizes, tid)
                 length = (count + self.width - 1) // self.width
         if resident:
             loaded.wait(0)
@@ -158,10 +184,8 @@ class TopkIndicesSm90:
                 for i in cutlass.range(tid, found, self.threads, unroll=4):
                     values[index, i] = Float32(row.scores[row.lo + columns[i]])
             if options & PAGED:
-                sequence = index
-                if options & ROW_TO_SEQ:
-                    sequence = row_to_seq[index]
-                self.to_slots(block_table, sequence, columns, found, to_index, divisor, page_size, tid)
+                paging = Paging(block_table, row_to_seq, divisor, page_size)
+                self.to_slots(paging, paging.sequence(index, options), columns, found, to_index, tid)
                 if options & VALUES:
                     for i in cutlass.range(tid, found, self.threads, unroll=1):
                         if columns[i] < 0:
@@ -169,10 +193,244 @@ class TopkIndicesSm90:
                 to_index = Int32(0)
                 cute.arch.sync_threads()
             self.store(indices[index, None], columns, found, to_index, tid)
-            for i in cutlass.range(found + tid, k, self.threads, unroll=1):
-                indices[index, i] = Int32(-1)
-                if options & VALUES:
-                    values[index, i] = MINUS_INFINITY
+            fill_rest(indices, values, index, found, options, tid, self.threads)
+
+    @cute.jit
+    def collect(
+        self, row: Row, rank, k, candidates: Candidates, tiles, memory: SelectMemory, loaded: Mbarriers, list_sizes, tid
+    ):
+        """List the row's candidates, for a cluster in its first CTA. -> number of candidates. NaN pads the list to a
+        whole vector.
+
+        loaded: a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
+        counts synchronizes all threads."""
+        lane, warp = tid % WARP, tid // WARP
+        each = (row.vectors + self.cluster - 1) // self.cluster
+        first = cutlass.min(rank * each, row.vectors)
+        behind = cutlass.min(first + each, row.vectors)
+        number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
+        count, total, list_size, threshold = Int32(0), Int32(0), Int32(0), MINUS_INFINITY
+        state, attempt = start(), Int32(0)
+        while attempt < MAX_ATTEMPTS:
+            sampled = row.n > self.capacity and attempt < MAX_ATTEMPTS - 1
+            # Issue the sample's few loads first. After the tiles' loads, they would wait long.
+            if sampled:
+                self.load_sample(row, candidates.scores, tid)
+            if tid == 0:
+                stage = state.stage
+                for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
+                    self.load_tile(row, first, behind, t, stage, tiles, loaded)
+                    stage = 0 if stage == self.stages - 1 else stage + 1
+            threshold, count = MINUS_INFINITY, Int32(0)
+            if sampled:
+                threshold = self.find_threshold(row.n, k, attempt, candidates.scores, memory, tid)
+            for t in cutlass.range(number_of_tiles, unroll=1):
+                tile = tiles[None, state.stage]
+                loaded.wait(state.phase, state.stage)
+                begin = first + t * self.tile_vectors
+                length = cutlass.min(behind - begin, self.tile_vectors)
+                own = self.cfg.tile // self.width
+                place = tid * self.cfg.tile
+                column = begin * self.width + place - row.ahead
+                mask = mask_from(tile, length, Int32(own), threshold, tid)
+                here = Int32(cute.arch.popc(mask))
+                before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
+                last = self.stages - 1
+                if tid == 0 and t > 0 and t + last < number_of_tiles:
+                    # All threads are done with the previous tile: load the next missing tile into its stage.
+                    stage_before = last if state.stage == 0 else state.stage - 1
+                    self.load_tile(row, first, behind, t + last, stage_before, tiles, loaded)
+                while count + found > self.capacity:
+                    # Fill the list, cut it, and continue with the rest of the tile.
+                    fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
+                    these = lowest_bits(mask, fits)
+                    self.append(tile, place, column, these, count + before, candidates)
+                    threshold = self.cut(candidates, Int32(self.capacity), k, memory, tid)
+                    count = k
+                    mask = (mask ^ these) & mask_from(tile, length, Int32(own), threshold, tid)
+                    here = Int32(cute.arch.popc(mask))
+                    before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
+                    cute.arch.sync_threads()
+                self.append(tile, place, column, mask, count + before, candidates)
+                count += found
+                state = state.advance(self.stages)
+            total, list_size = count, Int32(0)
+            if const_expr(self.cluster > 1):
+                total, list_size = self.all_list_sizes(list_sizes, attempt, count, tid)
+            attempt += 1
+            if total >= k or threshold == MINUS_INFINITY:
+                attempt = Int32(MAX_ATTEMPTS)
+            cute.arch.sync_threads()
+        if const_expr(self.cluster > 1):
+            count = self.gather(candidates, count, total, list_size, k, memory, list_sizes, rank, tid)
+        self.fill_vector(candidates, count, tid)
+        return count
+
+    @cute.jit
+    def fill_vector(self, candidates: Candidates, count, tid):
+        """Pad a list with NaN to a whole vector. Begins and ends with a barrier."""
+        cute.arch.sync_threads()
+        if tid < (0 - count) & (self.width - 1):
+            candidates.scores[count + tid] = self.dtype(float("nan"))
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def load_tile(self, row: Row, first, behind, t, stage, tiles: cute.Tensor, loaded: Mbarriers):
+        begin = first + t * self.tile_vectors
+        end = cutlass.min(begin + self.tile_vectors, behind)
+        load_row(row, begin, end, tiles[None, stage], loaded.barrier(stage))
+
+    @cute.jit
+    def load_sample(self, row: Row, target: cute.Tensor, tid):
+        """Start asynchronous copies of pairs of vectors from all over the row to `target`. `cp_async_wait_group(0)` and
+        a barrier wait for the copies of the whole CTA."""
+        whole = 1 if row.ahead > 0 else 0
+        pairs = ((row.n + row.ahead) // self.width - whole) // 2
+        samples = self.samples(row.n)
+        step = pairs // (samples // 2)
+        for i in cutlass.range(tid, samples, self.threads, unroll=1):
+            pair = i // 2
+            jitter = Int32(cute.arch.mul_hi(Uint32(pair) * Uint32(2654435761), Uint32(step)))
+            column = (whole + 2 * (pair * step + jitter) + i % 2) * self.width - row.ahead
+            cute.arch.inline_ptx(
+                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
+                read_only_args=[
+                    Int32((target.iterator + i * self.width).toint()),
+                    Int64((row.scores.iterator + (row.lo + column)).toint()),
+                ],
+            )
+
+    @cute.jit
+    def samples(self, n) -> Int32:
+        """Number of vectors to sample from n numbers."""
+        return cutlass.min(n // 16, SAMPLE) // (2 * self.width) * 2
+
+    @cute.jit
+    def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
+        """A number that is likely to be slightly below the row's k-th largest, or far below it in a second attempt. A
+        few more candidates than needed do not hurt."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        samples = self.samples(n)
+        each = Float32(samples * self.width) * cute.arch.rcp_approx(Float32(n))
+        expected = Float32(k) * each
+        rank = Int32(expected + MARGIN * cute.math.sqrt(expected, fastmath=True)) + 2 << attempt
+        slack = cutlass.max(Int32(Float32(0.8 * self.capacity) * each) - rank, 0)
+        return find_floor(numbers, samples, rank, slack, memory, tid, self.threads)[0]
+
+    @cute.jit
+    def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
+        """For each set bit j of the mask, copy number place + j of the tile to the list, from entry `at` on."""
+        entry = at + Int32(cute.arch.popc(mask))
+        while mask != 0:
+            j = Int32(cute.arch.bfind(mask))
+            mask ^= Uint32(1) << Uint32(j)
+            entry -= 1
+            candidates.scores[entry] = tile[place + j]
+            candidates.columns[entry] = column + j
+
+    @cute.jit
+    def cut(self, candidates: Candidates, count, k, memory: SelectMemory, tid) -> Float32:
+        """Keep the k largest of the list, in order. -> the least number that later candidates must reach.
+
+        In place, a few entries per thread at a time: no write passes the reads. Begins and ends with a barrier.
+        """
+        self.fill_vector(candidates, count, tid)
+        length = (count + self.width - 1) // self.width
+        floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
+        limit = equal if excess > 0 else self.capacity  # most entries to keep that equal the floor
+        above = next_above(floor)
+        kept, equals = Int32(0), Int32(0)
+        x = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Float32)
+        column = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Int32)
+        for base in cutlass.range(0, count, ITEMS_AT_ONCE * self.threads, unroll=1):
+            i = base + ITEMS_AT_ONCE * tid
+            here = Int32(0)  # two counts in one scan: above the floor, and equal to it in the upper 16 bits
+            for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
+                x[j] = NAN
+                if i + j < count:
+                    x[j], column[j] = Float32(candidates.scores[i + j]), candidates.columns[i + j]
+                here += Int32(1) if x[j] >= above else (Int32(1 << 16) if x[j] >= floor else Int32(0))
+            turn = (base // (ITEMS_AT_ONCE * self.threads)) & 1
+            before, total = block_exclusive_scan(here, memory.sums[turn, None], tid % WARP, tid // WARP)
+            same = equals + (before >> 16)
+            entry = kept + (before & 0xFFFF) + cutlass.min(same, limit) - cutlass.min(equals, limit)
+            for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
+                larger = x[j] >= above
+                if larger or (x[j] >= floor and same < limit):
+                    candidates.scores[entry] = self.dtype(x[j])
+                    candidates.columns[entry] = column[j]
+                    entry += 1
+                if x[j] >= floor and not larger:
+                    same += 1
+            kept += (total & 0xFFFF) + cutlass.min(equals + (total >> 16), limit) - cutlass.min(equals, limit)
+            equals += total >> 16
+        cute.arch.sync_threads()
+        return above
+
+    @cute.jit
+    def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
+        """(entries of all lists of the cluster, entries of CTA lane % cluster's list). Each `place` can be used only
+        once."""
+        if tid == 0:
+            list_sizes[place] = count
+        cluster_sync()
+        at = cute.arch.map_dsmem_ptr(list_sizes.iterator + place, tid % self.cluster).toint()
+        list_size = cute.arch.inline_ptx(
+            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
+        )
+        return cute.arch.warp_redux_sync(list_size if tid % WARP < self.cluster else Int32(0), "add"), list_size
+
+    @cute.jit
+    def gather(self, candidates: Candidates, count, total, list_size, k, memory: SelectMemory, list_sizes, rank, tid):
+        """Append the other CTAs' lists to the first CTA's, in order. -> its number of entries. Ends with a barrier."""
+        if total <= self.capacity:
+            before = cute.arch.warp_redux_sync(list_size if tid % WARP < rank else Int32(0), "add")
+            if rank > 0:
+                self.copy_list(candidates, count, before, tid)
+            cluster_sync()
+            count = total
+        else:
+            # Too many entries: append one CTA's list after the other, each cut to k. Two such lists fit.
+            if count > k:
+                self.cut(candidates, count, k, memory, tid)
+                count = k
+            list_size = self.all_list_sizes(list_sizes, Int32(MAX_ATTEMPTS), count, tid)[1]
+            listed = cute.arch.shuffle_sync(list_size, 0)
+            for peer in cutlass.range(1, self.cluster, unroll=1):
+                more = cute.arch.shuffle_sync(list_size, peer)
+                if listed + more > self.capacity:
+                    if rank == 0:
+                        self.cut(candidates, listed, k, memory, tid)
+                    listed = k
+                cluster_sync()
+                if rank == peer:
+                    self.copy_list(candidates, count, listed, tid)
+                cluster_sync()
+                listed += more
+            count = listed
+        return count
+
+    @cute.jit
+    def copy_list(self, candidates: Candidates, count, at, tid):
+        """Write this CTA's list into that of the cluster's first CTA, from entry `at` on."""
+        number_at = cute.arch.map_dsmem_ptr(candidates.scores.iterator, 0).toint()
+        column_at = cute.arch.map_dsmem_ptr(candidates.columns.iterator, 0).toint()
+        size = self.dtype.width // 8
+        bits = cute.make_tensor(
+            cute.recast_ptr(candidates.scores.iterator, dtype=Uint16 if size == 2 else Int32),
+            cute.make_layout(self.capacity),
+        )
+        for i in cutlass.range(tid, count, self.threads, unroll=2):
+            cute.arch.inline_ptx(
+                f"st.shared::cluster.b{8 * size} [{{$r0}}], {{$r1}}; st.shared::cluster.b32 [{{$r2}}], {{$r3}};",
+                read_only_args=[
+                    Int32(number_at) + (at + i) * size,
+                    bits[i],
+                    Int32(column_at) + (at + i) * 4,
+                    candidates.columns[i],
+                ],
+            )
 
     @cute.jit
     def store(self, out: cute.Tensor, columns: cute.Tensor, found, to_index, tid):
@@ -256,32 +514,76 @@ class TopkIndicesSm90:
         cute.arch.sync_threads()
 
     @cute.jit
-    def to_slots(
-        self,
-        block_table: cute.Tensor,
-        sequence,
-        columns: cute.Tensor,
-        found,
-        to_index,
-        divisor: cute.FastDivmodDivisorV2,
-        page_size,
-        tid,
-    ):
+    def to_slots(self, paging: Paging, sequence, columns: cute.Tensor, found, to_index, tid):
         """Replace columns[:found] by the sequence's cache slots, or -1. Each thread replaces its own columns."""
-        last = block_table.shape[1] - 1
-        known = sequence >= 0 and sequence < block_table.shape[0] and last >= 0
-        if known:
+        if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
-                # A start far below 0 makes the sum overflow. No branch around the load, so that several loads overlap.
-                index = columns[i] + to_index
-                page, offset = divmod(cutlass.max(index, 0), divisor)
-                physical = block_table[sequence, cutlass.min(page, last)]
-                slot = Int64(physical) * page_size + offset
-                exists = index >= 0 and page <= last and physical >= 0 and slot < Int64(MAX_SLOTS)
-                columns[i] = Int32(slot) if exists else Int32(-1)
+                index = columns[i] + to_index  # negative if a start far below 0 made the sum overflow
+                columns[i] = paging.slot(sequence, cutlass.max(index, 0), index >= 0)
         else:
             for i in cutlass.range(tid, found, self.threads, unroll=1):
                 columns[i] = Int32(-1)
+
+
+@cute.jit
+def cluster_sync():
+    """Wait until all threads of the cluster are here."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, index: Int32, options: Int32):
+    """(the row's start, the row). The row excludes columns outside the matrix."""
+    start, cols = Int32(0), scores.shape[1]
+    if options & STARTS:
+        start = starts[index]
+    end = Int64(cols)
+    if options & LENGTHS:
+        end = cutlass.min(end, Int64(start) + lengths[index])
+    lo = cutlass.min(cutlass.max(start, 0), cols)
+    n = Int32(cutlass.max(end - lo, Int64(0)))
+    own, width = scores[index, None], vector_width(scores.element_type)
+    ahead = (Int32((own.iterator + lo).toint()) & 15) // (scores.element_type.width // 8)
+    return start, Row(own, lo, n, ahead, (n + ahead + width - 1) // width)
+
+
+@cute.jit
+def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer):
+    """Start to load the row's vectors [first, behind) into `target`. One thread calls this; it arrives twice.
+
+    A first or last vector that also contains numbers outside the row is copied number by number, with NaN for those.
+    """
+    width = vector_width(row.scores.element_type)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    whole = first + 1 if first * width < row.ahead else first
+    whole_end = behind - 1 if behind * width > row.ahead + row.n else behind
+    size = cutlass.max(whole_end - whole, 0) * VECTOR_BYTES
+    expect_bytes(barrier, size)
+    if size > 0:
+        bulk_load(
+            target.iterator + (whole - first) * width,
+            row.scores.iterator + (row.lo + whole * width - row.ahead),
+            size,
+            barrier,
+        )
+    if whole > first and behind > first:
+        load_one_by_one(row, first, target, Int32(0))
+    if whole_end < behind and (behind - first > 1 or whole == first):
+        load_one_by_one(row, behind - 1, target, behind - 1 - first)
+    arrive(barrier)
+
+
+@cute.jit
+def load_one_by_one(row: Row, vector, target: cute.Tensor, at):
+    dtype = row.scores.element_type
+    width = vector_width(dtype)
+    for j in cutlass.range(width, unroll=1):
+        column = vector * width - row.ahead + j
+        x = dtype(float("nan"))
+        if column >= 0 and column < row.n:
+            x = row.scores[row.lo + column]
+        target[at * width + j] = x
 
 
 @cached
@@ -290,15 +592,12 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
     indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0 and cfg takes k. The bits
     of `options` say which tensors are given; the others may have any size."""
     element = cute_dtype(dtype)
-    rows, k = cute.sym_int(), cute.sym_int()
+    rows = cute.sym_int()
     scores = fake(element, (rows, cute.sym_int()), (*strides(1), 1), element.width // 8)
-    starts, lengths, row_to_seq = (fake(Int32, (cute.sym_int(),), strides(1), 4) for _ in range(3))
-    block_table = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
-    indices = fake(Int32, (rows, k), (*strides(1), 1), 4)
-    values = fake(Float32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
-    kernel = TopkIndicesSm90(element, cfg)
+    starts, lengths = (fake(Int32, (cute.sym_int(),), strides(1), 4) for _ in range(2))
+    results = fake_selection(rows)
     return compile_sm90(
-        kernel, scores, starts, lengths, block_table, row_to_seq, indices, values, Int32(1), Int32(0), fake_stream()
+        TopkIndicesSm90(element, cfg), scores, starts, lengths, *results, Int32(1), Int32(0), fake_stream()
     )
 
 

@@ -3,8 +3,7 @@
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, with_dims
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime import backends
 from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, op

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.elementwise.limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
-from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise import hyper_connections, hyper_mix
 from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_expand_mix as reference

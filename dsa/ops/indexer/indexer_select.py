@@ -2,8 +2,16 @@
 
 import torch
 
-from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
+from dsa.kernels.indexer.limits import (
+    HEAD_DIMS,
+    HEADS,
+    MAX_COLS,
+    MAX_SELECTED,
+    PAGED,
+    ROW_TO_SEQ,
+    TWO_OPS_KEYS,
+    VALUES,
+)
 from dsa.ops._kernel_arguments import unit_inner
 from dsa.ops.indexer import fp8_mqa_logits, topk_indices
 from dsa.reference.indexer import indexer_select as reference
@@ -181,7 +189,7 @@ def _select(
         indices.fill_(-1)
         if values is not None:
             values.fill_(-torch.inf)
-    ctas = min(exact.work_tiles(queries), backends.num_sms(q.device))
+    ctas = min(-(-queries // exact.BLOCK_Q), backends.num_sms(q.device))
     of_rest = exact.compile_indexer_select(heads, dim, half, exact.CONFIG)
     of_rest(*scored, cu_seq_len_k_start, ends, *results, page_size or 1, options, ctas)
 

@@ -5,8 +5,7 @@ import math
 import torch
 
 from dsa.kernels.mla.limits import MHA_DIMS, ROPE_DIMS
-from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._tma_rows import tma_rows
+from dsa.ops._kernel_arguments import dtype_name, tma_rows
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.reference.mla.selection_bits import KEYS, WORDS
 from dsa.runtime import backends

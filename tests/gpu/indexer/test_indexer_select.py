@@ -10,7 +10,7 @@ import dsa
 from dsa.cases import cases_of
 from dsa.cases.selection import require_two_ops
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, PARTS, bound_ranks, pass_strides
-from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
+from dsa.kernels.indexer.limits import TWO_OPS_KEYS
 from tests.gpu.attention import int32, replayed
 from tests.gpu.indexer.scored_keys import FP32, RANGES, KeysInOnePiece, Op, accumulated
 from tests.gpu.op_checks import assert_runs_have_the_same_bits

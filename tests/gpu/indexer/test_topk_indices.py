@@ -9,7 +9,7 @@ import dsa
 from dsa.cases import cases_of
 from dsa.cases.selection import selected
 from dsa.kernels.indexer import topk_config
-from dsa.kernels.indexer.topk_candidates import SAMPLE
+from dsa.kernels.indexer.topk_indices_sm90 import SAMPLE
 from dsa.runtime.op import forget_calls
 from dsa.testing import poison_free_memory
 from tests.gpu.attention import int32

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-import dsa
 from dsa.kernels.mla.limits import MHA_DIMS, ROPE_DIMS
-from dsa.testing import assert_close, poison_free_memory
 from tests.gpu.attention import FP16, case_of, checked, replayed, starts
 from tests.gpu.op_checks import assert_same_bits
 

@@ -7,7 +7,6 @@ import pytest
 from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.gemm import fp8_gemm_few_rows_config as configs
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as kernels
-from dsa.kernels.gemm import operand_loads
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, expected_tiles
 from tests.kernels.variants import assert_counts, shipped
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dsa.kernels.indexer import candidate_bounds_sm90, candidate_lists, candidate_scores_sm90, candidate_select_sm90
-from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
+from dsa.kernels.indexer.limits import MAX_SELECTED, TWO_OPS_KEYS
 from tests.kernels.indexer.score_products import check_products
 from tests.kernels.variants import assert_counts, shipped
 

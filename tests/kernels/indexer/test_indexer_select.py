@@ -1,7 +1,7 @@
 """Scores and selection in one kernel: SASS with FP8 wgmma and TMA, and the room of its lists."""
 
 from dsa.kernels.indexer import indexer_select_sm90 as kernels
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
+from dsa.kernels.indexer.limits import MAX_SELECTED
 from tests.kernels.indexer.score_products import check_products
 from tests.kernels.variants import assert_counts, shipped
 

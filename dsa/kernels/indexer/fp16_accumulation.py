@@ -1,4 +1,4 @@
-"""Sum over the heads of an index-score tile with fp16 accumulators, at one instruction per accumulator.
+"""fp16 accumulation: the sum over the heads of an index-score tile, at one instruction per accumulator.
 
 An FP8 wgmma can round its sums to fp16. It then returns them in pairs of neighbouring columns, which are two heads of a
 query. One maximum and one multiply-add, on different pipes, process a pair. The accumulators are half as many registers

@@ -1,7 +1,13 @@
-"""Lists of candidates in global memory.
+"""What the kernels of the candidate passes share: key tiles, and lists of candidates in global memory.
 
-entries [queries, CAPACITY]: 8 bytes each, a score and its key. counts [queries, 2]: numbers of entries at the front and
-at the back. bounds [queries].
+The tiles are built so that a regular subset of them is a fair sample of all keys. The keys that a block of queries
+sees, from the smallest start to the largest end, are divided into groups of 16 neighbours. The groups form four parts
+of `tiles` groups each. Tile r has the r-th group of every part, one for each warp of a warpgroup: key
+(base + part * tiles + r) * 16 + i. So every S-th tile has every S-th group of all parts. That is a fairer sample than
+tiles of 64 neighbours would give. Four copies load a tile.
+
+Lists: entries [queries, CAPACITY]: 8 bytes each, a score and its key. counts [queries, 2]: numbers of entries at the
+front and at the back. bounds [queries].
 """
 
 import cutlass
@@ -10,8 +16,25 @@ from cutlass import Float32, Int32, Int64
 
 from dsa.cute.fake_tensors import fake
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY
-from dsa.kernels.indexer.selection_list import LOWEST, order_of
+from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROUP, LOG_TILE, PARTS
+from dsa.kernels.indexer.radix_select import LOWEST, order_of
+from dsa.kernels.indexer.score_mainloop import keys_of_block
+
+
+@cute.jit
+def frame_of(block, block_q, starts, ends, keys, lane):
+    """Frame of a block of `block_q` queries: (the first group of its keys, number of its key tiles and of groups per
+    part). The whole warp calls this."""
+    low, high = keys_of_block(block, block_q, starts.shape[0], starts, ends, keys, lane)
+    base = low >> LOG_GROUP
+    groups = cutlass.max(((high + GROUP - 1) >> LOG_GROUP) - base, 0)
+    return base, (groups + PARTS - 1) >> (LOG_TILE - LOG_GROUP)
+
+
+@cute.jit
+def tiles_of_pass(tiles, log_stride):
+    """Number of tiles if every 2^log_stride-th one counts, from the first on."""
+    return (tiles + (Int32(1) << log_stride) - 1) >> log_stride
 
 
 @cute.jit
