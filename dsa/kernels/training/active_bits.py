@@ -32,16 +32,13 @@ def sign_bits(acc, block: cutlass.Constexpr) -> Uint32:
     word = Uint32(0)
     for byte in (3, 2, 1, 0):
         for j in range(8):
-            word = push_sign(word, acc[4 * (8 * block + j) + byte])
+            # Shift the word left by one and append the accumulator's sign bit.
+            word = cute.arch.inline_ptx(
+                "shf.l.wrap.b32 {$w0}, {$r0}, {$r1}, 1;",
+                write_only_types=[Uint32],
+                read_only_args=[acc[4 * (8 * block + j) + byte], word],
+            )
     return word
-
-
-@cute.jit
-def push_sign(word: Uint32, x: Float32) -> Uint32:
-    """Shift the word left by one and append the sign bit of x."""
-    return cute.arch.inline_ptx(
-        "shf.l.wrap.b32 {$w0}, {$r0}, {$r1}, 1;", write_only_types=[Uint32], read_only_args=[x, word]
-    )
 
 
 @cute.jit

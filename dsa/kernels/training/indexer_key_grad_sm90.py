@@ -22,18 +22,12 @@ Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp i
 time.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -42,39 +36,35 @@ from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_4, load_matrices, load_matrices_transposed, store_4
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.kernels.training.active_bits import multiply_pairs, permute, word_place
-from dsa.kernels.training.key_block_scheduler import CtaRange, KeyBlockScheduler
-from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, MAX_Q_TILES
-from dsa.kernels.training.q_tiles import (
-    BIT_BYTES,
-    COLUMN_BLOCK,
-    KEY_BLOCK,
-    fake_active,
-    fake_gradients,
-    fake_q_tiles,
-    gradients_of,
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_active, fake_gradients, fake_q_tiles
+from dsa.kernels.training.key_block_scheduler import KeyBlockScheduler
+from dsa.kernels.training.limits import MAX_Q_TILES
+from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    add_product,
+    operand_a,
+    release,
+    smem_layout,
+    swap_modes,
+    tiled_mma,
+    tma_tiles,
 )
-from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
+from dsa.kernels.training.q_tiles import BIT_BYTES, COLUMN_BLOCK, KEY_BLOCK, gradients_of
+from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 TILE = 2 * KEY_BLOCK  # keys per warpgroup
 FIXUP_THREADS = 256
 
 
-class Fixup(IntEnum):
-    """Words of a CTA's row of `fixup`, which describe its partial sums.
-
-    TAIL: 1 if the CTA has partial sums of the key block in which its range ends. TAIL_KEY, TAIL_KEYS: the block's first
-    key and number of keys. HEAD: 1 if the CTA has partial sums of the key block in which its range begins. HEAD_ENDS: 1
-    if this block's last pair is in the range.
-    """
-
-    TAIL = 0
-    TAIL_KEY = 1
-    TAIL_KEYS = 2
-    HEAD = 3
-    HEAD_ENDS = 4
-
-
+# Words of a CTA's row of `fixup`, which describe its partial sums.
+# TAIL: 1 if the CTA has partial sums of the key block in which its range ends.
+# TAIL_KEY, TAIL_KEYS: the block's first key and number of keys.
+# HEAD: 1 if the CTA has partial sums of the key block in which its range begins.
+# HEAD_ENDS: 1 if this block's last pair is in the range.
+TAIL, TAIL_KEY, TAIL_KEYS, HEAD, HEAD_ENDS = range(5)
 FIXUP_WORDS = 8
 
 
@@ -89,42 +79,29 @@ class IndexerKeyGradConfig:
     def keys(self) -> int:
         return TILE * self.warpgroups
 
-    @property
-    def threads(self) -> int:
-        return (self.warpgroups + 1) * WARPGROUP
 
-    def stage_bytes(self, heads: int, dim: int) -> tuple[int, int, int, int]:
-        """Bytes of q, w, dI and bits per stage."""
-        di = self.warpgroups * (COLUMN_BLOCK // heads) * TILE * 2
-        return COLUMN_BLOCK * dim * 2, COLUMN_BLOCK * 2, di, self.warpgroups * 2 * BIT_BYTES
-
-    def shared(self, heads: int, dim: int) -> int:
-        return self.stages * (sum(self.stage_bytes(heads, dim)) + 32) + 4 * MAX_Q_TILES + 3 * 1024
-
-
-class Stages(NamedTuple):
-    """First stage of the queries, the weights, dI and the active bits in shared memory."""
-
-    q: cute.Pointer
-    w: cute.Pointer
-    di: cute.Pointer
-    active: cute.Pointer
-
-
-class Lane(NamedTuple):
-    """Shared-memory addresses of a lane's weights, dI and active bits in the first stage."""
-
-    w: Int32
-    di: Int32
-    active: Int32
+# Per (heads, channels). If a stage is small, a third warpgroup shares its queries. As many stages as fit, at most 12.
+CONFIGS = {
+    (8, 64): IndexerKeyGradConfig(3, 12),
+    (8, 128): IndexerKeyGradConfig(2, 9),
+    (16, 64): IndexerKeyGradConfig(3, 12),
+    (16, 128): IndexerKeyGradConfig(2, 10),
+    (32, 64): IndexerKeyGradConfig(2, 12),
+    (32, 128): IndexerKeyGradConfig(2, 11),
+    (64, 64): IndexerKeyGradConfig(2, 12),
+    (64, 128): IndexerKeyGradConfig(2, 11),
+}
 
 
 class IndexerKeyGradSm90:
     def __init__(self, heads: int, dim: int, cfg: IndexerKeyGradConfig):
-        self.heads, self.dim, self.cfg, self.warpgroups, self.stages = heads, dim, cfg, cfg.warpgroups, cfg.stages
-        self.keys, self.threads, self.consumer_warps = cfg.keys, cfg.threads, 4 * cfg.warpgroups
-        self.q_bytes, self.w_bytes, self.di_bytes, self.active_bytes = cfg.stage_bytes(heads, dim)
+        self.heads, self.dim, self.warpgroups, self.stages, self.keys = heads, dim, cfg.warpgroups, cfg.stages, cfg.keys
+        self.threads, self.consumer_warps = (cfg.warpgroups + 1) * WARPGROUP, 4 * cfg.warpgroups
         self.queries = COLUMN_BLOCK // heads  # per column block
+        self.tile_bytes = self.queries * TILE * 2  # of dI per warpgroup and stage
+        # Per stage.
+        self.q_bytes, self.w_bytes = COLUMN_BLOCK * dim * 2, COLUMN_BLOCK * 2
+        self.di_bytes, self.active_bytes = cfg.warpgroups * self.tile_bytes, cfg.warpgroups * 2 * BIT_BYTES
         self.scheduler = KeyBlockScheduler(heads, cfg.keys)
 
     @cute.jit
@@ -140,14 +117,9 @@ class IndexerKeyGradSm90:
         fixup: cute.Tensor,
         stream,
     ):
-        q_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (KEY_BLOCK, COLUMN_BLOCK, self.dim), BFloat16, self.stages
-        )
+        q_layout = smem_layout(COLUMN_BLOCK, self.dim, BFloat16, self.stages)
         q_atom, q_tma = tile_load(q, q_layout, (COLUMN_BLOCK, self.dim))
-        mma = sm90.make_trivial_tiled_mma(
-            *(BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN, Float32),
-            *((1, 1, 1), (KEY_BLOCK, self.dim), cute.nvgpu.warpgroup.OperandSource.RMEM),
-        )
+        mma = tiled_mma(BFloat16, (KEY_BLOCK, self.dim), (K_MAJOR, MN_MAJOR), from_registers=True)
 
         @cute.struct
         class Storage:
@@ -160,6 +132,7 @@ class IndexerKeyGradSm90:
             active: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.active_bytes], 128]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
 
+        assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
         ctas = fixup.shape[0]
         self.kernel(q_atom, q_tma, w, q_tiles, di, active, dk, partial_sums, fixup, mma, q_layout).launch(
@@ -194,10 +167,8 @@ class IndexerKeyGradSm90:
         storage = SmemAllocator().allocate(self.storage)
         columns = ZeroFillPipeline.of(storage.column_pipeline, self.stages)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        stages = Stages(storage.q.data_ptr(), storage.w.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr())
-        before = storage.before.get_tensor(cute.make_layout(MAX_Q_TILES))
+        starts = storage.q.data_ptr(), storage.w.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr()
         sums = storage.sums.get_tensor(cute.make_layout(WARP))
-        found = storage.found.get_tensor(cute.make_layout(4))
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
         if tid == 0:
@@ -207,16 +178,21 @@ class IndexerKeyGradSm90:
             sums[tid] = 0
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        own = self.scheduler.cta_range(q_tiles, before, sums, found, cta, fixup.shape[0], tid, self.threads, warp, lane)
+        own = self.scheduler.cta_range(
+            *(q_tiles, storage.before.get_tensor(cute.make_layout(MAX_Q_TILES)), sums),
+            *(storage.found.get_tensor(cute.make_layout(4)), cta, fixup.shape[0], tid, self.threads, warp, lane),
+        )
 
         consumer_registers, other_registers = REGISTERS[self.warpgroups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(other_registers)
             if warp == self.consumer_warps:
-                self.produce(q_atom, mq, w, q_tiles, di, active, sq, stages, columns, own, lane)
+                self.produce(q_atom, mq, w, q_tiles, di, active, sq, *starts, columns, own, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(q_tiles, dk, partial_sums, fixup, mma, sq, stages, columns.ring, own, cta, tid, warp, lane)
+            self.consume(
+                *(q_tiles, dk, partial_sums, fixup, mma, sq, *starts[1:], columns.ring, own, cta, tid, warp, lane)
+            )
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
@@ -224,88 +200,106 @@ class IndexerKeyGradSm90:
         count = Int32(0)
         for tile in cutlass.range_constexpr(self.warpgroups):
             key = key_block * self.keys + tile * TILE
-            if column_block >= self.scheduler.first_column_block(span.seen, span.step, key) and key < span.visible:
+            if column_block >= self.scheduler.first_column_block(span.q_tile, key) and key < span.visible:
                 count += 1
         return count
 
     @cute.jit
     def produce(
-        self, q_atom, mq, w, q_tiles, di, active, sq, stages: Stages, columns: ZeroFillPipeline, own: CtaRange, lane
+        self,
+        q_atom,
+        mq,
+        w,
+        q_tiles,
+        di,
+        active,
+        sq,
+        q_start,
+        w_start,
+        di_start,
+        active_start,
+        columns: ZeroFillPipeline,
+        own,
+        lane,
     ):
         """The producer warp: load the stages of every work tile of this CTA."""
-        one = cute.make_layout(1)
         state, landed_phase = start(), Int32(0)
         next_tile = self.scheduler.first(q_tiles, own, lane)
         while next_tile.is_valid:
             work_tile = self.scheduler.work_tile(q_tiles, next_tile, lane)
             span, key_block, column_block, end = work_tile
-            flat = span.first_q * self.heads
-            gq = cute.local_tile(cute.domain_offset((flat, 0), mq), (COLUMN_BLOCK, self.dim), (None, 0))
-            tqs, tqg = cute.nvgpu.cpasync.tma_partition(
-                q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
-            )
+            flat = span.q_tile.first_q * self.heads
+            tqs, tqg = tma_tiles(q_atom, sq, mq, (COLUMN_BLOCK, self.dim), (flat, 0), (None, 0))
             for at in cutlass.range(column_block, end, unroll=1):
                 q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
-                there = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns
+                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns of this sequence
                 columns.ring.producer_wait(state)
-                barrier = columns.copy_barrier(state, there == COLUMN_BLOCK)
+                barrier = columns.copy_barrier(state, valid == COLUMN_BLOCK)
                 with cute.arch.elect_one():
                     weights = cutlass.min(w.shape[0] - (flat + at * COLUMN_BLOCK), COLUMN_BLOCK) * 2
-                    pairs = tiles * (self.queries * TILE * 2)
-                    expect_bytes(barrier, self.q_bytes + weights + pairs + tiles * (2 * BIT_BYTES))
+                    expect_bytes(barrier, self.q_bytes + weights + tiles * self.tile_bytes + tiles * (2 * BIT_BYTES))
                     own_w = w.iterator + Int64(flat + at * COLUMN_BLOCK)
-                    bulk_load(stages.w + state.stage * self.w_bytes, own_w, weights, barrier)
+                    bulk_load(w_start + state.stage * self.w_bytes, own_w, weights, barrier)
                     for tile in cutlass.range_constexpr(self.warpgroups):
                         if tile < tiles:
-                            key_tile = key_block * self.warpgroups + tile
-                            source = gradients_of(di, q_tile, key_tile, own_block * self.queries)
-                            target = stages.di + (state.stage * self.di_bytes + tile * (self.queries * TILE * 2))
-                            bulk_load(target, source, Int32(self.queries * TILE * 2), barrier)
+                            source = gradients_of(
+                                di, q_tile, key_block * self.warpgroups + tile, own_block * self.queries
+                            )
+                            target = di_start + (state.stage * self.di_bytes + tile * self.tile_bytes)
+                            bulk_load(target, source, Int32(self.tile_bytes), barrier)
                     if tiles > 0:
                         source = active[q_tile, own_block, key_block * (2 * self.warpgroups), None].iterator
-                        target = stages.active + state.stage * self.active_bytes
+                        target = active_start + state.stage * self.active_bytes
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
-                if there < COLUMN_BLOCK:
+                if valid < COLUMN_BLOCK:
                     # The last columns belong to another sequence.
-                    landed_phase = columns.wait_landed(landed_phase)
-                    block_start = Int32(stages.q.toint()) + state.stage * self.q_bytes
-                    zero_rows(block_start, there, COLUMN_BLOCK, self.dim * 2, lane)
-                    for column in cutlass.range(there + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
-                        store_4(Int32(stages.w.toint()) + state.stage * self.w_bytes + 2 * column, Uint32(0))
+                    q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
+                    landed_phase = columns.zero_rows(landed_phase, q_block, valid, COLUMN_BLOCK, self.dim * 2, lane)
+                    for column in cutlass.range(valid + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
+                        store_4(Int32(w_start.toint()) + state.stage * self.w_bytes + 2 * column, Uint32(0))
                     columns.commit(state)
                 state = columns.ring.advance(state)
             next_tile = self.scheduler.advance(q_tiles, next_tile, work_tile)
 
     @cute.jit
     def consume(
-        self, q_tiles, dk, partial_sums, fixup, mma, sq, stages: Stages, columns: Pipeline, own, cta, tid, warp, lane
+        self,
+        q_tiles,
+        dk,
+        partial_sums,
+        fixup,
+        mma,
+        sq,
+        w_start,
+        di_start,
+        active_start,
+        columns: Pipeline,
+        own,
+        cta,
+        tid,
+        warp,
+        lane,
     ):
         """The mainloop of a consumer warpgroup: its 128 keys of every key block in the CTA's range."""
         thr = mma.get_slice(tid % WARPGROUP)
-        channels = cute.make_tensor(sq.iterator, cute.select(sq.layout, mode=[1, 0, 2]))
-        rb = mma.make_fragment_B(thr.partition_B(channels))
-        shape = thr.partition_shape_A((KEY_BLOCK, COLUMN_BLOCK))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
-        words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
-        accs = [cute.make_rmem_tensor(thr.partition_shape_C((KEY_BLOCK, self.dim)), Float32) for _ in range(2)]
-        flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
+        rb = mma.make_fragment_B(thr.partition_B(swap_modes(sq)))
+        operands, words = zip(*(operand_a(thr, (KEY_BLOCK, COLUMN_BLOCK), BFloat16) for _ in range(2)))
+        accs, flats = zip(*(accumulator(thr, (KEY_BLOCK, self.dim)) for _ in range(2)))
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
         # Each lane gives ldmatrix one row address. Lane / 8 is the matrix: lane bit 3 selects the half of 16 keys; bit
         # 4 selects the tile of 64 keys, or the query if a column block has several.
         own_warp = warp % 4
-        w_at = Int32(stages.w.toint()) + (lane >> 3) * 16
-        di_at = Int32(stages.di.toint()) + tile * (self.queries * TILE * 2) + own_warp * 32 + ((lane >> 3) & 1) * 16
-        if const_expr(self.queries == 1):
-            di_at += (lane >> 4) * 128
-        else:
-            di_at += (lane >> 4) * (TILE * 2)
-        active_at = Int32(stages.active.toint()) + tile * (2 * BIT_BYTES) + own_warp * 128 + word_place(lane) * 4
-        operands_at = Lane(w_at, di_at, active_at)
-        self.clear_fixup(fixup, cta, tid)
+        w_at = Int32(w_start.toint()) + (lane >> 3) * 16
+        di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
+        di_at += (lane >> 4) * (128 if self.queries == 1 else TILE * 2)
+        active_at = Int32(active_start.toint()) + tile * (2 * BIT_BYTES) + own_warp * 128 + word_place(lane) * 4
+        if tid == 0:
+            for i in cutlass.range_constexpr(FIXUP_WORDS):
+                fixup[cta, i] = 0
         state = start()
         next_tile = self.scheduler.first(q_tiles, own, lane)
         while next_tile.is_valid:
@@ -319,21 +313,20 @@ class IndexerKeyGradSm90:
             for at in cutlass.range(column_block, end, unroll=1):
                 columns.consumer_wait(state)
                 if at >= both_from:
-                    self.add(2, mma, accs, operands, words, rb, state.stage, operands_at)
+                    self.add(2, mma, accs, operands, words, rb, state.stage, w_at, di_at, active_at)
                 elif at >= seen_from:
-                    self.add(1, mma, accs, operands, words, rb, state.stage, operands_at)
-                columns.consumer_release(state)
-                state = columns.advance(state)
+                    self.add(1, mma, accs, operands, words, rb, state.stage, w_at, di_at, active_at)
+                state = release(columns, state)
             if end > column_block:
-                began = column_block == self.scheduler.first_column_block(span.seen, span.step, key_block * self.keys)
+                began = column_block == self.scheduler.first_column_block(span.q_tile, key_block * self.keys)
                 ended = end == span.column_blocks
                 row = own_warp * 16 + (lane >> 2)
                 if began and ended:
                     for b in cutlass.range_constexpr(2):
                         for half in cutlass.range_constexpr(2):
                             own_key = key + b * KEY_BLOCK + row + 8 * half
-                            if own_key < span.keys:
-                                self.store(flats[b], half, dk[span.first_k + own_key, None], True, lane)
+                            if own_key < span.q_tile.keys:
+                                self.store(flats[b], half, dk[span.q_tile.first_k + own_key, None], True, lane)
                 else:
                     which = Int32(1) if began else Int32(0)
                     for b in cutlass.range_constexpr(2):
@@ -342,24 +335,24 @@ class IndexerKeyGradSm90:
                             self.store(flats[b], half, partial_sums[cta, which, own_key, None], False, lane)
                     if tid == 0:
                         if began:
-                            fixup[cta, Fixup.TAIL] = 1
-                            fixup[cta, Fixup.TAIL_KEY] = span.first_k + key
-                            fixup[cta, Fixup.TAIL_KEYS] = cutlass.min(span.keys - key, self.keys)
+                            fixup[cta, TAIL] = 1
+                            fixup[cta, TAIL_KEY] = span.q_tile.first_k + key
+                            fixup[cta, TAIL_KEYS] = cutlass.min(span.q_tile.keys - key, self.keys)
                         else:
-                            fixup[cta, Fixup.HEAD] = 1
-                            fixup[cta, Fixup.HEAD_ENDS] = Int32(1) if ended else Int32(0)
+                            fixup[cta, HEAD] = 1
+                            fixup[cta, HEAD_ENDS] = Int32(1) if ended else Int32(0)
             next_tile = self.scheduler.advance(q_tiles, next_tile, work_tile)
 
     @cute.jit
     def seen_from(self, span, key, end):
         """The first column block that sees a key, or `end` if none does."""
-        return self.scheduler.first_column_block(span.seen, span.step, key) if key < span.visible else end
+        return self.scheduler.first_column_block(span.q_tile, key) if key < span.visible else end
 
     @cute.jit
-    def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, at: Lane):
+    def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, active_at):
         """Accumulate a stage's columns into the warpgroup's first tile (blocks = 1) or into both (2)."""
-        w_here, di_here = at.w + stage * self.w_bytes, at.di + stage * self.di_bytes
-        word_here = at.active + stage * self.active_bytes
+        w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
+        word_here = active_at + stage * self.active_bytes
         # All row addresses of a matrix are the same 16 bytes. So lane l gets pair l % 4 of these 8 numbers, or, with
         # the transposing load, number l / 4 twice.
         w = [*load_matrices(w_here), *load_matrices(w_here + 64)]
@@ -381,10 +374,7 @@ class IndexerKeyGradSm90:
                             number = pairs[2 * (query % 2) + half]
                         mask = permute(shifted, shifted, 0xBBAA if half else 0x9988)
                         own[2 * j + half] = multiply_pairs(number, w[j]) & mask
-            cute.nvgpu.warpgroup.fence()
-            for step in cutlass.range_constexpr(COLUMN_BLOCK // 16):
-                cute.gemm(mma, accs[b], operands[b][None, None, step], rb[None, None, step, stage], accs[b])
-            cute.nvgpu.warpgroup.commit_group()
+            add_product(mma, accs[b], operands[b], rb, stage)
         cute.nvgpu.warpgroup.wait_group(0)
 
     @cute.jit
@@ -403,12 +393,6 @@ class IndexerKeyGradSm90:
                 pair[0], pair[1] = flat[4 * j + 2 * half], flat[4 * j + 2 * half + 1]
             cute.autovec_copy(pair, target)
 
-    @cute.jit
-    def clear_fixup(self, fixup, cta, tid):
-        if tid == 0:
-            for i in cutlass.range_constexpr(FIXUP_WORDS):
-                fixup[cta, i] = 0
-
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
         """The fixup. CTA x adds the partial sums of the key block in which range x ends: those of range x, then those
@@ -418,8 +402,8 @@ class IndexerKeyGradSm90:
         index = part * FIXUP_THREADS + tid
         row, vector = index // (self.dim // 4), index % (self.dim // 4)
         wait_for_prerequisite_grids()
-        if fixup[cta, Fixup.TAIL] == 1 and row < fixup[cta, Fixup.TAIL_KEYS]:
-            target = cute.local_tile(dk[fixup[cta, Fixup.TAIL_KEY] + row, None], (4,), (vector,))
+        if fixup[cta, TAIL] == 1 and row < fixup[cta, TAIL_KEYS]:
+            target = cute.local_tile(dk[fixup[cta, TAIL_KEY] + row, None], (4,), (vector,))
             total, more = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)
             cute.autovec_copy(cute.local_tile(partial_sums[cta, 1, row, None], (4,), (vector,)), total)
             other, ends = cta + 1, Int32(0)
@@ -427,7 +411,7 @@ class IndexerKeyGradSm90:
                 cute.autovec_copy(cute.local_tile(partial_sums[other, 0, row, None], (4,), (vector,)), more)
                 for i in cutlass.range_constexpr(4):
                     total[i] += more[i]
-                ends = fixup[other, Fixup.HEAD_ENDS]
+                ends = fixup[other, HEAD_ENDS]
                 other += 1
             cute.autovec_copy(target, more)
             for i in cutlass.range_constexpr(4):
@@ -453,18 +437,6 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
     )
 
 
-@functools.lru_cache(4096)
-def choose_config(heads: int, dim: int) -> IndexerKeyGradConfig:
-    """As many stages as fit, at most 12. If a stage is small, a third warpgroup shares its queries."""
-    warpgroups = 3 if heads <= 16 and dim == 64 else 2
-    configs = [IndexerKeyGradConfig(warpgroups, stages) for stages in range(2, 13)]
-    return max((c for c in configs if c.shared(heads, dim) <= SHARED_BYTES), key=lambda config: config.stages)
-
-
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
-    return [
-        (compile_indexer_key_grad, (heads, dim, choose_config(heads, dim)))
-        for heads in INDEX_HEADS
-        for dim in INDEX_CHANNELS
-    ]
+    return [(compile_indexer_key_grad, (*shape, config)) for shape, config in CONFIGS.items()]

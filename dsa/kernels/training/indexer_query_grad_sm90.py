@@ -13,7 +13,7 @@ Plan
   through the same memory. dw needs no second product, since sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
   sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
-- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tile_scheduler.py).
+- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tiles.py).
 Shared memory per stage: 128 x D x 2 bytes of k, 256 of dI per query, 1 KiB of bits per block. 128 x D bytes per block
 for q and dq.
 Registers: BLOCKS x D / 2 sums, BLOCKS x 16 for operand A, 8 or 16 for dI, of 232 with two consumer warpgroups or 112
@@ -21,20 +21,14 @@ with four. The producer warpgroup has 40 or 32.
 Roofline: tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in that time.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import bulk_load, gather_16, tile_load
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_8, load_16, load_matrices, pack, store_matrices
@@ -42,18 +36,32 @@ from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import permute
-from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE
-from dsa.kernels.training.q_tile_scheduler import QTileScheduler, WorkTileInfo
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_active, fake_gradients, fake_line, fake_q_tiles
+from dsa.kernels.training.global_sums import store_4
+from dsa.kernels.training.limits import K_TILE
+from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    add_product,
+    finish_prologue,
+    operand_a,
+    release,
+    smem_layout,
+    swap_modes,
+    thread_indices,
+    tiled_mma,
+    tma_tiles,
+)
 from dsa.kernels.training.q_tiles import (
     BIT_BYTES,
     COLUMN_BLOCK,
     KEY_BLOCK,
-    fake_active,
-    fake_gradients,
-    fake_q_tiles,
+    QTileScheduler,
+    WorkTileInfo,
     gradients_of,
 )
-from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
+from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 ROWS = 16  # per warp
@@ -73,34 +81,29 @@ class IndexerQueryGradConfig:
         """Blocks of 64 (query, head) pairs per work tile."""
         return self.warpgroups * self.blocks
 
-    @property
-    def threads(self) -> int:
-        return (self.warpgroups + 1) * WARPGROUP
 
-    def stage_bytes(self, heads: int, dim: int) -> tuple[int, int, int]:
-        """Bytes of k, dI and bits per stage."""
-        queries = self.column_blocks * COLUMN_BLOCK // heads
-        return K_TILE * dim * 2, queries * K_TILE * 2, self.column_blocks * 2 * BIT_BYTES
-
-    def shared(self, heads: int, dim: int) -> int:
-        staged = self.column_blocks * COLUMN_BLOCK * dim * 2
-        return self.stages * (sum(self.stage_bytes(heads, dim)) + 32) + staged + 3 * 1024
-
-
-class Stages(NamedTuple):
-    """First stage of the keys, dI and the active bits in shared memory."""
-
-    k: cute.Pointer
-    di: cute.Pointer
-    active: cute.Pointer
+# The fastest measured per (heads, channels). Four warpgroups best hide the work between two wgmma, if their registers
+# suffice. As many stages as fit, at most 8.
+CONFIGS = {
+    (8, 64): IndexerQueryGradConfig(4, 1, 6),
+    (8, 128): IndexerQueryGradConfig(2, 2, 3),
+    (16, 64): IndexerQueryGradConfig(4, 1, 7),
+    (16, 128): IndexerQueryGradConfig(2, 2, 3),
+    (32, 64): IndexerQueryGradConfig(4, 1, 8),
+    (32, 128): IndexerQueryGradConfig(2, 2, 4),
+    (64, 64): IndexerQueryGradConfig(4, 1, 8),
+    (64, 128): IndexerQueryGradConfig(2, 2, 4),
+}
 
 
 class IndexerQueryGradSm90:
     def __init__(self, heads: int, dim: int, cfg: IndexerQueryGradConfig):
         self.heads, self.dim, self.cfg, self.blocks, self.stages = heads, dim, cfg, cfg.blocks, cfg.stages
         self.column_blocks, self.consumer_warps = cfg.column_blocks, 4 * cfg.warpgroups
-        self.k_bytes, self.di_bytes, self.active_bytes = cfg.stage_bytes(heads, dim)
         self.block_q = cfg.column_blocks * COLUMN_BLOCK // heads
+        # Per stage.
+        self.k_bytes, self.di_bytes = K_TILE * dim * 2, self.block_q * K_TILE * 2
+        self.active_bytes = cfg.column_blocks * 2 * BIT_BYTES
         self.scheduler = QTileScheduler(self.block_q)
         self.chunks = dim // 8  # of 16 bytes, per row
         self.staged = ROWS * dim * 2  # bytes of a warp's rows, per block
@@ -120,12 +123,9 @@ class IndexerQueryGradSm90:
         ctas: Int32,
         stream,
     ):
-        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, K_TILE, self.dim), BFloat16, self.stages)
+        k_layout = smem_layout(K_TILE, self.dim, BFloat16, self.stages)
         k_atom, k_tma = tile_load(k, k_layout, (K_TILE, self.dim))
-        mma = sm90.make_trivial_tiled_mma(
-            *(BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN, Float32),
-            *((1, 1, 1), (COLUMN_BLOCK, self.dim), cute.nvgpu.warpgroup.OperandSource.RMEM),
-        )
+        mma = tiled_mma(BFloat16, (COLUMN_BLOCK, self.dim), (K_MAJOR, MN_MAJOR), from_registers=True)
 
         @cute.struct
         class Storage:
@@ -136,9 +136,11 @@ class IndexerQueryGradSm90:
             q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 4 * self.column_blocks * self.staged], 128]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
+        assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
+        threads = (self.cfg.warpgroups + 1) * WARPGROUP
         self.kernel(q, k_atom, k_tma, w, q_tiles, di, active, dq, dw, tile_counter, mma, k_layout).launch(
-            grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=(ctas, 1, 1), block=(threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -157,32 +159,28 @@ class IndexerQueryGradSm90:
         mma: cute.TiledMma,
         k_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         storage = SmemAllocator().allocate(self.storage)
         keys = ZeroFillPipeline.of(storage.k_pipeline, self.stages)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        stages = Stages(storage.k.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr())
+        starts = storage.k.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr()
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
             keys.init(self.consumer_warps)
             work_tiles.init(self.consumer_warps)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
 
         consumer_registers, other_registers = REGISTERS[self.cfg.warpgroups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(other_registers)
             if warp == self.consumer_warps:
-                self.produce(k_atom, mk, q_tiles, tile_counter, work_tiles, di, active, sk, stages, keys, lane)
+                self.produce(k_atom, mk, q_tiles, tile_counter, work_tiles, di, active, sk, *starts, keys, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             staged = storage.q.data_ptr() + warp * (self.blocks * self.staged)
-            self.consume(q, w, dq, dw, mma, work_tiles, sk, stages, staged, keys.ring, tid, warp, lane)
+            self.consume(q, w, dq, dw, mma, work_tiles, sk, *starts[1:], staged, keys.ring, tid, warp, lane)
 
     @cute.jit
     def produce(
@@ -195,12 +193,13 @@ class IndexerQueryGradSm90:
         di,
         active,
         sk,
-        stages: Stages,
+        k_start,
+        di_start,
+        active_start,
         keys: ZeroFillPipeline,
         lane,
     ):
         """The producer warp: take work tiles and load their stages."""
-        one = cute.make_layout(1)
         state, work_state, landed_phase = start(), start(), Int32(0)
         number = Int32(0)
         while number >= 0:
@@ -209,28 +208,24 @@ class IndexerQueryGradSm90:
             )
             if number >= 0:
                 first = row * self.heads // COLUMN_BLOCK
-                gk = cute.local_tile(cute.domain_offset((q_tile.first_k, 0), mk), (K_TILE, self.dim), (None, 0))
-                tks, tkg = cute.nvgpu.cpasync.tma_partition(
-                    k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
-                )
+                tks, tkg = tma_tiles(k_atom, sk, mk, (K_TILE, self.dim), (q_tile.first_k, 0), (None, 0))
                 for tile in cutlass.range(cute.ceil_div(q_tile.visible_to(row, self.block_q), K_TILE), unroll=1):
-                    there = cutlass.min(q_tile.keys - tile * K_TILE, K_TILE)
+                    valid = cutlass.min(q_tile.keys - tile * K_TILE, K_TILE)
                     keys.ring.producer_wait(state)
-                    barrier = keys.copy_barrier(state, there == K_TILE)
+                    barrier = keys.copy_barrier(state, valid == K_TILE)
                     with cute.arch.elect_one():
                         expect_bytes(barrier, self.k_bytes + self.di_bytes + self.active_bytes)
                         source = gradients_of(di, number, tile, row)
-                        bulk_load(stages.di + state.stage * self.di_bytes, source, Int32(self.di_bytes), barrier)
+                        bulk_load(di_start + state.stage * self.di_bytes, source, Int32(self.di_bytes), barrier)
                         for i in cutlass.range_constexpr(self.column_blocks):
                             source = active[number, first + i, 2 * tile, None].iterator
-                            target = stages.active + (state.stage * self.active_bytes + i * (2 * BIT_BYTES))
+                            target = active_start + (state.stage * self.active_bytes + i * (2 * BIT_BYTES))
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
-                    if there < K_TILE:
-                        # The rows from `there` on belong to the next sequence: zero them.
-                        landed_phase = keys.wait_landed(landed_phase)
-                        tile_start = Int32(stages.k.toint()) + state.stage * self.k_bytes
-                        zero_rows(tile_start, there, K_TILE, self.dim * 2, lane)
+                    if valid < K_TILE:
+                        # The other rows belong to the next sequence.
+                        k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
+                        landed_phase = keys.zero_rows(landed_phase, k_tile, valid, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
                     state = keys.ring.advance(state)
 
@@ -244,7 +239,8 @@ class IndexerQueryGradSm90:
         mma,
         work_tiles: WorkTilePipeline,
         sk,
-        stages: Stages,
+        di_start,
+        active_start,
         staged,
         keys: Pipeline,
         tid,
@@ -253,21 +249,16 @@ class IndexerQueryGradSm90:
     ):
         """The mainloop of a consumer warpgroup: its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
-        channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
-        rb = mma.make_fragment_B(thr.partition_B(channels))
-        shape = thr.partition_shape_A((COLUMN_BLOCK, KEY_BLOCK))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.blocks)]
-        words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
-        acc_shape = thr.partition_shape_C((COLUMN_BLOCK, self.dim))
-        accs = [cute.make_rmem_tensor(acc_shape, Float32) for _ in range(self.blocks)]
-        flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
+        rb = mma.make_fragment_B(thr.partition_B(swap_modes(sk)))
+        operands, words = zip(*(operand_a(thr, (COLUMN_BLOCK, KEY_BLOCK), BFloat16) for _ in range(self.blocks)))
+        accs, flats = zip(*(accumulator(thr, (COLUMN_BLOCK, self.dim)) for _ in range(self.blocks)))
         weights = cute.make_rmem_tensor((2 * self.blocks,), Float32)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         own_warp, side = warp % 4, warp // 4
         # This warp's first row in the work tile, in the warpgroup's first block.
         own = side * (self.blocks * COLUMN_BLOCK) + own_warp * ROWS
-        di_at = Int32(stages.di.toint()) + own // self.heads * (K_TILE * 2) + (lane >> 3) * 16
-        word_at = Int32(stages.active.toint()) + side * (self.blocks * 2 * BIT_BYTES)
+        di_at = Int32(di_start.toint()) + own // self.heads * (K_TILE * 2) + (lane >> 3) * 16
+        word_at = Int32(active_start.toint()) + side * (self.blocks * 2 * BIT_BYTES)
         word_at += (lane & 3) * 32 + (lane >> 3) * 8
         # The permutation selects the bytes with this lane's columns from two keys' words. The shift moves the warp's
         # bits to the top of each byte.
@@ -295,8 +286,7 @@ class IndexerQueryGradSm90:
                             di_here = di_at + (state.stage * self.di_bytes + b * 128)
                             word_here = word_at + (state.stage * self.active_bytes + b * BIT_BYTES)
                             self.add(mma, accs, operands, words, rb, state.stage, b, di_here, word_here, taken, shift)
-                    keys.consumer_release(state)
-                    state = keys.advance(state)
+                    state = release(keys, state)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
                 self.epilogue(flats, weights, dq, dw, flat_row, end, staged, lane)
@@ -320,23 +310,19 @@ class IndexerQueryGradSm90:
                     for eight in cutlass.range_constexpr(2):
                         mask = permute(of_rows[half], of_rows[half], 0xBB99 if eight else 0xAA88)
                         own[4 * step + 2 * eight + half] = pairs[half % halves][2 * step + eight] & mask
-            cute.nvgpu.warpgroup.fence()
-            for step in cutlass.range_constexpr(KEY_BLOCK // 16):
-                keys = rb[None, None, b * (KEY_BLOCK // 16) + step, stage]
-                cute.gemm(mma, accs[i], operands[i][None, None, step], keys, accs[i])
-            cute.nvgpu.warpgroup.commit_group()
+            add_product(mma, accs[i], operands[i], rb, stage, first=b * (KEY_BLOCK // 16))
         cute.nvgpu.warpgroup.wait_group(0)
 
     @cute.jit
-    def place(self, row, chunk):
+    def staged_offset(self, row, chunk):
         """Byte offset of chunk `chunk`, 16 bytes, of a warp's row. The swizzle puts a chunk of eight rows in different
         banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
-    def own_place(self, first: cutlass.Constexpr, lane):
+    def lane_offset(self, first: cutlass.Constexpr, lane):
         """Byte offset of chunk first + lane, counted over all rows."""
-        return self.place(first // self.chunks + lane // self.chunks, lane % self.chunks)
+        return self.staged_offset(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
     def load_q(self, q, flat_row, end, staged, lane):
@@ -348,7 +334,7 @@ class IndexerQueryGradSm90:
                 row = flat_row + i * COLUMN_BLOCK
                 if const_expr(self.heads < ROWS):
                     row += first // self.chunks + lane // self.chunks
-                target = Int32(staged.toint()) + (i * self.staged + self.own_place(first, lane))
+                target = Int32(staged.toint()) + (i * self.staged + self.lane_offset(first, lane))
                 gather_16(target, source + (i * COLUMN_BLOCK * self.dim * 2 + first * 16), row < end)
         cute.arch.cp_async_commit_group()
 
@@ -364,12 +350,12 @@ class IndexerQueryGradSm90:
         memory = Int32(staged.toint()) + i * self.staged
         sums = [Float32(0.0), Float32(0.0)]
         for n in cutlass.range_constexpr(self.dim // 16):
-            address = memory + self.place(lane & 15, 2 * n + (lane >> 4))
+            address = memory + self.staged_offset(lane & 15, 2 * n + (lane >> 4))
             loaded = load_matrices(address)
             results = []
             for m in cutlass.range_constexpr(4):
                 half, at = m % 2, 4 * (2 * n + m // 2) + 2 * (m % 2)
-                low, high = as_float(loaded[m] << 16), as_float(loaded[m] & Uint32(0xFFFF0000))
+                low, high = (loaded[m] << 16).bitcast(Float32), (loaded[m] & Uint32(0xFFFF0000)).bitcast(Float32)
                 sums[half] = cute.math.fma(low, flat[at], sums[half])
                 sums[half] = cute.math.fma(high, flat[at + 1], sums[half])
                 weight = weights[2 * i + half]
@@ -378,13 +364,13 @@ class IndexerQueryGradSm90:
         cute.arch.sync_warp()
         target = dq[flat_row, None].iterator + lane * 8
         for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
-            vector = load_16(memory + self.own_place(first, lane))
-            place = target + (i * COLUMN_BLOCK * self.dim + first * 8)
+            vector = load_16(memory + self.lane_offset(first, lane))
+            address = Int64((target + (i * COLUMN_BLOCK * self.dim + first * 8)).toint())
             if const_expr(self.heads >= ROWS):
-                store_global_16(place, vector)
+                store_4(address, vector)
             else:
                 if flat_row + (i * COLUMN_BLOCK + first // self.chunks) + lane // self.chunks < end:
-                    store_global_16(place, vector)
+                    store_4(address, vector)
         for half in cutlass.range_constexpr(2):
             total = sums[half] + cute.arch.shuffle_sync_bfly(sums[half], offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
@@ -392,20 +378,6 @@ class IndexerQueryGradSm90:
             if (lane & 3) == 0 and row < end:
                 dw[row] = total
         cute.arch.sync_warp()
-
-
-@cute.jit
-def store_global_16(target: cute.Pointer, words):
-    """Store four words at an address that is a multiple of 16."""
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
-        read_only_args=[Int64(target.toint()), *words],
-    )
-
-
-@cute.jit
-def as_float(bits: Uint32) -> Float32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 @cached
@@ -416,7 +388,7 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     rows = cute.sym_int()
     # Offsets in q may exceed 32 bits.
     q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1)) for n in (rows, cute.sym_int(), rows))
-    w, dw = (fake(Float32, (rows,), (1,), 4) for _ in range(2))
+    w, dw = (fake_line(Float32, rows) for _ in range(2))
     return compile_sm90(
         IndexerQueryGradSm90(heads, dim, config),
         *(q, k, w, fake_q_tiles(), fake_gradients(), fake_active(heads), dq, dw, fake_tile_counter(), Int32(1)),
@@ -424,19 +396,6 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     )
 
 
-@functools.lru_cache(4096)
-def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:
-    """The fastest measured configuration. Four warpgroups best hide the work between two wgmma, if their registers
-    suffice. As many stages as fit, at most 8."""
-    warpgroups, blocks = (2, 2) if dim == 128 else (4, 1)
-    configs = [IndexerQueryGradConfig(warpgroups, blocks, stages) for stages in range(2, 9)]
-    return max((c for c in configs if c.shared(heads, dim) <= SHARED_BYTES), key=lambda config: config.stages)
-
-
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
-    return [
-        (compile_indexer_query_grad, (heads, dim, choose_config(heads, dim)))
-        for heads in INDEX_HEADS
-        for dim in INDEX_CHANNELS
-    ]
+    return [(compile_indexer_query_grad, (*shape, config)) for shape, config in CONFIGS.items()]

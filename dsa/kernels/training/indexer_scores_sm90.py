@@ -10,7 +10,7 @@ Plan
   product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
 - One producer warp loads by TMA: double-buffered queries, and one ring of 64-key stages per consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
-  them sees (q_tile_scheduler.py). Elements after a query's last visible key or after the q tile's last row are
+  them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). The
@@ -19,20 +19,14 @@ Roofline: tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instru
 one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, 12 bytes per (query, key) are written.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
@@ -41,20 +35,22 @@ from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import negated_head_sum, sign_bits, word_place
-from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, Q_TILE
-from dsa.kernels.training.q_tile_scheduler import QTileScheduler, WorkTileInfo
-from dsa.kernels.training.q_tiles import COLUMN_BLOCK, KEY_BLOCK, fake_active, fake_q_tiles, fake_scores
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_active, fake_q_tiles, fake_tiles
+from dsa.kernels.training.limits import K_TILE, Q_TILE
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    finish_prologue,
+    load_stage,
+    release,
+    smem_layout,
+    thread_indices,
+    tiled_mma,
+    tma_tiles,
+)
+from dsa.kernels.training.q_tiles import COLUMN_BLOCK, KEY_BLOCK, QTileScheduler, WorkTileInfo
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 Q_STAGES = 2
-
-
-class Pipelines(NamedTuple):
-    """q: queries of a work tile. k: stages of keys for all consumer warpgroups; `k.ring` selects one warpgroup's
-    ring."""
-
-    q: Pipeline
-    k: Pipeline
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,19 @@ class IndexerScoresConfig:
     warpgroups: int
     stages: int
 
-    @property
-    def threads(self) -> int:
-        return (self.warpgroups + 1) * WARPGROUP
 
-    def shared(self, dim: int) -> int:
-        return (Q_STAGES * self.columns + self.warpgroups * self.stages * KEY_BLOCK) * dim * 2 + 3 * 1024
+# Per (heads, channels). With fewer heads a tile has more queries, and their reductions need registers. So tiles are
+# smaller, and there is a third warpgroup. As many stages as fit, at most 6.
+CONFIGS = {
+    (8, 64): IndexerScoresConfig(128, 3, 6),
+    (8, 128): IndexerScoresConfig(128, 3, 3),
+    (16, 64): IndexerScoresConfig(128, 3, 6),
+    (16, 128): IndexerScoresConfig(128, 3, 3),
+    (32, 64): IndexerScoresConfig(128, 3, 6),
+    (32, 128): IndexerScoresConfig(128, 3, 3),
+    (64, 64): IndexerScoresConfig(256, 2, 6),
+    (64, 128): IndexerScoresConfig(256, 2, 3),
+}
 
 
 class IndexerScoresSm90:
@@ -96,12 +99,11 @@ class IndexerScoresSm90:
         ctas: Int32,
         stream,
     ):
-        k_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, self.n, self.dim), BFloat16, self.stages)
-        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, self.n, self.dim), BFloat16, Q_STAGES)
+        k_layout = smem_layout(KEY_BLOCK, self.dim, BFloat16, self.stages)
+        q_layout = smem_layout(self.n, self.dim, BFloat16, Q_STAGES)
         k_atom, k_tma = tile_load(k, k_layout, (KEY_BLOCK, self.dim))
         q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
-        major = cute.nvgpu.OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, (1, 1, 1), (KEY_BLOCK, self.n))
+        mma = tiled_mma(BFloat16, (KEY_BLOCK, self.n))
 
         @cute.struct
         class Storage:
@@ -111,10 +113,12 @@ class IndexerScoresSm90:
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
+        assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
+        threads = (self.warpgroups + 1) * WARPGROUP
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, weights, q_tiles, scores, active, tile_counter, mma, q_layout, k_layout
-        ).launch(grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+        ).launch(grid=(ctas, 1, 1), block=(threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -132,34 +136,29 @@ class IndexerScoresSm90:
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         storage = SmemAllocator().allocate(self.storage)
-        pipelines = Pipelines(Pipeline.of(storage.q_barriers, Q_STAGES), Pipeline.of(storage.k_barriers, self.stages))
+        queries, keys = Pipeline.of(storage.q_barriers, Q_STAGES), Pipeline.of(storage.k_barriers, self.stages)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            pipelines.k.init(4)
-            pipelines.q.init(self.consumer_warps)
+            keys.init(4)
+            queries.init(self.consumer_warps)
             work_tiles.init(self.consumer_warps)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
 
         consumer_registers, other_registers = REGISTERS[self.warpgroups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(other_registers)
             if warp == self.consumer_warps:
-                self.produce(q_atom, mq, k_atom, mk, q_tiles, tile_counter, work_tiles, sq, sk, pipelines, lane)
+                self.produce(q_atom, mq, k_atom, mk, q_tiles, tile_counter, work_tiles, sq, sk, queries, keys, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(weights, scores, active, mma, work_tiles, sq, sk, pipelines, tid, warp, lane)
+            self.consume(weights, scores, active, mma, work_tiles, sq, sk, queries, keys, tid, warp, lane)
 
     @cute.jit
     def produce(
@@ -173,11 +172,11 @@ class IndexerScoresSm90:
         work_tiles: WorkTilePipeline,
         sq,
         sk,
-        pipelines: Pipelines,
+        queries: Pipeline,
+        keys: Pipeline,
         lane,
     ):
         """The producer warp: take work tiles, load their queries and keys."""
-        one = cute.make_layout(1)
         q_state, k_state, work_state = start(), start(), start()
         warpgroup, number = Int32(0), Int32(0)
         while number >= 0:
@@ -186,45 +185,46 @@ class IndexerScoresSm90:
             )
             tiles = cute.ceil_div(q_tile.visible_to(row, self.block_q), KEY_BLOCK)
             if number >= 0 and tiles > 0:
-                flat = (q_tile.first_q + row) * self.heads
-                gq = cute.local_tile(cute.domain_offset((flat, 0), mq), (self.n, self.dim), (0, 0))
-                gk = cute.local_tile(cute.domain_offset((q_tile.first_k, 0), mk), (KEY_BLOCK, self.dim), (None, 0))
-                tqs, tqg = cute.nvgpu.cpasync.tma_partition(
-                    q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
-                )
-                tks, tkg = cute.nvgpu.cpasync.tma_partition(
-                    k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
-                )
-                pipelines.q.producer_acquire(q_state, self.n * self.dim * 2)
-                barrier = pipelines.q.producer_barrier(q_state)
-                cute.copy(q_atom, tqg, tqs[None, q_state.stage], tma_bar_ptr=barrier)
-                q_state = pipelines.q.advance(q_state)
+                first = (q_tile.first_q + row) * self.heads, 0
+                tqs, tqg = tma_tiles(q_atom, sq, mq, (self.n, self.dim), first, (0, 0))
+                tks, tkg = tma_tiles(k_atom, sk, mk, (KEY_BLOCK, self.dim), (q_tile.first_k, 0), (None, 0))
+                q_state = load_stage(queries, q_state, self.n * self.dim * 2, q_atom, tqg, tqs)
                 for tile in cutlass.range(tiles, unroll=1):
-                    k = pipelines.k.ring(warpgroup, self.cfg.stages)
-                    k.producer_acquire(k_state, KEY_BLOCK * self.dim * 2)
-                    barrier = k.producer_barrier(k_state)
-                    cute.copy(k_atom, tkg[None, tile], tks[None, k.index(k_state)], tma_bar_ptr=barrier)
+                    ring = keys.ring(warpgroup, self.cfg.stages)
+                    ring.producer_acquire(k_state, KEY_BLOCK * self.dim * 2)
+                    barrier = ring.producer_barrier(k_state)
+                    cute.copy(k_atom, tkg[None, tile], tks[None, ring.index(k_state)], tma_bar_ptr=barrier)
                     warpgroup += 1
                     if warpgroup == self.warpgroups:
                         warpgroup = Int32(0)
-                        k_state = k.advance(k_state)
+                        k_state = ring.advance(k_state)
 
     @cute.jit
     def consume(
-        self, weights, scores, active, mma, work_tiles: WorkTilePipeline, sq, sk, pipelines: Pipelines, tid, warp, lane
+        self,
+        weights,
+        scores,
+        active,
+        mma,
+        work_tiles: WorkTilePipeline,
+        sq,
+        sk,
+        queries: Pipeline,
+        keys: Pipeline,
+        tid,
+        warp,
+        lane,
     ):
         """The mainloop of a consumer warpgroup: compute the scores and active bits of its key tiles."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((KEY_BLOCK, self.n)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
+        acc, flat = accumulator(thr_mma, (KEY_BLOCK, self.n))
         sums, words = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((self.words,), Uint32)
         sums.fill(0.0)
         words.fill(0)
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        queries = weights.shape[0]
         quad = lane & 3
-        k = pipelines.k.ring(warp // 4, self.cfg.stages)
+        k = keys.ring(warp // 4, self.cfg.stages)
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
         q_state, k_state, work_state = start(), start(), start()
@@ -244,10 +244,10 @@ class IndexerScoresSm90:
                 own_active = active[number, row * self.heads // COLUMN_BLOCK, None, own_word].iterator
                 word_stride = active.stride[1]
                 for j in cutlass.range_constexpr(self.n // 8):
-                    t = cutlass.min(work_tile.first_q + row + j * 8 // self.heads, queries - 1)
+                    t = cutlass.min(work_tile.first_q + row + j * 8 // self.heads, weights.shape[0] - 1)
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                pipelines.q.consumer_wait(q_state)
+                queries.consumer_wait(q_state)
                 unfinished = Int32(-1)
                 if mine < tiles:
                     k.consumer_wait(k_state)
@@ -269,8 +269,7 @@ class IndexerScoresSm90:
                         words[block] = sign_bits(flat, block)
                 self.epilogue(sums, words, own_scores, own_active, word_stride, unfinished, quad)
                 mine -= tiles
-                pipelines.q.consumer_release(q_state)
-                q_state = pipelines.q.advance(q_state)
+                q_state = release(queries, q_state)
 
     @cute.jit
     def epilogue(self, sums, words, own_scores, own_active, word_stride, tile, quad):
@@ -300,23 +299,10 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
         fake(BFloat16, (cute.sym_int(), dim), (dim, 1)),
         fake(BFloat16, (cute.sym_int(), dim), (cute.sym_int64(divisibility=8), 1)),
         fake(Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1), 4),
-        *(fake_q_tiles(), fake_scores(), fake_active(heads), fake_tile_counter(), Int32(1), fake_stream()),
+        *(fake_q_tiles(), fake_tiles(Q_TILE, K_TILE), fake_active(heads), fake_tile_counter(), Int32(1), fake_stream()),
     )
 
 
-@functools.lru_cache(4096)
-def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
-    """With fewer heads a tile has more queries, and their reductions need registers. So tiles are smaller, and there is
-    a third warpgroup. As many stages as fit, at most 6."""
-    columns, warpgroups = (256, 2) if heads == 64 else (128, 3)
-    configs = [IndexerScoresConfig(columns, warpgroups, stages) for stages in range(1, 7)]
-    return max((c for c in configs if c.shared(dim) <= SHARED_BYTES), key=lambda config: config.stages)
-
-
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
-    return [
-        (compile_indexer_scores, (heads, dim, choose_config(heads, dim)))
-        for heads in INDEX_HEADS
-        for dim in INDEX_CHANNELS
-    ]
+    return [(compile_indexer_scores, (*shape, config)) for shape, config in CONFIGS.items()]

@@ -23,17 +23,14 @@ from cutlass import Int32
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.training.limits import Q_TILE
-from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, load_q_tile
+from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, QTile, load_q_tile
 
 
 class Span(NamedTuple):
     """One sequence's q tiles of a launch.
 
     first, end       the q tiles first to end - 1
-    first_q, first_k its first query and key
-    keys             number of the sequence's keys
-    seen             number of keys that its first query sees; may be negative
-    step             how many more keys each query sees than the one before: 0 or 1
+    q_tile           the first one
     columns          number of (query, head) pairs
     column_blocks    number of column blocks
     visible          number of keys that its last query sees
@@ -42,28 +39,11 @@ class Span(NamedTuple):
 
     first: Int32
     end: Int32
-    first_q: Int32
-    first_k: Int32
-    keys: Int32
-    seen: Int32
-    step: Int32
+    q_tile: QTile
     columns: Int32
     column_blocks: Int32
     visible: Int32
     key_blocks: Int32
-
-
-class CtaRange(NamedTuple):
-    """A CTA's range of the list of pairs.
-
-    first   the first q tile of the span in which the range begins
-    offset  first pair, counted in the span's part of the list
-    length  number of pairs
-    """
-
-    first: Int32
-    offset: Int32
-    length: Int32
 
 
 class SchedulerState(NamedTuple):
@@ -103,9 +83,9 @@ class KeyBlockScheduler:
         self.column_blocks_a_q_tile = Q_TILE * heads // COLUMN_BLOCK
 
     @cute.jit
-    def first_column_block(self, seen, step, key):
-        """The first column block of a span that sees `key`, if any does."""
-        return cutlass.max(key - seen + 1, 0) * step * self.heads // COLUMN_BLOCK
+    def first_column_block(self, q_tile: QTile, key):
+        """The first column block that sees `key`, if any does. Column blocks are counted from a q tile on."""
+        return cutlass.max(key - q_tile.seen + 1, 0) * q_tile.step * self.heads // COLUMN_BLOCK
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
@@ -129,11 +109,7 @@ class KeyBlockScheduler:
         return Span(
             first,
             end,
-            q_tile.first_q,
-            q_tile.first_k,
-            q_tile.keys,
-            q_tile.seen,
-            q_tile.step,
+            q_tile,
             columns,
             cute.ceil_div(columns, COLUMN_BLOCK),
             visible,
@@ -141,10 +117,10 @@ class KeyBlockScheduler:
         )
 
     @cute.jit
-    def cta_range(
-        self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane
-    ) -> CtaRange:
-        """Find the range of CTA `cta`. Called by all threads of the CTA.
+    def cta_range(self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane):
+        """Find the range of CTA `cta` in the list of pairs. Called by all threads of the CTA. -> (the first q tile of
+        the span in which the range begins; its first pair, counted in the span's part of the list; its number of
+        pairs).
 
         before, sums, found  scratch in shared memory, Int32: one per q tile; [32], zeroed; at least [2]
         """
@@ -157,11 +133,10 @@ class KeyBlockScheduler:
                 q_tile = load_q_tile(q_tiles, index)
                 if q_tile.rows > 0:
                     key_blocks = cute.ceil_div(q_tile.visible(q_tile.rows - 1), self.width)
-                    column_blocks = cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
-                    own = key_blocks * column_blocks
+                    own = key_blocks * cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
                     if key_blocks > 0:
                         # The q tile's first rows may not see its last key block.
-                        own -= self.first_column_block(q_tile.seen, q_tile.step, (key_blocks - 1) * self.width)
+                        own -= self.first_column_block(q_tile, (key_blocks - 1) * self.width)
             ahead, of_all = block_exclusive_scan(own, sums, lane, warp)
             if index < count:
                 before[index] = total + ahead
@@ -192,40 +167,37 @@ class KeyBlockScheduler:
                     if previous != found[0]:
                         found[1] = index
         cute.arch.sync_threads()
-        return CtaRange(found[1], begin - before[found[1]], length)
+        return found[1], begin - before[found[1]], length
 
     @cute.jit
-    def first(self, q_tiles, own: CtaRange, lane) -> SchedulerState:
-        """The state before the first work tile. Called by a whole warp, like `work_tile`."""
-        key_block, column_block = self.locate(self.load_span(q_tiles, own.first, lane), own.offset)
-        return SchedulerState(own.first, key_block, column_block, own.length)
-
-    @cute.jit
-    def locate(self, span: Span, offset):
-        """(key block, column block) of an offset in a span's part of the list."""
+    def first(self, q_tiles, own, lane) -> SchedulerState:
+        """The state before the first work tile. own: the CTA's range. Called by a whole warp, like `work_tile`."""
+        first, left, length = own
+        span = self.load_span(q_tiles, first, lane)
         # All column blocks see the key blocks that the span's first query sees.
         whole = span.key_blocks
-        if span.step > 0:
-            whole = cutlass.min((cutlass.max(span.seen, 0) + self.width - 1) // self.width, span.key_blocks)
-        key_block, left = Int32(0), offset
+        if span.q_tile.step > 0:
+            whole = cutlass.min((cutlass.max(span.q_tile.seen, 0) + self.width - 1) // self.width, span.key_blocks)
+        key_block = Int32(0)
         if span.column_blocks > 0:
-            key_block = cutlass.min(offset // span.column_blocks, whole)
-            left = offset - key_block * span.column_blocks
+            key_block = cutlass.min(left // span.column_blocks, whole)
+            left -= key_block * span.column_blocks
         looking = Int32(1)
         while looking == 1:
-            length = span.column_blocks - self.first_column_block(span.seen, span.step, key_block * self.width)
+            count = span.column_blocks - self.first_column_block(span.q_tile, key_block * self.width)
             looking = Int32(0)
-            if left >= length and key_block + 1 < span.key_blocks:
-                left -= length
+            if left >= count and key_block + 1 < span.key_blocks:
+                left -= count
                 key_block += 1
                 looking = Int32(1)
-        return key_block, self.first_column_block(span.seen, span.step, key_block * self.width) + left
+        column_block = self.first_column_block(span.q_tile, key_block * self.width) + left
+        return SchedulerState(first, key_block, column_block, length)
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
         """The work tile of a state: the key block's column blocks to the last, or as many as the range still has."""
         span = self.load_span(q_tiles, state.first, lane)
-        first_seen = self.first_column_block(span.seen, span.step, state.key_block * self.width)
+        first_seen = self.first_column_block(span.q_tile, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block
         end = cutlass.min(span.column_blocks, column_block + state.left)
         end = column_block if state.key_block >= span.key_blocks else end

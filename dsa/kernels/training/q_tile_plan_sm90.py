@@ -9,9 +9,6 @@ Plan
 Constraints: any number of sequences. Roofline: latency, 2 us for four sequences of 2048.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -21,8 +18,9 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line, fake_q_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
-from dsa.kernels.training.q_tiles import QTile, fake_q_tiles, store_q_tile
+from dsa.kernels.training.q_tiles import QTile, store_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
@@ -88,9 +86,9 @@ class QTilePlanSm90:
                 low, high = Int32(0), batch
                 while high - low > 1:
                     middle = (low + high) // 2
-                    behind = before[middle] > number
-                    high = middle if behind else high
-                    low = low if behind else middle
+                    is_later = before[middle] > number
+                    high = middle if is_later else high
+                    low = low if is_later else middle
                 q_tile = self.q_tile(bounds, number, low, before[low], causal, most)
                 store_q_tile(q_tiles, number, q_tile)
                 own = q_tile.key_tiles
@@ -124,8 +122,8 @@ class QTilePlanSm90:
     def q_tile(self, bounds, number, sequence, first_number, causal, most) -> QTile:
         """Q tile `number` of a sequence whose first q tile is `first_number`."""
         begin, end = bounds[0, sequence], bounds[0, sequence + 1]
-        first_key, end_key = bounds[1, sequence], bounds[1, sequence + 1]
-        own_keys = end_key - first_key
+        first_key = bounds[1, sequence]
+        own_keys = bounds[1, sequence + 1] - first_key
         offset = (number - first_number) * Q_TILE
         rows = cutlass.min(end - begin - offset, Q_TILE)
         seen = own_keys
@@ -163,19 +161,15 @@ def compile_q_tile_plan():
     keys. before: number of q tiles in the earlier sequences. key_tiles: number of key tiles in the earlier q tiles.
     most: maximum of key tiles per q tile.
     """
-    batch, bounds = cute.sym_int(), cute.sym_int()
-
-    def line(extent):
-        return fake(Int32, (extent,), (1,), 4)
-
+    bounds = cute.sym_int()
     return compile_sm90(
         QTilePlanSm90(),
-        *(line(bounds), line(bounds), fake(Int32, (2, bounds), (cute.sym_int(), 1), 4)),
-        *(line(batch), fake_q_tiles(), line(cute.sym_int())),
+        *(fake_line(Int32, bounds), fake_line(Int32, bounds), fake(Int32, (2, bounds), (cute.sym_int(), 1), 4)),
+        *(fake_line(Int32), fake_q_tiles(), fake_line(Int32)),
         *(Int32(0), Int32(0), Int32(0), Int32(0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_q_tile_plan, ())]

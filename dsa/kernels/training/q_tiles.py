@@ -6,16 +6,24 @@ tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused
 
 The gradient kernels split a q tile's flat (query, head) columns into blocks of 64, and a score tile's keys into two
 blocks of 64.
+
+QTileScheduler is the dynamic persistent scheduler of the query-major kernels. Its work tile is a few neighbouring
+queries of a q tile with all keys that at least one of them sees. CTAs take work tiles from a tile counter
+(dsa.cute.tile_counter). Later queries come first: in a causal batch they see the most keys, so the short work tiles
+come last and all CTAs end at about the same time. A CTA's producer warp takes the work tile and passes its WorkTileInfo
+to the consumers through a WorkTilePipeline.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import Int32
 
-from dsa.cute.fake_tensors import fake
+from dsa.cute.pipeline import PipelineState
 from dsa.cute.sm90 import WARPGROUP
+from dsa.cute.tile_counter import draw
+from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS
 
 COLUMN_BLOCK = 64  # (query, head) columns
@@ -44,8 +52,8 @@ class QTile(NamedTuple):
     def visible(self, row):
         """Number of keys that a row sees in the q tile's key tiles. It is too low if the sequence is longer than the
         caller's maximum, which limits key_tiles."""
-        there = cutlass.min(self.keys, self.key_tiles * K_TILE)
-        return cutlass.max(cutlass.min(self.seen + self.step * row, there), 0)
+        end = cutlass.min(self.keys, self.key_tiles * K_TILE)
+        return cutlass.max(cutlass.min(self.seen + self.step * row, end), 0)
 
     @cute.jit
     def visible_to(self, row, count):
@@ -79,37 +87,39 @@ def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
     return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
 
 
-def fake_q_tiles(count=None) -> cute.Tensor:
-    """int32 [S, 8]. count: the symbol of S, if other tensors share it."""
-    count = cute.sym_int() if count is None else count
-    return fake(Int32, (count, Q_TILE_FIELDS), (Q_TILE_FIELDS, 1))
+class WorkTileInfo(NamedTuple):
+    """q_tile: index of the q tile, or -1 if no work tile is left. row: the work tile's first row in the q tile.
+    first_q, rows: fields of the q tile. visible: number of keys that the work tile's last query sees."""
+
+    q_tile: Int32
+    row: Int32
+    first_q: Int32
+    rows: Int32
+    visible: Int32
 
 
-def fake_tiles(dtype: type[cutlass.Numeric], *of_a_tile: int) -> cute.Tensor:
-    """[S, N, *of_a_tile], one entry per q tile and 128 keys. Contiguous except for S: a view may have fewer tiles per q
-    tile."""
-    inner = [1]
-    for extent in of_a_tile[::-1]:
-        inner.insert(0, inner[0] * extent)
-    shape = cute.sym_int(), cute.sym_int(), *of_a_tile
-    return fake(dtype, shape, (cute.sym_int64(divisibility=inner[0]), *inner))
+class QTileScheduler:
+    """queries: per work tile, a divisor of 128."""
 
+    def __init__(self, queries: int):
+        self.queries, self.work_tiles_a_q_tile = queries, Q_TILE // queries
 
-def fake_scores() -> cute.Tensor:
-    """fp32 [S, N, 128, 128]"""
-    return fake_tiles(Float32, Q_TILE, K_TILE)
-
-
-def fake_gradients() -> cute.Tensor:
-    """dI, bf16 [S, N, 2, 64, 128]. It overwrites the scores: each 64 rows begin where the scores of these rows
-    began."""
-    half = Q_TILE * K_TILE
-    shape = cute.sym_int(), cute.sym_int(), 2, Q_TILE // 2, K_TILE
-    return fake(BFloat16, shape, (cute.sym_int64(divisibility=2 * half), 2 * half, half, K_TILE, 1))
-
-
-def fake_active(heads: int) -> cute.Tensor:
-    """Active bits (active_bits.py), uint32 [S, 2 H, 2 N, 128], one word per thread of a warpgroup."""
-    shape = cute.sym_int(), Q_TILE * heads // COLUMN_BLOCK, cute.sym_int(), WARPGROUP
-    outer = [cute.sym_int64(divisibility=WARPGROUP) for _ in range(2)]
-    return fake(Uint32, shape, (*outer, WARPGROUP, 1))
+    @cute.jit
+    def advance(self, work_tiles: WorkTilePipeline, tile_counter, q_tiles, state: PipelineState, lane):
+        """Take the next work tile that has rows, and pass it to the consumers. Called by the producer warp.
+        -> (index of the q tile, -1 if no work tile is left; the q tile; the first row; the next state)."""
+        count = q_tiles.shape[0]
+        number, row, found = Int32(-1), Int32(0), Int32(0)
+        while found == 0:
+            index = draw(tile_counter, lane)
+            found = Int32(1)
+            if index < count * self.work_tiles_a_q_tile:
+                number = count - 1 - index // self.work_tiles_a_q_tile
+                row = (self.work_tiles_a_q_tile - 1 - index % self.work_tiles_a_q_tile) * self.queries
+                if row >= q_tiles[number, ROWS]:
+                    found = Int32(0)
+                    number = Int32(-1)
+        q_tile = load_q_tile(q_tiles, cutlass.max(number, 0))
+        visible = q_tile.visible_to(row, self.queries)
+        state = work_tiles.publish(state, WorkTileInfo(number, row, q_tile.first_q, q_tile.rows, visible))
+        return number, q_tile, row, state

@@ -23,35 +23,49 @@ tile, take 2650 cycles at 2.8 TB/s, the rate that the peers' times suggest. Meas
 keys, and 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.copies import arrive_when_gathered, gather_16
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.shared_memory import load_16, load_matrices, pack, store_16, swizzled
+from dsa.cute.copies import gather_16
+from dsa.cute.fake_tensors import fake_stream
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
+from dsa.cute.shared_memory import load_16, pack, store_16, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_indices, fake_numbers, fake_rows
 from dsa.kernels.training.global_sums import add_4, add_fixed
 from dsa.kernels.training.limits import INDEX_CHANNELS
+from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    add_product,
+    finish_prologue,
+    multiply_and_wait,
+    operand_a,
+    release,
+    skip,
+    smem_layout,
+    swap_modes,
+    thread_indices,
+    tiled_mma,
+    words_of,
+)
 from dsa.kernels.training.topk_gather import (
     CHUNK,
     CHUNK_BYTES,
+    STEPS,
     TILE,
     QuerySchedule,
-    gather_chunk,
+    gather_tile,
     head_rows,
     key_rows,
+    load_tile,
     own_rows,
     selected,
     wait_for_wgmma,
@@ -59,32 +73,10 @@ from dsa.kernels.training.topk_gather import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
-CONSUMER_WARPS = 12
+KEY_GRADIENT_WARP, CONSUMER_WARPS = 4, 12  # first warp of the two key warpgroups; the next warp is the first producer
 QUERY_REGISTERS, KEY_REGISTERS, PRODUCER_REGISTERS = 168, 144, 48
 KEY_STAGES, QUERY_STAGES = 6, 2
-STEPS = TILE // 16
-
-
-class WarpRole(IntEnum):
-    """The first warp of each role. The roles have one, two and one warpgroups."""
-
-    QUERY_GRADIENT = 0
-    KEY_GRADIENT = 4
-    PRODUCER = CONSUMER_WARPS
-
-
-class Barrier(IntEnum):
-    """Named barriers, one per key warpgroup."""
-
-    KEY_GRADIENT = 1  # + the key warpgroup's number
-
-
-@dataclass(frozen=True)
-class Pipelines:
-    """keys: tiles of keys and their d_scores. queries: the q rows of a query's heads."""
-
-    keys: Pipeline
-    queries: Pipeline
+KEY_GRADIENT_BARRIER = 1  # a named barrier per key warpgroup: + the warpgroup's number
 
 
 @dataclass(frozen=True)
@@ -128,19 +120,13 @@ class SparseIndexerGradSm90:
         ctas: Int32,
         stream,
     ):
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        registers, one = cute.nvgpu.warpgroup.OperandSource.RMEM, (1, 1, 1)
-        make, types = sm90.make_trivial_tiled_mma, (BFloat16, BFloat16)
-        scores_mma = make(*types, k_major, k_major, Float32, one, (TILE, TILE))
-        rmem_mma = make(*types, k_major, k_major, Float32, one, (TILE, TILE), registers)
+        scores_mma = tiled_mma(BFloat16, (TILE, TILE))
+        rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
         # One TiledMma per role: a role's ACCUMULATE setting must not leak into another role.
         query_mma, key_mma = (
-            make(*types, k_major, mn_major, Float32, one, (TILE, self.channels), registers) for _ in range(2)
+            tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )
-        layouts = [
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, self.channels), BFloat16, stages)
-            for stages in (KEY_STAGES, QUERY_STAGES, 2)
-        ]
+        layouts = [smem_layout(TILE, self.channels, BFloat16, stages) for stages in (KEY_STAGES, QUERY_STAGES, 2)]
 
         @cute.struct
         class Storage:
@@ -153,10 +139,10 @@ class SparseIndexerGradSm90:
 
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
-        inputs = Inputs(q, k, w, indices, d_scores, g)
-        self.kernel(inputs, fixed_scale, dq, dw, dk, scores_mma, rmem_mma, query_mma, key_mma, *layouts).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        self.kernel(
+            *(Inputs(q, k, w, indices, d_scores, g), fixed_scale, dq, dw, dk),
+            *(scores_mma, rmem_mma, query_mma, key_mma, *layouts),
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -174,42 +160,47 @@ class SparseIndexerGradSm90:
         queries_layout: cute.ComposedLayout,
         weighted_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
-        keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
-        queries = storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
-        pipelines = Pipelines(
-            Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
+        # Stages of keys with their d_scores, and of the q rows of a query's heads.
+        keys, queries = Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
+        shared = SharedTensors(
+            storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
+            storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner),
+            storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner),
         )
-        d_scores = storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES)))
-        shared = SharedTensors(d_scores, keys, queries)
         if tid == 0:
             # Each producer lane arrives for its copies; consumers arrive once per warp.
-            pipelines.keys.init(CONSUMER_WARPS, WARPGROUP)
-            pipelines.queries.init(CONSUMER_WARPS, WARPGROUP)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+            keys.init(CONSUMER_WARPS, WARPGROUP)
+            queries.init(CONSUMER_WARPS, WARPGROUP)
+        finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
-        if warp >= WarpRole.PRODUCER:
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self.produce(inputs, pipelines, shared, schedule, warp - WarpRole.PRODUCER, lane)
-        elif warp < WarpRole.KEY_GRADIENT:
+            self.produce(inputs, keys, queries, shared, schedule, warp - CONSUMER_WARPS, lane)
+        elif warp < KEY_GRADIENT_WARP:
             cute.arch.setmaxregister_increase(QUERY_REGISTERS)
-            self.query_gradient(inputs, pipelines, shared, dq, dw, rmem_mma, query_mma, schedule, warp, lane)
+            self.query_gradient(inputs, keys, queries, shared, dq, dw, rmem_mma, query_mma, schedule, warp, lane)
         else:
             cute.arch.setmaxregister_increase(KEY_REGISTERS)
             self.key_gradient(
-                *(inputs, pipelines, shared, fixed_scale, dk, scores_mma, key_mma, weighted, schedule),
+                *(inputs, keys, queries, shared, fixed_scale, dk, scores_mma, key_mma, weighted, schedule),
                 *(warp // 4 - 1, warp % 4, lane),
             )
 
     @cute.jit
-    def produce(self, inputs: Inputs, pipelines: Pipelines, shared: SharedTensors, schedule: QuerySchedule, warp, lane):
+    def produce(
+        self,
+        inputs: Inputs,
+        keys: Pipeline,
+        queries: Pipeline,
+        shared: SharedTensors,
+        schedule: QuerySchedule,
+        warp,
+        lane,
+    ):
         """The producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
         keys_start, queries_start = Int32(shared.keys.iterator.toint()), Int32(shared.queries.iterator.toint())
         scores_start = Int32(shared.d_scores.iterator.toint())
@@ -217,12 +208,8 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             sources, valid = head_rows(inputs.q, query, 0, rows, lane)
-            pipelines.queries.producer_wait(query_state)
-            for chunk in cutlass.range_constexpr(self.chunks):
-                target = queries_start + (query_state.stage * self.chunks + chunk) * CHUNK_BYTES
-                gather_chunk(target, sources, valid, chunk, warp, lane)
-            arrive_when_gathered(pipelines.queries.producer_barrier(query_state))
-            query_state = pipelines.queries.advance(query_state)
+            queries.producer_wait(query_state)
+            query_state = gather_tile(queries, query_state, queries_start, self.chunks, sources, valid, warp, lane)
             # A tile's d_scores are 128 bytes: 8 lanes copy 16 bytes each.
             scores = Int64(inputs.d_scores[query, None].iterator.toint()) + lane * 16
             found = selected(inputs.indices[query, None], Int32(0), rows, inputs.k.shape[0])
@@ -230,15 +217,11 @@ class SparseIndexerGradSm90:
                 sources, valid = key_rows(inputs.k, found, lane)
                 # Prefetch the next tile's indices while this tile's keys are gathered.
                 found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, inputs.k.shape[0])
-                pipelines.keys.producer_wait(key_state)
+                keys.producer_wait(key_state)
                 if warp == 0 and lane < 8:
                     target = scores_start + key_state.stage * (2 * TILE) + lane * 16
                     gather_16(target, scores + tile * (2 * TILE), True)
-                for chunk in cutlass.range_constexpr(self.chunks):
-                    target = keys_start + (key_state.stage * self.chunks + chunk) * CHUNK_BYTES
-                    gather_chunk(target, sources, valid, chunk, warp, lane)
-                arrive_when_gathered(pipelines.keys.producer_barrier(key_state))
-                key_state = pipelines.keys.advance(key_state)
+                key_state = gather_tile(keys, key_state, keys_start, self.chunks, sources, valid, warp, lane)
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
@@ -254,7 +237,8 @@ class SparseIndexerGradSm90:
     def query_gradient(
         self,
         inputs: Inputs,
-        pipelines: Pipelines,
+        keys: Pipeline,
+        queries: Pipeline,
         shared: SharedTensors,
         dq,
         dw,
@@ -268,57 +252,34 @@ class SparseIndexerGradSm90:
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
-        turned = cute.make_tensor(shared.keys.iterator, cute.select(shared.keys.layout, mode=[1, 0, 2]))
-        rv = sum_mma.make_fragment_B(sum_thr.partition_B(turned))
+        rv = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(shared.keys)))
         q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.channels)), BFloat16)
-        q_words = cute.make_tensor(
-            cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, self.channels // 16))
-        )
-        operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
-        words = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Uint32), cute.make_layout((4, STEPS)))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
-        total = cute.make_rmem_tensor(sum_thr.partition_shape_C((TILE, self.channels)), Float32)
-        sums = cute.make_tensor(total.iterator, cute.make_layout(self.channels // 2))
+        q_words = words_of(q_rmem, 4, STEPS, self.chunks)
+        operand, words = operand_a(sum_thr, (TILE, TILE), BFloat16)
+        acc, flat = accumulator(thr, (TILE, TILE))
+        total, sums = accumulator(sum_thr, (TILE, self.channels))
         source = cute.recast_ptr(shared.queries.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
-        pairs = cute.make_tensor(
-            cute.recast_ptr(shared.d_scores.iterator, dtype=Uint32), cute.make_layout((TILE // 2, KEY_STAGES))
-        )
+        pairs = words_of(shared.d_scores, TILE // 2, KEY_STAGES)
         sum_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
-            pipelines.queries.consumer_wait(query_state)
-            for step in cutlass.range_constexpr(self.channels // 16):
-                place = query_state.stage * self.chunks + step // (CHUNK // 16)
-                address = source + place * (TILE * CHUNK)
-                address += swizzled(warp * 16 + (lane & 15), step % (CHUNK // 16) * 2 + (lane >> 4))
-                for i, word in enumerate(load_matrices(Int32(address.toint()))):
-                    q_words[i, step] = word
+            queries.consumer_wait(query_state)
+            load_tile(q_words, self.chunks, source, query_state, warp, lane)
             cute.arch.sync_warp()
-            pipelines.queries.consumer_release(query_state)
-            query_state = pipelines.queries.advance(query_state)
+            query_state = release(queries, query_state)
             sums.fill(0.0)
             for _ in cutlass.range(schedule.key_tiles, unroll=1):
-                wait_for_wgmma(pipelines.keys, key_state)
+                wait_for_wgmma(keys, key_state)
                 here = opaque(key_state.stage)
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(self.channels // 16):
-                    rmem_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(rmem_mma, acc, q_rmem[None, None, step], rk[None, None, step, here], acc)
-                cute.nvgpu.warpgroup.commit_group()
-                cute.nvgpu.warpgroup.wait_group(0)
+                multiply_and_wait(rmem_mma, acc, q_rmem, rk, here)
                 for j in cutlass.range_constexpr(TILE // 8):
                     word = pairs[4 * j + (lane & 3), here]
                     for r in cutlass.range_constexpr(2):
                         at = 4 * j + 2 * r
-                        words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(STEPS):
-                    cute.gemm(sum_mma, total, operand[None, None, step], rv[None, None, step, here], total)
-                cute.nvgpu.warpgroup.commit_group()
+                        words[2 * j + r] = self.where_positive(word, flat[at], flat[at + 1])
+                add_product(sum_mma, total, operand, rv, here)
                 cute.nvgpu.warpgroup.wait_group(0)
-                pipelines.keys.consumer_release(key_state)
-                key_state = pipelines.keys.advance(key_state)
+                key_state = release(keys, key_state)
             self.epilogue(inputs, dq, dw, q_rmem, sums, query, warp, lane)
 
     @cute.jit
@@ -334,17 +295,13 @@ class SparseIndexerGradSm90:
             amount = Float32(0.0)
             for j in cutlass.range_constexpr(self.channels // 8):
                 for e in cutlass.range_constexpr(2):
-                    number = halves[e, r, j % 2, j // 2].to(Float32)
-                    amount = cute.math.fma(number, sums[4 * j + 2 * r + e], amount)
+                    amount = cute.math.fma(halves[e, r, j % 2, j // 2].to(Float32), sums[4 * j + 2 * r + e], amount)
             amount += cute.arch.shuffle_sync_bfly(amount, offset=1)
             amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
             if head < inputs.q.shape[1]:
                 if lane & 3 == 0:
                     dw[query, head] = amount * scale
-                row = dq[query, head, None]
-                target = cute.make_tensor(
-                    cute.recast_ptr(row.iterator, dtype=Uint32), cute.make_layout(self.channels // 2)
-                )
+                target = words_of(dq[query, head, None], self.channels // 2)
                 for j in cutlass.range_constexpr(self.channels // 8):
                     at = 4 * j + 2 * r
                     target[4 * j + (lane & 3)] = pack(sums[at] * weight, sums[at + 1] * weight, BFloat16)
@@ -353,7 +310,8 @@ class SparseIndexerGradSm90:
     def key_gradient(
         self,
         inputs: Inputs,
-        pipelines: Pipelines,
+        keys: Pipeline,
+        queries: Pipeline,
         shared: SharedTensors,
         fixed_scale,
         dk,
@@ -370,14 +328,10 @@ class SparseIndexerGradSm90:
         thr, sum_thr = scores_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))
         rq = scores_mma.make_fragment_B(thr.partition_B(shared.queries))
-        turned = cute.make_tensor(weighted.iterator, cute.select(weighted.layout, mode=[1, 0, 2]))
-        rw = sum_mma.make_fragment_B(sum_thr.partition_B(turned))
-        operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
-        words = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Uint32), cute.make_layout((4, STEPS)))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
-        total = cute.make_rmem_tensor(sum_thr.partition_shape_C((TILE, self.channels)), Float32)
-        sums = cute.make_tensor(total.iterator, cute.make_layout(self.channels // 2))
+        rw = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(weighted)))
+        operand, words = operand_a(sum_thr, (TILE, TILE), BFloat16)
+        acc, flat = accumulator(thr, (TILE, TILE))
+        total, sums = accumulator(sum_thr, (TILE, self.channels))
         scores = cute.make_tensor(
             cute.recast_ptr(shared.d_scores.iterator, dtype=cutlass.Uint16), cute.make_layout((TILE, KEY_STAGES))
         )
@@ -387,52 +341,33 @@ class SparseIndexerGradSm90:
             multiple = fixed_scale[0]
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
-            pipelines.queries.consumer_wait(query_state)
+            queries.consumer_wait(query_state)
             # Wait until all warps have finished the products with the previous query's g w q.
-            cute.arch.barrier(barrier_id=Barrier.KEY_GRADIENT + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=Barrier.KEY_GRADIENT + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             if side == 1:
-                key_state = self.skip_tile(pipelines.keys, key_state)
+                key_state = skip(keys, key_state)
             for tile in cutlass.range(side, schedule.key_tiles, 2, unroll=1):
                 found = selected(inputs.indices[query, None], tile * TILE, rows, inputs.k.shape[0])
-                wait_for_wgmma(pipelines.keys, key_state)
+                wait_for_wgmma(keys, key_state)
                 here = opaque(key_state.stage)
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(self.channels // 16):
-                    scores_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(scores_mma, acc, rk[None, None, step, here], rq[None, None, step, query_state.stage], acc)
-                cute.nvgpu.warpgroup.commit_group()
+                multiply(scores_mma, acc, rk, rq, here, query_state.stage)
                 cute.nvgpu.warpgroup.wait_group(0)
                 for r in cutlass.range_constexpr(2):
                     score = Uint32(scores[rows[r], here])
                     word = score | score << Uint32(16)
                     for j in cutlass.range_constexpr(TILE // 8):
                         at = 4 * j + 2 * r
-                        words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
+                        words[2 * j + r] = self.where_positive(word, flat[at], flat[at + 1])
                 cute.arch.sync_warp()
-                pipelines.keys.consumer_release(key_state)
-                key_state = pipelines.keys.advance(key_state)
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(STEPS):
-                    sum_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(sum_mma, total, operand[None, None, step], rw[None, None, step, side], total)
-                cute.nvgpu.warpgroup.commit_group()
-                cute.nvgpu.warpgroup.wait_group(0)
+                key_state = release(keys, key_state)
+                multiply_and_wait(sum_mma, total, operand, rw, side)
                 self.add(dk, sums, found, multiple, lane)
                 if tile + 1 < schedule.key_tiles:
-                    key_state = self.skip_tile(pipelines.keys, key_state)
-            pipelines.queries.consumer_release(query_state)
-            query_state = pipelines.queries.advance(query_state)
-
-    @cute.jit
-    def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Skip a tile of the other key warpgroup. Every warp waits for every stage, so that it cannot confuse two
-        phases."""
-        pipeline.consumer_wait(state)
-        pipeline.consumer_release(state)
-        return pipeline.advance(state)
+                    key_state = skip(keys, key_state)
+            query_state = release(queries, query_state)
 
     @cute.jit
     def weigh(self, inputs: Inputs, queries, weighted, query, stage, side, tid):
@@ -445,10 +380,10 @@ class SparseIndexerGradSm90:
             if row < inputs.q.shape[1]:
                 weight = inputs.w[query, row] * inputs.g[query]
             for chunk in cutlass.range_constexpr(self.chunks):
-                places = [chunk * CHUNK_BYTES + 2 * swizzled(row, column + h) for h in range(2)]
+                offsets = [chunk * CHUNK_BYTES + 2 * swizzled(row, column + h) for h in range(2)]
                 values = []
-                for place in places:
-                    for word in load_16(source + place):
+                for offset in offsets:
+                    for word in load_16(source + offset):
                         values.append((word << Uint32(16)).bitcast(Float32) * weight)
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
@@ -458,7 +393,7 @@ class SparseIndexerGradSm90:
                     else:
                         # Within 16 channels, channel 4 lane + 2 h + e goes to column 8 h + 2 lane + e.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
-                    store_16(target + places[h], words)
+                    store_16(target + offsets[h], words)
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
@@ -488,25 +423,22 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     and K at least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.
     """
     queries, heads, keys = (cute.sym_int() for _ in range(3))
-
-    def rows(dtype, *shape):
-        return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
-
-    def numbers(*shape):
-        return fake(Float32, shape, strides(len(shape)), 4)
-
     return compile_sm90(
         SparseIndexerGradSm90(channels, fixed_point),
-        *(rows(BFloat16, queries, heads, channels), rows(BFloat16, keys, channels), numbers(queries, heads)),
-        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
-        rows(BFloat16, queries, cute.sym_int(divisibility=TILE)),
-        *(numbers(queries), numbers(1) if fixed_point else None),
-        *(rows(BFloat16, queries, heads, channels), numbers(queries, heads)),
-        rows(Int64 if fixed_point else Float32, keys, channels),
+        *(
+            fake_rows(BFloat16, queries, heads, channels),
+            fake_rows(BFloat16, keys, channels),
+            fake_numbers(queries, heads),
+        ),
+        fake_indices(queries),
+        fake_rows(BFloat16, queries, cute.sym_int(divisibility=TILE)),
+        *(fake_numbers(queries), fake_numbers(1) if fixed_point else None),
+        *(fake_rows(BFloat16, queries, heads, channels), fake_numbers(queries, heads)),
+        fake_rows(Int64 if fixed_point else Float32, keys, channels),
         *(Int32(1), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_sparse_indexer_grad, (channels, fixed)) for channels in INDEX_CHANNELS for fixed in (False, True)]

@@ -11,10 +11,10 @@ Plan
 - Two attention warpgroups. With more than 64 heads, each has 64 heads and every tile. With at most 64, each has all
   heads and they alternate tiles. One computes exponentials while the other multiplies. They pass sums over a warp's 16
   heads to the index warpgroup through a pipeline.
-- The index warpgroup (sparse_indexer_target_index.py) computes the indexer's scores of every tile and adds up the
+- The index warpgroup computes the indexer's scores of every tile and adds up the
   attention's sums. After a query's last tile it normalises, reduces and stores, while the attention warpgroups start
   the next query.
-- The producer warpgroup (sparse_indexer_target_producer.py) gathers 16 bytes per lane: keys into a pipeline of chunks,
+- The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks,
   index keys into a pipeline of tiles. A query's q rows use the same pipelines, before its keys.
 - Exponents are shifted up by RAISED. The LSE may include a window and a sink, so all of a head's keys may lie far below
   it. Terms down to 2^(-126 - RAISED), e^-128, still count.
@@ -27,48 +27,127 @@ Measured: 4190. With 64 heads measured 3200, where attention's forward pass take
 much. The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads, 0.82 to 1.21 with 64.
 """
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.copies import arrive_when_gathered
+from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.shared_memory import pack
+from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_indices, fake_line, fake_numbers, fake_rows
 from dsa.kernels.training.limits import INDEX_CHANNELS, MAX_SPARSE_HEADS, MAX_SPARSE_KEYS, MLA_CHANNELS
-from dsa.kernels.training.sparse_indexer_target_index import IndexWarpgroup
-from dsa.kernels.training.sparse_indexer_target_producer import TargetProducer
-from dsa.kernels.training.sparse_indexer_target_tiles import (
-    ATTENTION_WARPS,
-    INDEX_STAGES,
-    INDEX_WARPS,
-    STEPS,
-    SUM_STAGES,
-    THREADS,
-    Barrier,
-    Inputs,
-    Pipelines,
-    SharedTensors,
-    WarpRole,
-    load_q_rmem,
-    sum_rows,
-    sums_state,
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    finish_prologue,
+    multiply_and_wait,
+    release,
+    skip,
+    smem_layout,
+    thread_indices,
+    tiled_mma,
+    words_of,
 )
-from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_layout, wait_for_wgmma
+from dsa.kernels.training.topk_gather import (
+    CHUNK,
+    CHUNK_BYTES,
+    STEPS,
+    TILE,
+    QuerySchedule,
+    gather_chunk,
+    gather_tile,
+    head_rows,
+    key_rows,
+    load_chunk,
+    load_tile,
+    own_rows,
+    selected,
+    wait_for_wgmma,
+)
 from dsa.runtime.compile_cache import cached, compile_sm90
 
+THREADS = 4 * WARPGROUP
+INDEX_STAGES, SUM_STAGES = 2, 4
+ATTENTION_WARPS, INDEX_WARPS, PRODUCER_WARP = 8, 4, 12  # the last is the first producer warp
+INDEX_BARRIER, ATTENTION_BARRIER = 1, 2  # named barriers, one per warpgroup: + the attention warpgroup's number
+NOTHING = -3e38  # finite, so that NOTHING - NOTHING is not NaN
+SMALLEST = 2.0**-126
+INFINITY = float("inf")
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # chunks of Q in registers
 KEY_STAGES = {576: 17, 512: 19}  # chunks of keys, per number of channels
 RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released while the next group runs
 RAISED = 60.0  # in powers of two; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """keys: chunks of q or kv rows. index: tiles of index rows. sums: the attention's sums of exponentials per tile."""
+
+    keys: Pipeline
+    index: Pipeline
+    sums: Pipeline
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """
+    sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over each attention warp's heads
+    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads
+    target, scores  [MAX_SPARSE_KEYS]: p before normalisation, and I
+    parts           [12]: partial results that the index warps exchange in a query's epilogue
+    """
+
+    sums: cute.Tensor
+    own_sums: cute.Tensor
+    target: cute.Tensor
+    scores: cute.Tensor
+    parts: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse [T, H]"""
+
+    q: cute.Tensor
+    kv: cute.Tensor
+    q_idx: cute.Tensor
+    k_idx: cute.Tensor
+    w_idx: cute.Tensor
+    indices: cute.Tensor
+    lse: cute.Tensor
+
+
+def sums_state(tile: Int32) -> PipelineState:
+    """State of the pipeline of sums at key tile `tile`, counted over all queries of the CTA."""
+    return PipelineState(tile & (SUM_STAGES - 1), (tile >> SUM_STAGES.bit_length() - 1) & 1)
+
+
+@cute.jit
+def sum_rows(values, lane):
+    """Sums over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
+
+    values[2 j + e]: the lane's value of column 8 j + 2 (lane % 4) + e. -> the sums of columns 2 lane and 2 lane + 1. A
+    reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
+    """
+    for log in cutlass.range_constexpr(4, 1, -1):
+        upper = (lane >> log) & 1 != 0
+        half = len(values) // 2
+        kept = [values[half + i] if upper else values[i] for i in range(half)]
+        sent = [values[i] if upper else values[half + i] for i in range(half)]
+        values = [keep + cute.arch.shuffle_sync_bfly(send, offset=1 << log) for keep, send in zip(kept, sent)]
+    return values
+
+
+@cute.jit
+def exp(x: Float32):
+    return cute.math.exp2(x * LOG2E, fastmath=True)
 
 
 class SparseIndexerTargetSm90:
@@ -95,13 +174,11 @@ class SparseIndexerTargetSm90:
         ctas: Int32,
         stream,
     ):
-        k_major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-        make, kinds, shape = sm90.make_trivial_tiled_mma, (BFloat16, BFloat16, k_major, k_major), (TILE, TILE)
-        smem_mma = make(*kinds, Float32, (1, 1, 1), shape)
-        rmem_mma = make(*kinds, Float32, (1, 1, 1), shape, registers)
-        keys_layout = chunk_layout(BFloat16, self.stages)
-        index_layout = chunk_layout(BFloat16, INDEX_STAGES * self.index_chunks)
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), BFloat16, self.smem_chunks * 2)
+        smem_mma = tiled_mma(BFloat16, (TILE, TILE))
+        rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
+        keys_layout = smem_layout(TILE, CHUNK, BFloat16, self.stages)
+        index_layout = smem_layout(TILE, self.index_channels, BFloat16, INDEX_STAGES)
+        q_layout = smem_layout(TILE, CHUNK, BFloat16, self.smem_chunks * 2)
 
         @cute.struct
         class Storage:
@@ -119,10 +196,10 @@ class SparseIndexerTargetSm90:
 
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
-        inputs = Inputs(q, kv, q_idx, k_idx, w_idx, indices, lse)
-        self.kernel(inputs, kl, d_scores, scale, smem_mma, rmem_mma, keys_layout, index_layout, q_layout).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        self.kernel(
+            *(Inputs(q, kv, q_idx, k_idx, w_idx, indices, lse), kl, d_scores, scale),
+            *(smem_mma, rmem_mma, keys_layout, index_layout, q_layout),
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -137,9 +214,7 @@ class SparseIndexerTargetSm90:
         index_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
@@ -162,23 +237,57 @@ class SparseIndexerTargetSm90:
             pipelines.keys.init(ATTENTION_WARPS, WARPGROUP)
             pipelines.index.init(INDEX_WARPS, WARPGROUP)
             pipelines.sums.init(INDEX_WARPS, 4 * self.row_tiles)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
-        if warp >= WarpRole.PRODUCER:
+        if warp >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            producer = TargetProducer(self.chunks, self.row_tiles, self.index_chunks)
-            producer.run(inputs, pipelines, keys, index, schedule, warp - WarpRole.PRODUCER, lane)
-        elif warp >= WarpRole.INDEX:
+            self.produce(inputs, pipelines, keys, index, schedule, warp - PRODUCER_WARP, lane)
+        elif warp >= ATTENTION_WARPS:
             cute.arch.setmaxregister_decrease(INDEX_REGISTERS)
-            consumer = IndexWarpgroup(self.index_chunks, self.row_tiles)
-            own_warp = warp - WarpRole.INDEX
-            consumer.run(inputs, pipelines, shared, kl, d_scores, rmem_mma, index, schedule, own_warp, lane)
+            self.index(inputs, pipelines, shared, kl, d_scores, index, schedule, warp - ATTENTION_WARPS, lane)
         else:
             cute.arch.setmaxregister_increase(ATTENTION_REGISTERS)
-            mmas = smem_mma, rmem_mma
-            self.attend(inputs, pipelines, shared, *mmas, keys, sq, scale, schedule, warp // 4, warp % 4, lane)
+            self.attend(
+                *(inputs, pipelines, shared, smem_mma, rmem_mma, keys, sq, scale, schedule, warp // 4, warp % 4, lane)
+            )
+
+    @cute.jit
+    def produce(self, inputs: Inputs, pipelines: Pipelines, keys, index, schedule: QuerySchedule, warp, lane):
+        """The producer warpgroup: load the q rows and then the keys of every query of this CTA. keys, index: the stages
+        of chunks and of index tiles in shared memory."""
+        keys_start, index_start = Int32(keys.iterator.toint()), Int32(index.iterator.toint())
+        count = inputs.kv.shape[0]
+        rows = own_rows(warp, lane)
+        key_state, index_state = start(), start()
+        for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
+            for part in cutlass.range_constexpr(self.row_tiles):
+                sources, valid = head_rows(inputs.q, query, part * TILE, rows, lane)
+                key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
+            sources, valid = head_rows(inputs.q_idx, query, 0, rows, lane)
+            pipelines.index.producer_wait(index_state)
+            index_state = gather_tile(
+                pipelines.index, index_state, index_start, self.index_chunks, sources, valid, warp, lane
+            )
+            found = selected(inputs.indices[query, None], Int32(0), rows, count)
+            for tile in cutlass.range(schedule.key_tiles, unroll=1):
+                sources, valid = key_rows(inputs.kv, found, lane)
+                index_sources, _ = key_rows(inputs.k_idx, found, lane)
+                # Prefetch the next tile's indices while this tile's keys are gathered.
+                found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, count)
+                key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
+                pipelines.index.producer_wait(index_state)
+                index_state = gather_tile(
+                    pipelines.index, index_state, index_start, self.index_chunks, index_sources, valid, warp, lane
+                )
+
+    @cute.jit
+    def load_chunks(self, pipeline: Pipeline, start: Int32, sources, valid, state: PipelineState, warp, lane):
+        for chunk in cutlass.range_constexpr(self.chunks):
+            pipeline.producer_wait(state)
+            gather_chunk(start + state.stage * CHUNK_BYTES, sources, valid, chunk, warp, lane)
+            arrive_when_gathered(pipeline.producer_barrier(state))
+            state = pipeline.advance(state)
+        return state
 
     @cute.jit
     def attend(
@@ -201,10 +310,9 @@ class SparseIndexerTargetSm90:
         thr = smem_mma.get_slice(tid)
         q_smem = smem_mma.make_fragment_A(thr.partition_A(sq))
         rk = smem_mma.make_fragment_B(thr.partition_B(keys))
-        rmem_shape = *rmem_mma.get_slice(tid).partition_shape_A((TILE, CHUNK)), RMEM_CHUNKS
-        q_rmem = cute.make_rmem_tensor(rmem_shape, BFloat16)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
+        chunk_shape = rmem_mma.get_slice(tid).partition_shape_A((TILE, CHUNK))
+        q_rmem = cute.make_rmem_tensor((*chunk_shape, RMEM_CHUNKS), BFloat16)
+        acc, flat = accumulator(thr, (TILE, TILE))
         offsets = cute.make_rmem_tensor((2,), Float32)
         mmas, queries = (smem_mma, rmem_mma), (q_smem, q_rmem)
         state, tiles = start(), Int32(0)
@@ -218,23 +326,23 @@ class SparseIndexerTargetSm90:
                     offsets[r] = RAISED - inputs.lse[query, head] * LOG2E
             # Wait until all warps have finished the previous query's products before Q is overwritten: PTX does not
             # say which rows of shared memory a warp's part of a wgmma reads.
-            cute.arch.barrier(barrier_id=Barrier.ATTENTION + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=ATTENTION_BARRIER + side, number_of_threads=WARPGROUP)
             for part in cutlass.range_constexpr(self.row_tiles):
                 state = self.load_q(pipelines.keys, q_rmem, keys, sq, state, part, side, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=Barrier.ATTENTION + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=ATTENTION_BARRIER + side, number_of_threads=WARPGROUP)
             if const_expr(self.row_tiles == 2):
                 for tile in cutlass.range(schedule.key_tiles, unroll=1):
                     state = self.multiply(acc, mmas, queries, rk, pipelines.keys, state, side)
                     self.sum_heads(flat, offsets, pipelines, shared, scale, tiles + tile, side * 4 + warp, lane)
             else:
                 if side == 1 and schedule.key_tiles > 0:
-                    state = self.skip_tile(pipelines.keys, state)
+                    state = skip(pipelines.keys, state, self.chunks)
                 for tile in cutlass.range(side, schedule.key_tiles, 2, unroll=1):
                     state = self.multiply(acc, mmas, queries, rk, pipelines.keys, state, side)
                     self.sum_heads(flat, offsets, pipelines, shared, scale, tiles + tile, warp, lane)
                     if tile + 1 < schedule.key_tiles:
-                        state = self.skip_tile(pipelines.keys, state)
+                        state = skip(pipelines.keys, state, self.chunks)
             tiles += schedule.key_tiles
 
     @cute.jit
@@ -243,9 +351,7 @@ class SparseIndexerTargetSm90:
     ) -> PipelineState:
         """Consume 64 rows of the query from the pipeline. If they are this warpgroup's, keep them in registers and
         shared memory."""
-        words = cute.make_tensor(
-            cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, STEPS, RMEM_CHUNKS))
-        )
+        words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         vector = cute.make_rmem_tensor((8,), BFloat16)
@@ -254,26 +360,15 @@ class SparseIndexerTargetSm90:
             if self.row_tiles == 1 or side == part:
                 memory = source + state.stage * (TILE * CHUNK)
                 if const_expr(chunk < RMEM_CHUNKS):
-                    load_q_rmem(words, chunk, memory, warp, lane)
+                    load_chunk(words, chunk, memory, warp, lane)
                 else:
-                    place = target + (side * self.smem_chunks + chunk - RMEM_CHUNKS) * (TILE * CHUNK)
+                    chunk_start = target + (side * self.smem_chunks + chunk - RMEM_CHUNKS) * (TILE * CHUNK)
                     for i in cutlass.range_constexpr(TILE * CHUNK // (8 * WARPGROUP)):
                         here = (warp * (TILE * CHUNK // 32) + i * 32 + lane) * 8
                         cute.autovec_copy(cute.make_tensor(memory + here, cute.make_layout(8)), vector)
-                        cute.autovec_copy(vector, cute.make_tensor(place + here, cute.make_layout(8)))
+                        cute.autovec_copy(vector, cute.make_tensor(chunk_start + here, cute.make_layout(8)))
             cute.arch.sync_warp()
-            pipeline.consumer_release(state)
-            state = pipeline.advance(state)
-        return state
-
-    @cute.jit
-    def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Skip a tile of the other warpgroup. Every warp waits for every stage, so that it cannot confuse two
-        phases."""
-        for _ in cutlass.range_constexpr(self.chunks):
-            pipeline.consumer_wait(state)
-            pipeline.consumer_release(state)
-            state = pipeline.advance(state)
+            state = release(pipeline, state)
         return state
 
     @cute.jit
@@ -299,17 +394,9 @@ class SparseIndexerTargetSm90:
                 cute.nvgpu.warpgroup.commit_group()
                 if const_expr(chunk >= RELEASE_GROUP):
                     cute.nvgpu.warpgroup.wait_group(1)
-                    released = self.release_chunks(pipeline, released, RELEASE_GROUP)
+                    released = release(pipeline, released, RELEASE_GROUP)
         cute.nvgpu.warpgroup.wait_group(0)
-        self.release_chunks(pipeline, released, (self.chunks - 1) % RELEASE_GROUP + 1)
-        return state
-
-    @cute.jit
-    def release_chunks(self, pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-        """Release `count` stages from `state` on. -> the state after them."""
-        for _ in cutlass.range_constexpr(count):
-            pipeline.consumer_release(state)
-            state = pipeline.advance(state)
+        release(pipeline, released, (self.chunks - 1) % RELEASE_GROUP + 1)
         return state
 
     @cute.jit
@@ -329,6 +416,134 @@ class SparseIndexerTargetSm90:
         cute.arch.sync_warp()
         pipelines.sums.producer_commit(state)
 
+    @cute.jit
+    def index(
+        self,
+        inputs: Inputs,
+        pipelines: Pipelines,
+        shared: SharedTensors,
+        kl,
+        d_scores,
+        index_keys,
+        schedule: QuerySchedule,
+        warp,
+        lane,
+    ):
+        """The mainloop of the index warpgroup: compute the indexer's scores of every tile and add up the attention's
+        sums. Then compute a query's distributions, loss and d_scores."""
+        tid = warp * 32 + lane
+        mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)  # its ACCUMULATE must not leak into another role
+        thr = mma.get_slice(tid)
+        rk = mma.make_fragment_B(thr.partition_B(index_keys))
+        q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.index_channels)), BFloat16)
+        words = words_of(q_rmem, 4, STEPS, self.index_chunks)
+        acc, flat = accumulator(thr, (TILE, TILE))
+        source = cute.recast_ptr(index_keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
+        weights = cute.make_rmem_tensor((2,), Float32)
+        state, tiles = start(), Int32(0)
+        column = tid & (TILE - 1)
+        for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
+            for r in cutlass.range_constexpr(2):
+                head = warp * 16 + (lane >> 2) + 8 * r
+                weights[r] = Float32(0.0)
+                if head < inputs.q_idx.shape[1]:
+                    weights[r] = inputs.w_idx[query, head] * 0.5
+            pipelines.index.consumer_wait(state)
+            load_tile(words, self.index_chunks, source, state, warp, lane)
+            cute.arch.sync_warp()
+            state = release(pipelines.index, state)
+            # Warps 0 and 1 keep the target's sum of their column. Warps 2 and 3 keep the highest score and the sum of
+            # exponentials relative to it.
+            row_sum, row_max = Float32(0.0), Float32(NOTHING)
+            for tile in cutlass.range(schedule.key_tiles, unroll=1):
+                valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
+                wait_for_wgmma(pipelines.index, state)
+                multiply_and_wait(mma, acc, q_rmem, rk, opaque(state.stage))
+                state = release(pipelines.index, state)
+                self.sum_scores(flat, weights, shared, tile & 1, warp, lane)
+                cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
+                sums = sums_state(tiles + tile)
+                pipelines.sums.consumer_wait(sums)
+                if warp < 2:
+                    amount = shared.sums[column, 0, sums.stage]
+                    for i in cutlass.range_constexpr(1, 4 * self.row_tiles):
+                        amount += shared.sums[column, i, sums.stage]
+                    if not valid:
+                        amount = Float32(0.0)
+                    shared.target[tile * TILE + column] = amount
+                    row_sum += amount
+                else:
+                    score = shared.own_sums[column, 0, tile & 1]
+                    for i in cutlass.range_constexpr(1, 4):
+                        score += shared.own_sums[column, i, tile & 1]
+                    if not valid:
+                        score = -Float32(INFINITY)
+                    shared.scores[tile * TILE + column] = score
+                    higher = cute.arch.fmax(row_max, score)
+                    row_sum = row_sum * exp(row_max - higher) + exp(score - higher)
+                    row_max = higher
+                cute.arch.sync_warp()
+                pipelines.sums.consumer_release(sums)
+            tiles += schedule.key_tiles
+            self.epilogue(shared, kl, d_scores, query, schedule.key_tiles, row_sum, row_max, warp, lane)
+
+    @cute.jit
+    def sum_scores(self, flat, weights, shared: SharedTensors, stage, warp, lane):
+        """Sum a tile's weighted scores over the warp's heads, and store the sums to shared memory."""
+        values = []
+        for i in cutlass.range_constexpr(TILE // 4):
+            at = i // 2 * 4 + i % 2
+            # x + |x| is exactly 2 relu(x), and the weights are halved. NaN propagates.
+            upper, lower = (x + cute.math.absf(x) for x in (flat[at], flat[at + 2]))
+            values.append(cute.math.fma(lower, weights[1], upper * weights[0]))
+        sums = cute.make_rmem_tensor((2,), Float32)
+        sums[0], sums[1] = sum_rows(values, lane)
+        cute.autovec_copy(sums, cute.local_tile(shared.own_sums[None, warp, stage], (2,), (lane,)))
+
+    @cute.jit
+    def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
+        """Compute the query's distributions, KL and d_scores. row_sum, row_max: the thread's results for its column."""
+        tid = warp * 32 + lane
+        for log in cutlass.range_constexpr(5):
+            other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
+            other = cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
+            higher = cute.arch.fmax(row_max, other_max)
+            # In the target's warps all maxima are NOTHING, so the factors are 1.
+            row_sum = row_sum * exp(row_max - higher) + other * exp(other_max - higher)
+            row_max = higher
+        shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
+        cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
+        mass = shared.parts[0] + shared.parts[2]
+        row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
+        row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
+        row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
+        # A target without mass gives a loss and gradients of 0.
+        inverse, lse = Float32(0.0), Float32(INFINITY)
+        if not mass == 0.0:
+            inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
+        row = d_scores[query, None]
+        target, scores, kept = (cute.make_rmem_tensor((4,), Float32) for _ in range(3))
+        stored = cute.make_rmem_tensor((2,), Uint32)
+        words = words_of(row, row.shape[0] // 2)
+        loss = Float32(0.0)
+        for at in cutlass.range(tid, tiles * (TILE // 4), WARPGROUP, unroll=1):
+            cute.autovec_copy(cute.local_tile(shared.target, (4,), (at,)), target)
+            cute.autovec_copy(cute.local_tile(shared.scores, (4,), (at,)), scores)
+            for i in cutlass.range_constexpr(4):
+                p, log_student = target[i] * inverse, scores[i] - lse
+                kept[i] = exp(log_student) - p
+                term = p * (cute.math.log2(p, fastmath=True) * LN2 - log_student)
+                # log2 takes p below SMALLEST for 0. NaN is not below it and enters the loss.
+                loss += Float32(0.0) if p < SMALLEST else term
+            stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
+            cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
+        shared.parts[8 + warp] = warp_reduce_sum(loss)
+        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: they are
+        # written after that tile's barrier, which thread 0 reaches only after it has read them.
+        cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
+        if tid == 0:
+            kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])
+
 
 @cached
 def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels: int):
@@ -339,26 +554,18 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
     d_scores is written. Rows of q, kv, q_idx and k_idx start at multiples of 16 bytes.
     """
     queries, heads, index_heads, keys = (cute.sym_int() for _ in range(4))
-
-    def rows(*shape):
-        return fake(BFloat16, shape, (*strides(len(shape) - 1, 8), 1))
-
-    def of_heads(count):
-        return fake(Float32, (queries, count), strides(2), 4)
-
+    q, kv = fake_rows(BFloat16, queries, heads, channels), fake_rows(BFloat16, keys, channels)
+    q_idx = fake_rows(BFloat16, queries, index_heads, index_channels)
     return compile_sm90(
         SparseIndexerTargetSm90(channels, row_tiles, index_channels),
-        *(rows(queries, heads, channels), rows(keys, channels)),
-        *(rows(queries, index_heads, index_channels), rows(keys, index_channels), of_heads(index_heads)),
-        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
-        of_heads(heads),
-        fake(Float32, (queries,), (1,), 4),
-        rows(queries, cute.sym_int(divisibility=TILE)),
+        *(q, kv, q_idx, fake_rows(BFloat16, keys, index_channels)),
+        *(fake_numbers(queries, index_heads), fake_indices(queries), fake_numbers(queries, heads)),
+        *(fake_line(Float32, queries), fake_rows(BFloat16, queries, cute.sym_int(divisibility=TILE))),
         *(Float32(0.0), Int32(1), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_sparse_indexer_target, (channels, row_tiles, index_channels))

@@ -1,36 +1,158 @@
-"""The producer warpgroup of the sparse MLA backward kernel. It takes work tiles, loads their Q and dO by TMA, and
-gathers their selected keys, 16 bytes per lane."""
+"""The producer warpgroup of the sparse MLA backward kernel, and the definitions that the kernel's roles share: sizes,
+shared memory, pipelines, tile scheduler.
+
+A work tile is 64 heads of a query with all of the query's keys, in tiles of 64 keys. The producer takes work tiles,
+loads their Q and dO by TMA, and gathers their selected keys, 16 bytes per lane.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered, bulk_gather, gather_16, prefetch_to_l2
-from dsa.cute.pipeline import PipelineState, expect_bytes
+from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, expect_bytes, state_at, state_at_of_two
 from dsa.cute.shared_memory import swizzled
-from dsa.cute.sm90 import opaque
-from dsa.kernels.training.sparse_mla_backward_tiles import (
-    CHUNK,
-    CHUNKS,
-    HALF_CHUNKS,
-    HEAD_TERM_BYTES,
-    HEADS,
-    KEY_ROW_STAGES,
-    ROPE_HALF,
-    TILE,
-    VALUE,
-    BackwardConfig,
-    BackwardPipelines,
-    SharedTensors,
-    TileScheduler,
-    k_state,
-    next_key_tile,
-    next_work_tile,
-    q_state,
-    work_tile_state,
-)
+from dsa.cute.sm90 import WARP, WARPGROUP, opaque
+from dsa.cute.tile_counter import draw
+from dsa.cute.work_tile import WorkTilePipeline
+from dsa.kernels.training.limits import MLA_V_CHANNELS, SPARSE_HEAD_TILE, SPARSE_KEY_TILE
+from dsa.kernels.training.mainloop import tma_tiles
 
+TILE, HEADS = SPARSE_KEY_TILE, SPARSE_HEAD_TILE
+CHUNK = 64  # channels
+VALUE = MLA_V_CHANNELS
+CHUNKS = VALUE // CHUNK
+HALF, HALF_CHUNKS = VALUE // 2, CHUNKS // 2
+ROPE_HALF = 32
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the first producer
+KEY_ROW_STAGES = 4
+HEAD_TERM_BYTES = HEADS * 8
 WARP_KEYS = TILE // 4  # keys of a tile per warp
+
+
+class BackwardConfig:
+    """
+    channels      per key
+    ordered       store each part of dKV to a separate row instead of adding it
+    rope          whether keys have a rope part
+    strip         channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with
+                  a rope part and 5% more without it
+    query_chunks  the chunks of Q and dO in the order in which a query's last key tile releases them. CHUNKS is the rope
+                  part of Q
+    k_parts       number of parts in half of a key tile's channels. In the order of arrival and use: HALF_CHUNKS chunks,
+                  then half of the rope part as part HALF_CHUNKS
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
+        self.dtype, self.channels, self.ordered, self.rope = dtype, channels, ordered, channels > VALUE
+        self.strip = 32 if self.rope else 64
+        self.query_chunks = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
+        self.k_parts = HALF_CHUNKS + (1 if self.rope else 0)
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """
+    k           [64, 64, 8]: chunks of 64 channels
+    k_rope      [64, 32, 2]: the rope part of k
+    k_half      [64, 256, 2]: the same memory as k
+    q, do       [64, 64, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's rope part last
+    ds          [keys, heads, 2]: dS of each consumer warpgroup's tile
+    head_terms  address of l / ln 2 and e of each head
+    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 if it is invalid
+    """
+
+    k: cute.Tensor
+    k_rope: cute.Tensor
+    k_half: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    head_terms: Int32
+    key_rows: cute.Tensor
+
+
+class WorkTileInfo(NamedTuple):
+    """number: index of the work tile. After the last work tile it is at least the number of work tiles."""
+
+    number: Int32
+
+
+@dataclass(frozen=True)
+class BackwardPipelines:
+    """q: a one-stage ring per chunk of Q and dO, and one for Q's rope part. k: a one-stage ring per half of a key
+    tile's channels, which arrives in `k_parts` parts. ds_full: signals that a key tile's dS is in shared memory."""
+
+    work_tiles: WorkTilePipeline
+    q: Pipeline
+    k: Pipeline
+    ds_full: Mbarriers
+
+    @cute.jit
+    def init(self):
+        """Initialize the barriers. Called by one thread."""
+        self.work_tiles.init(THREADS // WARP)
+        self.q.init(CONSUMER_WARPS)
+        # Each producer thread arrives at each part of k. At the first part each warp also arrives once for key_rows.
+        Mbarriers(self.k.full, 1).init(WARPGROUP + 4)
+        Mbarriers(self.k.full + 1, self.k.stages * self.k.parts - 1).init(WARPGROUP)
+        Mbarriers(self.k.empty, self.k.stages).init(4)
+        self.ds_full.init(4)
+
+    def q_chunk(self, chunk: int) -> Pipeline:
+        """The ring of a chunk of Q and dO. CHUNKS is the rope part of Q."""
+        return self.q.ring(chunk, 1)
+
+    def k_half(self, half: int | Int32) -> Pipeline:
+        """The ring of a half of a key tile's channels."""
+        return self.k.ring(half, 1)
+
+
+# Each role keeps one register `count`: its number of work tiles so far and, in the lowest two bits, its number of key
+# tiles so far, modulo 4. The functions below give the pipeline states at a count.
+
+
+def work_tile_state(count: Int32) -> PipelineState:
+    return state_at_of_two(count >> 2)
+
+
+def q_state(count: Int32) -> PipelineState:
+    return state_at(count >> 2, 1)
+
+
+def k_state(count: Int32) -> PipelineState:
+    return state_at(count, 1)
+
+
+def next_key_tile(count: Int32) -> Int32:
+    return (count & -4) | ((count + 1) & 3)
+
+
+def next_work_tile(count: Int32) -> Int32:
+    return count + 4
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """A dynamic persistent scheduler. A CTA's first work tile is its block index. While it works on a tile, its
+    producer takes the next one from a tile counter in global memory and passes the index on in a WorkTilePipeline.
+
+    work_tiles: number over all queries. key_tiles: number per query. head_tiles: blocks of 64 heads per query.
+    """
+
+    work_tiles: Int32
+    key_tiles: Int32
+    ctas: Int32
+    head_tiles: cute.FastDivmodDivisorV2
+
+    @cute.jit
+    def coordinates(self, number):
+        """(query, first head) of a work tile."""
+        query, head_tile = divmod(number, self.head_tiles)
+        return query, head_tile * HEADS
 
 
 class BackwardProducer:
@@ -54,8 +176,9 @@ class BackwardProducer:
         q, kv, dout, head_terms, indices, tile_counter = inputs
         work_tiles = pipelines.work_tiles
         count = Int32(0)
+        block, _, _ = cute.arch.block_idx()
         if warp == 0:
-            work_tiles.publish(work_tile_state(count), scheduler.first())
+            work_tiles.publish(work_tile_state(count), WorkTileInfo(Int32(block)))
         while work_tiles.current(work_tile_state(count)).number < scheduler.work_tiles:
             query, _ = scheduler.coordinates(work_tiles.read(work_tile_state(count)).number)
             index = self.index_of(indices, query, warp * WARP_KEYS + (opaque(lane) & (WARP_KEYS - 1)))
@@ -65,8 +188,9 @@ class BackwardProducer:
                 address = kv[cutlass.max(row, 0), None].iterator.toint()
                 valid_mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
                 # Prefetch the next tile's indices while this tile's keys are gathered.
-                own = opaque(lane) & (WARP_KEYS - 1)
-                index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
+                index = self.index_of(
+                    indices, query, (tile + 1) * TILE + warp * WARP_KEYS + (opaque(lane) & (WARP_KEYS - 1))
+                )
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
                     if const_expr(half == 0):
@@ -80,13 +204,13 @@ class BackwardProducer:
                         self.load_q(atoms, sources, head_terms, scheduler, shared, pipelines, count)
                     # Late, so that a slow CTA does not take a work tile that another CTA could begin sooner.
                     if tile == (3 * scheduler.key_tiles) >> 2:
-                        following = scheduler.advance(tile_counter, lane)
+                        following = WorkTileInfo(scheduler.ctas + draw(tile_counter, lane))
                         work_tiles.publish(work_tile_state(next_work_tile(count)), following)
                 count = next_key_tile(count)
             work_tiles.release(work_tile_state(count))
             count = next_work_tile(count)
-            number = work_tiles.current(work_tile_state(count)).number
-            self.prefetch_q(q, dout, scheduler, number, warp, opaque(lane))
+            following = work_tiles.current(work_tile_state(count))
+            self.prefetch_q(q, dout, scheduler, following.number, warp, opaque(lane))
 
     @cute.jit
     def prefetch_q(self, q, dout, scheduler: TileScheduler, number, warp, lane):
@@ -100,11 +224,11 @@ class BackwardProducer:
                 prefetch_to_l2(Int64(dout[query, head, None].iterator.toint()), Int32(2 * VALUE))
 
     @cute.jit
-    def index_of(self, indices, query, place):
-        """Entry `place` of a query's list of indices, -1 after the last one."""
+    def index_of(self, indices, query, position):
+        """Entry `position` of a query's list of indices, -1 after the last one."""
         index = Int32(-1)
-        if place < indices.shape[1]:
-            index = indices[query, place]
+        if position < indices.shape[1]:
+            index = indices[query, position]
         return index
 
     @cute.jit
@@ -122,7 +246,7 @@ class BackwardProducer:
         Heads after the last one are zeros, and their terms give P = 0."""
         query, first = scheduler.coordinates(pipelines.work_tiles.read(work_tile_state(count)).number)
         state = q_state(count)
-        one, strip_width = cute.make_layout(1), self.cfg.strip
+        strip_width = self.cfg.strip
         for chunk in self.cfg.query_chunks:
             is_first = chunk == self.cfg.query_chunks[0]
             strips_a_chunk = CHUNK // strip_width
@@ -138,12 +262,11 @@ class BackwardProducer:
                     barrier = pipeline.producer_barrier(state)
                     bulk_gather(shared.head_terms, source, Int32(HEAD_TERM_BYTES), barrier)
             for n, target, strip in strips:
-                tiles = cute.local_tile(sources[n], (HEADS, strip_width), (first // HEADS, None, query))
-                own, source = cute.nvgpu.cpasync.tma_partition(
-                    atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+                own, source = tma_tiles(
+                    *(atoms[n], target, sources[n], (HEADS, strip_width), (0, 0, 0), (first // HEADS, None, query))
                 )
-                full = pipeline.producer_barrier(state)
-                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=full)
+                barrier = pipeline.producer_barrier(state)
+                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=barrier)
 
     @cute.jit
     def gather_half(
@@ -183,7 +306,7 @@ class BackwardProducer:
                 own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
                 source = (Int64(own_high) << 32) + Int64(Uint32(own_low))
                 row = warp * WARP_KEYS + key
-                place = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
+                offset = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
                 source += 2 * VALUE + half * (2 * ROPE_HALF) + (lane & 3) * 16
-                gather_16(start + place, source, (valid_mask >> key) & 1 != 0)
+                gather_16(start + offset, source, (valid_mask >> key) & 1 != 0)
             arrive_when_gathered(pipeline.producer_barrier(state, HALF_CHUNKS))

@@ -38,29 +38,36 @@ Roofline: L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB
 (it stores 4.6 TB/s). wgmma takes 5504 cycles, the reads of its operands in shared memory about 6000.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.pipeline import arrive, pipeline_storage
+from dsa.cute.copies import tile_load
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
+from dsa.cute.pipeline import Mbarriers, Pipeline, arrive, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.tile_counter import fake_tile_counter
-from dsa.cute.work_tile import work_tile_storage
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_head_terms, fake_indices, fake_rows
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
-from dsa.kernels.training.sparse_mla_backward_producer import BackwardProducer
-from dsa.kernels.training.sparse_mla_backward_tiles import (
+from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    finish_prologue,
+    smem_layout,
+    swap_modes,
+    thread_indices,
+    tiled_mma,
+    words_of,
+)
+from dsa.kernels.training.sparse_mla_backward_producer import (
     CHUNK,
     CHUNKS,
+    CONSUMER_WARPS,
     HALF,
     HALF_CHUNKS,
     HEADS,
@@ -71,9 +78,9 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     VALUE,
     BackwardConfig,
     BackwardPipelines,
+    BackwardProducer,
     SharedTensors,
     TileScheduler,
-    WarpRole,
     WorkTileInfo,
     k_state,
     next_key_tile,
@@ -86,35 +93,28 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 STAGED_CHANNELS = 32  # channels of dQ that a warp stages at a time
-K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 
 
 class SparseMlaBackwardSm90:
     def __init__(self, cfg: BackwardConfig):
         self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
-        self.rope, self.dp_parts, self.strip = cfg.rope, cfg.dp_parts, cfg.strip
+        self.rope, self.strip = cfg.rope, cfg.strip
+        # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
+        self.dp_parts = 2 if cfg.rope else 1
 
-    def product(self, a_major, b_major, columns: int, source=cute.nvgpu.warpgroup.OperandSource.SMEM) -> cute.TiledMma:
+    def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
         """A product of 64 rows x columns. Make it where it is used: a TiledMma that is set inside a loop or branch
         cannot be used after it."""
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, a_major, b_major, Float32, (1, 1, 1), (TILE, columns), source
-        )
-
-    def dkv_product(self, columns: int) -> cute.TiledMma:
-        return self.product(K_MAJOR, MN_MAJOR, columns, cute.nvgpu.warpgroup.OperandSource.RMEM)
+        return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
         """[64, columns, count], with rows of `columns` elements."""
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, columns), self.dtype, count)
+        return smem_layout(64, columns, self.dtype, count)
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
         """-> (the TMA atom that loads 64 heads x a strip of x [T, H, d], its TMA tensor [H, d, T])."""
-        turned = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
-        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
-        layout = cute.slice_(layout, (None, None, 0))
-        info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, turned, layout, (HEADS, self.strip))
-        return info[0], info[1]
+        tokens_last = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
+        return tile_load(tokens_last, layout, (HEADS, self.strip))
 
     @cute.jit
     def __call__(
@@ -185,9 +185,7 @@ class SparseMlaBackwardSm90:
         scheduler: TileScheduler,
         layouts: tuple[cute.ComposedLayout, ...],
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         storage = SmemAllocator().allocate(self.storage)
         layout, rope_layout, half_layout, q_layout, do_layout, ds_layout = layouts
         shared = SharedTensors(
@@ -200,22 +198,28 @@ class SparseMlaBackwardSm90:
             Int32(storage.head_terms.data_ptr().toint()),
             storage.key_rows.get_tensor(cute.make_layout((TILE, KEY_ROW_STAGES))),
         )
-        pipelines = BackwardPipelines.of(storage, self.cfg)
+        pipelines = BackwardPipelines(
+            WorkTilePipeline.of(storage.work_tiles, WorkTileInfo),
+            Pipeline.of(storage.q_barriers, len(self.cfg.query_chunks)),
+            Pipeline.of(storage.k_barriers, 2, self.cfg.k_parts),
+            Mbarriers(storage.ds_full.data_ptr(), 1),
+        )
         if tid == 0:
             pipelines.init()
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
 
-        if warp >= WarpRole.PRODUCER:
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            inputs = (q, kv, dout, head_terms, indices, tile_counter)
-            producer = BackwardProducer(self.cfg)
-            producer.run(atoms, sources, inputs, scheduler, shared, pipelines, warp - WarpRole.PRODUCER, lane)
+            BackwardProducer(self.cfg).run(
+                *(atoms, sources, (q, kv, dout, head_terms, indices, tile_counter), scheduler, shared, pipelines),
+                *(warp - CONSUMER_WARPS, lane),
+            )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
-            self.consume(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, pipelines, *thread)
+            self.consume(
+                *(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, pipelines),
+                *(tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2),
+            )
 
     @cute.jit
     def consume(
@@ -236,7 +240,9 @@ class SparseMlaBackwardSm90:
         """The mainloop of consumer warpgroup `side`, over all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
-        p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
+        p_shape = (
+            self.product(K_MAJOR, MN_MAJOR, CHUNK, from_registers=True).get_slice(tid).partition_shape_A((TILE, HEADS))
+        )
         work_tiles = pipelines.work_tiles
         count = Int32(0)
         while work_tiles.current(work_tile_state(count)).number < scheduler.work_tiles:
@@ -252,12 +258,13 @@ class SparseMlaBackwardSm90:
                     self.score(p, ds, scale, scale_log2, shared, pipelines, count, tile, tid, warp, lane, side)
                 self.add_dq(flat, flat_rope, shared, pipelines, count, tid, side)
                 if (count & 1) == side:
-                    place = Int32(0)
+                    tile_index = Int32(0)
                     if const_expr(self.ordered):
-                        number = work_tiles.read(work_tile_state(count)).number
-                        place = number * scheduler.key_tiles + tile
-                    last = tile == scheduler.key_tiles - 1
-                    self.add_dkv(p, ds, dkv, keys, place, shared, pipelines, count, last, tid, warp, lane, side)
+                        tile_index = work_tiles.read(work_tile_state(count)).number * scheduler.key_tiles + tile
+                    self.add_dkv(
+                        *(p, ds, dkv, keys, tile_index, shared, pipelines, count, tile == scheduler.key_tiles - 1),
+                        *(tid, warp, lane, side),
+                    )
                 count = next_key_tile(count)
             if (count & 1) != side:
                 # This warpgroup owned the last tile. dQ may overwrite its dS only after both consumers have read it.
@@ -294,8 +301,7 @@ class SparseMlaBackwardSm90:
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(shared.k)), mma.make_fragment_B(thr.partition_B(shared.q))
         rk_rope = mma.make_fragment_A(thr.partition_A(shared.k_rope))
-        s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
-        flat_s = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
+        s, flat_s = accumulator(thr, (TILE, HEADS))
         # If ptxas knew the addresses, it would keep the descriptors of all chunks in registers from S until dP. The
         # opaque zero prevents that.
         zero = opaque(count & 1) >> 1
@@ -326,13 +332,11 @@ class SparseMlaBackwardSm90:
                     cute.gemm(mma, s, a, b, s)
         cute.nvgpu.warpgroup.commit_group()
 
-        # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
         heads = HEADS // self.dp_parts
         part_mma = self.product(K_MAJOR, K_MAJOR, heads)
         thr_part = part_mma.get_slice(tid)
         rv = part_mma.make_fragment_A(thr_part.partition_A(shared.k))
-        dp = cute.make_rmem_tensor(thr_part.partition_shape_C((TILE, heads)), Float32)
-        flat_dp = cute.make_tensor(dp.iterator, cute.make_layout(heads // 2))
+        dp, flat_dp = accumulator(thr_part, (TILE, heads))
         self.issue_dp(part_mma, dp, rv, shared, thr_part, count, 0)
         lane = opaque(lane)
         own = warp * 16 + (lane >> 2)
@@ -342,9 +346,7 @@ class SparseMlaBackwardSm90:
             for i in cutlass.range_constexpr(HEADS // 2):
                 if invalid[i // 2 % 2]:
                     flat_s[i] = -Float32(float("inf"))
-        p_words, ds_words = (
-            cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(HEADS // 4)) for x in (p, ds)
-        )
+        p_words, ds_words = (words_of(x, HEADS // 4) for x in (p, ds))
         start = Int32(shared.ds.iterator.toint()) + side * (2 * TILE * HEADS)
         row = warp * 16 + (lane & 15)
         for part in cutlass.range_constexpr(self.dp_parts):
@@ -362,8 +364,9 @@ class SparseMlaBackwardSm90:
                         weights, slopes = [], []
                         for b in cutlass.range_constexpr(2):
                             at = 4 * j + 2 * r + b
-                            slope = cute.math.fma(flat_dp[at - part * heads // 2], scale, terms[2 * b + 1])
-                            slopes.append(flat_s[at] * slope)
+                            slopes.append(
+                                flat_s[at] * cute.math.fma(flat_dp[at - part * heads // 2], scale, terms[2 * b + 1])
+                            )
                             weights.append(flat_s[at])
                         p_words[2 * j + r] = pack(*weights, self.dtype)
                         words.append(pack(*slopes, self.dtype))
@@ -379,9 +382,8 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
         """Issue dP^T = K dO^T for a part of the heads."""
-        heads = HEADS // self.dp_parts
-        rows = cute.local_tile(shared.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
-        rdo = mma.make_fragment_B(thr.partition_B(rows))
+        shape = HEADS // self.dp_parts, self.strip, VALUE // self.strip
+        rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(shared.do, shape, (part, 0, 0))))
         zero = opaque(count & 1) >> (2 + part)
         cute.nvgpu.warpgroup.fence()
         for chunk in range(CHUNKS):
@@ -408,15 +410,15 @@ class SparseMlaBackwardSm90:
         """dQ += dS K for this warpgroup's half of the channels. Then release this half of the keys."""
         mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
         thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
-        turned_ds = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=[1, 0, 2]))
-        turned_k = cute.make_tensor(shared.k_half.iterator, cute.select(shared.k_half.layout, mode=[1, 0, 2]))
-        turned_rope = cute.make_tensor(shared.k_rope.iterator, cute.select(shared.k_rope.layout, mode=[1, 0, 2]))
-        rds, rk = mma.make_fragment_A(thr.partition_A(turned_ds)), mma.make_fragment_B(thr.partition_B(turned_k))
-        rope_ds = rope.make_fragment_A(thr_rope.partition_A(turned_ds))
-        rk_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
+        ds = swap_modes(shared.ds)
+        rds = mma.make_fragment_A(thr.partition_A(ds))
+        rk = mma.make_fragment_B(thr.partition_B(swap_modes(shared.k_half)))
+        rope_ds = rope.make_fragment_A(thr_rope.partition_A(ds))
+        rk_rope = rope.make_fragment_B(thr_rope.partition_B(swap_modes(shared.k_rope)))
         acc = cute.make_tensor(flat.iterator, cute.make_layout(thr.partition_shape_C((HEADS, HALF))))
-        rope_shape = thr_rope.partition_shape_C((HEADS, ROPE_HALF))
-        acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(rope_shape))
+        acc_rope = cute.make_tensor(
+            flat_rope.iterator, cute.make_layout(thr_rope.partition_shape_C((HEADS, ROPE_HALF)))
+        )
         pipelines.ds_full.wait(count & 1)
         cute.nvgpu.warpgroup.fence()
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
@@ -437,7 +439,7 @@ class SparseMlaBackwardSm90:
         ds,
         dkv,
         keys,
-        place,
+        tile_index,
         shared: SharedTensors,
         pipelines: BackwardPipelines,
         count,
@@ -447,8 +449,8 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """dKV += P^T dO + dS^T Q for a tile's keys. place: index of the tile among all, for `ordered`. last: whether it
-        is the query's last tile, which releases Q and dO."""
+        """dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among all tiles, for `ordered`.
+        last: whether it is the query's last tile, which releases Q and dO."""
         lane = opaque(lane)
         # Lanes l and l ^ 4 hold neighbouring rows. The eight lanes of both quads add to one row at a time, 128 bytes.
         odd = (lane >> 2) & 1
@@ -460,21 +462,20 @@ class SparseMlaBackwardSm90:
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(2):
                 if const_expr(self.ordered):
-                    number = Int64(place) * TILE + (pair + 8 * r + i)
+                    number = Int64(tile_index) * TILE + (pair + 8 * r + i)
                 else:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
                 # The lane adds the first half of 32 numbers of its own row, and the second half of the other row's.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
-        with_p = with_ds = self.dkv_product(self.strip)
+        with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):
             with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip)
         thr = with_ds.get_slice(tid)
-        turned = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2])) for x in (shared.do, shared.q)]
-        rdo, rq = (with_ds.make_fragment_B(thr.partition_B(x)) for x in turned)
+        rdo, rq = (with_ds.make_fragment_B(thr.partition_B(swap_modes(x))) for x in (shared.do, shared.q))
         rds = with_ds.make_fragment_A(thr.partition_A(shared.ds)) if not self.rope else None
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, self.strip)), Float32)
+        acc, flat = accumulator(thr, (TILE, self.strip))
         zero = opaque(stage) >> 2
         # The rope part first: the producer reloads the chunks of Q and dO in this order (`query_chunks`).
         for first in [*range(VALUE, self.channels, self.strip), *range(0, VALUE, self.strip)]:
@@ -494,12 +495,11 @@ class SparseMlaBackwardSm90:
                 with cute.arch.elect_one():
                     if last:  # inside elect_one this becomes the arrive's predicate; outside it would be a branch
                         arrive(pipelines.q_chunk(first // CHUNK).consumer_barrier(q_state(count)))
-            self.add_columns(acc, first, targets, odd)
+            self.add_columns(flat, first, targets, odd)
 
     @cute.jit
-    def add_columns(self, acc, first: cutlass.Constexpr, targets, odd):
+    def add_columns(self, flat, first: cutlass.Constexpr, targets, odd):
         """Add a strip, channels `first` and on, to the lane's rows and their neighbours."""
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.strip // 2))
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
@@ -531,15 +531,15 @@ class SparseMlaBackwardSm90:
             if const_expr(i == HALF // STAGED_CHANNELS):
                 source, base, channel = flat_rope, 0, VALUE + side * ROPE_HALF
             for j in cutlass.range_constexpr(2):
-                places = [base + 8 * j + 2 * n for n in range(4)]
-                words = [pack(source[at], source[at + 1], self.dtype) for at in places]
-                place = self.staged_place(lane & 15, 2 * j + (lane >> 4))
-                store_matrices(Int32((staging + place).toint()), words)
+                at = base + 8 * j
+                words = [pack(source[at + 2 * n], source[at + 2 * n + 1], self.dtype) for n in range(4)]
+                offset = self.staging_offset(lane & 15, 2 * j + (lane >> 4))
+                store_matrices(Int32((staging + offset).toint()), words)
             cute.arch.sync_warp()
             for r in cutlass.range_constexpr(2):
                 row = (lane >> 2) + 8 * r
                 cute.autovec_copy(
-                    cute.make_tensor(staging + self.staged_place(row, lane & 3), cute.make_layout(8)), vector
+                    cute.make_tensor(staging + self.staging_offset(row, lane & 3), cute.make_layout(8)), vector
                 )
                 head = first + warp * 16 + row
                 if head < dq.shape[1]:
@@ -548,7 +548,7 @@ class SparseMlaBackwardSm90:
             cute.arch.sync_warp()
 
     @cute.jit
-    def staged_place(self, row, vector):
+    def staging_offset(self, row, vector):
         """Offset of vector `vector`, 8 elements, in a row of the 16 x 32 staging buffer."""
         return row * STAGED_CHANNELS + (vector ^ ((row >> 1) & 3)) * 8
 
@@ -559,26 +559,16 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
-
-    def rows(width, *shape):
-        return fake(kind, (*shape, width), (*strides(len(shape), 8), 1), 16)
-
-    width = HEADS * 2
+    q, dout, dq = (fake_rows(kind, queries, heads, width) for width in (channels, VALUE, channels))
+    dkv = fake(Float32, (cute.sym_int(), channels), (channels, 1))
     return compile_sm90(
         SparseMlaBackwardSm90(BackwardConfig(kind, channels, ordered)),
-        rows(channels, queries, heads),
-        rows(channels, cute.sym_int()),
-        rows(VALUE, queries, heads),
-        fake(Float32, (queries, cute.sym_int(), width), (cute.sym_int64(divisibility=4), width, 1), 16),
-        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
-        rows(channels, queries, heads),
-        fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
-        fake_tile_counter(),
-        *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
+        *(q, fake_rows(kind, cute.sym_int(), channels), dout, fake_head_terms(queries), fake_indices(queries), dq, dkv),
+        *(fake_tile_counter(), Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_sparse_mla_backward, (dtype, channels, ordered))

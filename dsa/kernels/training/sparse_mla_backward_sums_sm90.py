@@ -16,31 +16,29 @@ Plan
 Roofline: memory: out and dout once; dKV's sums once; a list's rows once.
 """
 
-from collections.abc import Callable
-from typing import Any
+import itertools
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_stream
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_head_terms, fake_line, fake_numbers, fake_rows
 from dsa.kernels.training.limits import MLA_CHANNELS, MLA_V_CHANNELS, SPARSE_DTYPES, SPARSE_HEAD_TILE
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-HEADS = SPARSE_HEAD_TILE  # per block of terms
-VALUE = MLA_V_CHANNELS
+HEADS, VALUE = SPARSE_HEAD_TILE, MLA_V_CHANNELS  # heads per block of terms, channels of the value
 WARPS = 8
-REORDERED = 16  # channels per thread
+REORDERED, REORDER_THREADS = 16, 128  # channels per thread, threads per CTA
 LEAST_SHARE = 2.0**-64
 PREFETCHED = 4  # rows of a list in flight per thread
 
 
 class BackwardInputsSm90:
-    def __init__(self, dtype: type[cutlass.Numeric], sink: bool, lse_grad: bool):
-        self.dtype, self.sink, self.lse_grad = dtype, sink, lse_grad
+    """Without dlse, the gradient of lse is 0. Without sink, there is no dsink."""
 
     @cute.jit
     def __call__(
@@ -87,7 +85,7 @@ class BackwardInputsSm90:
         own = cutlass.min(head, out.shape[1] - 1)
         wait_for_prerequisite_grids()
         delta = Float32(0.0)
-        a, b = cute.make_rmem_tensor((8, 2), self.dtype), cute.make_rmem_tensor((8, 2), self.dtype)
+        a, b = (cute.make_rmem_tensor((8, 2), out.element_type) for _ in range(2))
         for i in cutlass.range_constexpr(2):
             cute.autovec_copy(cute.local_tile(out[query, own, None], (8,), (i * WARP + lane,)), a[None, i])
             cute.autovec_copy(cute.local_tile(dout[query, own, None], (8,), (i * WARP + lane,)), b[None, i])
@@ -100,54 +98,49 @@ class BackwardInputsSm90:
             # False for NaN and both infinities: such a head keeps l = inf and contributes nothing.
             if head < out.shape[1] and cute.math.absf(value) < Float32(float("inf")):
                 share = Float32(1.0)
-                if const_expr(self.sink):
+                if const_expr(sink is not None):
                     above = sink[own] - value
                     share = 1.0 / (1.0 + cute.math.exp(above))
                     of_sink = -delta / (1.0 + cute.math.exp(-above))
                     share = cute.arch.fmax(share, Float32(LEAST_SHARE))
                 result, slope = value * LOG2E - cute.math.log2(share), -scale * delta
-                if const_expr(self.lse_grad):
+                if const_expr(dlse is not None):
                     slope = scale * (dlse[query, own] / share - delta)
             target = head_terms[query, head // HEADS, None]
             target[head % HEADS * 2], target[head % HEADS * 2 + 1] = result, slope
-            if const_expr(self.sink):
+            if const_expr(sink is not None):
                 if head < out.shape[1]:
                     dsink[query, head] = of_sink
 
 
 class ReorderSumsSm90:
-    def __init__(self, dtype: type[cutlass.Numeric], channels: int):
-        self.dtype, self.channels = dtype, channels
-        self.threads = 128
-
     @cute.jit
     def __call__(self, sums: cute.Tensor, out: cute.Tensor, stream):
-        total = out.shape[0] * (self.channels // REORDERED)
         self.kernel(sums, out).launch(
-            grid=(cute.ceil_div(total, self.threads), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(cute.ceil_div(out.shape[0] * (out.shape[1] // REORDERED), REORDER_THREADS), 1, 1),
+            block=(REORDER_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, sums: cute.Tensor, out: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        number, groups = block * self.threads + tid, self.channels // REORDERED
+        number, groups = block * REORDER_THREADS + tid, out.shape[1] // REORDERED
         wait_for_prerequisite_grids()
         key, group = number // groups, number % groups
         if key < out.shape[0]:
             found = cute.make_rmem_tensor((REORDERED,), Float32)
             cute.autovec_copy(cute.local_tile(sums[key, None], (REORDERED,), (group,)), found)
-            reordered = cute.make_rmem_tensor((REORDERED,), self.dtype)
+            reordered = cute.make_rmem_tensor((REORDERED,), out.element_type)
             for i in cutlass.range_constexpr(REORDERED):
                 quarter, n = i % 8 // 2, i // 8 * 2 + i % 2
-                reordered[i] = found[4 * quarter + n].to(self.dtype)
+                reordered[i] = found[4 * quarter + n].to(out.element_type)
             cute.autovec_copy(reordered, cute.local_tile(out[key, None], (REORDERED,), (group,)))
 
 
 class SumListsSm90:
-    def __init__(self, channels: int):
-        self.channels = channels
-
     @cute.jit
     def __call__(
         self,
@@ -160,7 +153,7 @@ class SumListsSm90:
         stream,
     ):
         self.kernel(rows, order, bounds, blocks, stride, sums).launch(
-            grid=(bounds.shape[0] - 1, 1, 1), block=(self.channels // 4, 1, 1), stream=stream, use_pdl=True
+            grid=(bounds.shape[0] - 1, 1, 1), block=(sums.shape[1] // 4, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -185,8 +178,8 @@ class SumListsSm90:
                 for block in cutlass.range(blocks, unroll=1):
                     for i in cutlass.range_constexpr(PREFETCHED):
                         if number + i < end:
-                            row = order[number + i] + block * stride
-                            cute.autovec_copy(cute.local_tile(rows[row, None], (4,), (tid,)), found[None, i])
+                            source = rows[order[number + i] + block * stride, None]
+                            cute.autovec_copy(cute.local_tile(source, (4,), (tid,)), found[None, i])
                     for i in cutlass.range_constexpr(PREFETCHED):
                         if number + i < end:
                             for n in cutlass.range_constexpr(4):
@@ -198,36 +191,21 @@ class SumListsSm90:
 def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
     """-> f(out [T, H, 512], dout [T, H, 512], lse [T, H], dlse [T, H] or None, sink [H] or None, scale, head_terms
     [T, ceil(H / 64), 128], dsink [T, H] or None). head_terms: pairs of l / ln 2 and e, one per head."""
-    kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
-
-    def rows():
-        return fake(kind, (queries, heads, VALUE), (*strides(2, 8), 1), 16)
-
-    def of_heads():
-        return fake(Float32, (queries, heads), strides(2), 4)
-
+    out, dout = (fake_rows(cute_dtype(dtype), queries, heads, VALUE) for _ in range(2))
+    lse, dlse, dsink = (fake_numbers(queries, heads) for _ in range(3))
     return compile_sm90(
-        BackwardInputsSm90(kind, sink, lse_grad),
-        *(rows(), rows(), of_heads(), of_heads() if lse_grad else None),
-        fake(Float32, (heads,), strides(1), 4) if sink else None,
-        Float32(0.0),
-        fake(Float32, (queries, cute.sym_int(), 2 * HEADS), (cute.sym_int64(divisibility=4), 2 * HEADS, 1), 16),
-        of_heads() if sink else None,
+        *(BackwardInputsSm90(), out, dout, lse, dlse if lse_grad else None),
+        *(fake_numbers(heads) if sink else None, Float32(0.0), fake_head_terms(queries), dsink if sink else None),
         fake_stream(),
     )
-
-
-def _fake_sums(channels: int):
-    """[rows, d] with a 64-bit stride: lists of 28,000 keys or more make parts of at least 2^31 numbers."""
-    return fake(Float32, (cute.sym_int(), channels), (*strides(1, 4), 1), 16)
 
 
 @cached
 def compile_reorder_sums(dtype: str, channels: int):
     """-> f(sums [at least Tk, d] fp32, out [Tk, d]); rows of out start at multiples of 16 bytes."""
-    out = fake(cute_dtype(dtype), (cute.sym_int(), channels), (cute.sym_int64(divisibility=8), 1), 16)
-    return compile_sm90(ReorderSumsSm90(cute_dtype(dtype), channels), _fake_sums(channels), out, fake_stream())
+    sums, out = (fake_rows(kind, cute.sym_int(), channels) for kind in (Float32, cute_dtype(dtype)))
+    return compile_sm90(ReorderSumsSm90(), sums, out, fake_stream())
 
 
 @cached
@@ -235,23 +213,18 @@ def compile_sum_lists(channels: int):
     """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d]): sums[k] +=
     rows[order[i] + b * stride] over bounds[k] <= i < bounds[k + 1] and b < blocks. The order of the sum is fixed:
     groups of PREFETCHED values of i, then b, then i within the group."""
-    order, bounds = (fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(2))
+    # 64-bit strides: lists of 28,000 keys or more make parts of at least 2^31 numbers.
+    rows, sums = (fake_rows(Float32, cute.sym_int(), channels) for _ in range(2))
     return compile_sm90(
-        *(SumListsSm90(channels), _fake_sums(channels), order, bounds, Int32(1), Int32(0), _fake_sums(channels)),
-        fake_stream(),
+        *(SumListsSm90(), rows, fake_line(Int32), fake_line(Int32), Int32(1), Int32(0), sums, fake_stream())
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     either = False, True
     return [
-        *(
-            (compile_backward_inputs, (dtype, sink, grad))
-            for dtype in SPARSE_DTYPES
-            for sink in either
-            for grad in either
-        ),
-        *((compile_reorder_sums, (dtype, channels)) for dtype in SPARSE_DTYPES for channels in MLA_CHANNELS),
+        *((compile_backward_inputs, arguments) for arguments in itertools.product(SPARSE_DTYPES, either, either)),
+        *((compile_reorder_sums, arguments) for arguments in itertools.product(SPARSE_DTYPES, MLA_CHANNELS)),
         *((compile_sum_lists, (channels,)) for channels in MLA_CHANNELS),
     ]

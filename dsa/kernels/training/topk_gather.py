@@ -1,5 +1,5 @@
-"""Gather of rows in global memory into tiles of 64 rows in shared memory for wgmma, and the schedule of queries of the
-sparse stage.
+"""Gather of rows in global memory into tiles of 64 rows in shared memory for wgmma, loads of such tiles into registers,
+and the schedule of queries of the sparse stage.
 
 A tile is a list of chunks of 64 channels, [64 rows, 128 bytes] each, with the 128-byte swizzle. A producer warpgroup
 gathers it, 16 rows per warp. A lane copies 16 bytes of every chunk of four rows, 4 i + lane / 8.
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.copies import gather_16
+from dsa.cute.copies import arrive_when_gathered, gather_16
 from dsa.cute.pipeline import Pipeline, PipelineState
+from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.work_tile import StaticPersistentScheduler
 from dsa.kernels.training.limits import SPARSE_KEY_TILE
 
@@ -27,6 +26,7 @@ CHUNK = 64
 CHUNK_BYTES = TILE * CHUNK * 2
 WARP_ROWS = TILE // 4
 LANE_ROWS = WARP_ROWS // 4
+STEPS = CHUNK // 16  # wgmma instructions per chunk
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,6 @@ class QuerySchedule:
     def of(scheduler: StaticPersistentScheduler, q: cute.Tensor, indices: cute.Tensor) -> "QuerySchedule":
         """Make the schedule for q [T, H, d] and indices [T, K]."""
         return QuerySchedule(scheduler.first, scheduler.step, q.shape[0], (indices.shape[1] + TILE - 1) // TILE)
-
-
-def chunk_layout(dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
-    """[rows, channels, stage]"""
-    return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), dtype, stages)
 
 
 @cute.jit
@@ -108,3 +103,38 @@ def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, 
     for i in cutlass.range_constexpr(LANE_ROWS):
         row = 4 * (i % 2) + (lane >> 3)  # within the swizzle's 8 rows
         gather_16(start + 2 * (4 * i * CHUNK + ((lane & 7) ^ row) * 8), sources[i] + 2 * CHUNK * chunk, valid[i])
+
+
+@cute.jit
+def gather_tile(
+    pipeline: Pipeline,
+    state: PipelineState,
+    start: Int32,
+    chunks: cutlass.Constexpr,
+    sources,
+    valid,
+    warp,
+    lane,
+) -> PipelineState:
+    """Gather a tile of `chunks` chunks into an empty stage, and signal the consumers. start: address of the first
+    stage. -> the next state."""
+    for chunk in cutlass.range_constexpr(chunks):
+        gather_chunk(start + (state.stage * chunks + chunk) * CHUNK_BYTES, sources, valid, chunk, warp, lane)
+    arrive_when_gathered(pipeline.producer_barrier(state))
+    return pipeline.advance(state)
+
+
+@cute.jit
+def load_chunk(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane):
+    """Load a warp's 16 rows of a chunk from shared memory as operand A: words [4, STEPS, chunks]."""
+    for step in cutlass.range_constexpr(STEPS):
+        address = source + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4))
+        for i, word in enumerate(load_matrices(Int32(address.toint()))):
+            words[i, step, chunk] = word
+
+
+@cute.jit
+def load_tile(words, chunks: cutlass.Constexpr, source: cute.Pointer, state: PipelineState, warp, lane):
+    """Load a warp's 16 rows of a stage of `chunks` chunks, as `load_chunk`. source: the first stage."""
+    for chunk in cutlass.range_constexpr(chunks):
+        load_chunk(words, chunk, source + (state.stage * chunks + chunk) * (TILE * CHUNK), warp, lane)

@@ -8,9 +8,6 @@ Plan
 Roofline: latency, 2 us.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -18,6 +15,7 @@ from cutlass import Int32
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
@@ -70,10 +68,9 @@ def compile_uncovered_rows(values: tuple[int, ...]):
     >= 0, W contiguous."""
     rows = cute.sym_int()
     tensors = [fake(Int32, (rows, cute.sym_int(), cute.sym_int()), (*strides(2), 1), 4) for _ in values]
-    bounds = fake(Int32, (cute.sym_int(),), (1,), 4)
-    return compile_sm90(UncoveredRowsSm90(values), bounds, tensors, Int32(0), Int32(1), fake_stream())
+    return compile_sm90(UncoveredRowsSm90(values), fake_line(Int32), tensors, Int32(0), Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the ops can ask for."""
     return [(compile_uncovered_rows, (values,)) for values in ((ZERO,), (ZERO, ZERO), (ZERO, INFINITY))]

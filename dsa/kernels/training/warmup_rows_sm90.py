@@ -8,19 +8,17 @@ Plan
 Roofline: memory, 4 bytes per (query, key) pair.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream
+from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LN2, LOG2E, WARP
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line, fake_q_tiles, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
-from dsa.kernels.training.q_tiles import fake_q_tiles, fake_scores, fake_tiles, load_q_tile
+from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
@@ -51,8 +49,8 @@ class WarmupLseSm90:
                 cute.autovec_copy(cute.local_tile(scores[index, tile, row, None], (4,), (lane,)), four)
                 values = []
                 for i in cutlass.range_constexpr(4):
-                    visible = tile * K_TILE + 4 * lane + i < limit
-                    values.append(four[i] * LOG2E if visible else Float32(NOTHING))
+                    key = tile * K_TILE + 4 * lane + i
+                    values.append(four[i] * LOG2E if key < limit else Float32(NOTHING))
                 new_max = cute.arch.fmax(cute.arch.fmax(values[0], values[1]), cute.arch.fmax(values[2], values[3]))
                 new_max = cute.arch.fmax(new_max, row_max)
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
@@ -64,13 +62,11 @@ class WarmupLseSm90:
             new_max = row_max
             for log in cutlass.range_constexpr(5):
                 new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1 << log))
-            row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
-            row_sum = warp_reduce_sum(row_sum)
+            row_sum = warp_reduce_sum(row_sum * cute.math.exp2(row_max - new_max, fastmath=True))
             if lane == 0:
                 lse = (new_max + cute.math.log2(row_sum)) * LN2
                 # If the sequence is longer than the caller's maximum, some of its scores do not exist.
-                missing = limit > scores.shape[1] * K_TILE
-                lse_idx[q_tile.first_q + row] = Float32(float("nan")) if missing else lse
+                lse_idx[q_tile.first_q + row] = Float32(float("nan")) if limit > scores.shape[1] * K_TILE else lse
 
 
 class WarmupKlSm90:
@@ -93,22 +89,18 @@ class WarmupKlSm90:
             kl[q_tile.first_q + row] = total
 
 
-def _fake_rows() -> cute.Tensor:
-    return fake(Float32, (cute.sym_int(),), (1,), 4)
-
-
 @cached
 def compile_warmup_lse():
     """-> f(scores [S, N, 128, 128], q_tiles [S, 8] int32, lse_idx [Tq]); fp32."""
-    return compile_sm90(WarmupLseSm90(), fake_scores(), fake_q_tiles(), _fake_rows(), fake_stream())
+    return compile_sm90(WarmupLseSm90(), fake_tiles(Q_TILE, K_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 
 @cached
 def compile_warmup_kl():
     """-> f(kl_parts [S, N, 128], q_tiles [S, 8] int32, kl [Tq]); fp32."""
-    return compile_sm90(WarmupKlSm90(), fake_tiles(Float32, Q_TILE), fake_q_tiles(), _fake_rows(), fake_stream())
+    return compile_sm90(WarmupKlSm90(), fake_tiles(Q_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_warmup_lse, ()), (compile_warmup_kl, ())]

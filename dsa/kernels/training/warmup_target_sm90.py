@@ -22,76 +22,40 @@ Roofline: per head of 128 channels, wgmma takes 1024 cycles and the exponentials
 to 1900.
 """
 
-from collections.abc import Callable
-from enum import IntEnum
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import prefetch_to_l2, tile_load
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import pack
 from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARP, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line, fake_q_tiles, fake_rows, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE, WARMUP_CHANNELS
-from dsa.kernels.training.q_tiles import fake_q_tiles, fake_scores, fake_tiles, load_q_tile
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    finish_prologue,
+    flatten,
+    load_stage,
+    release,
+    smem_layout,
+    thread_indices,
+    tiled_mma,
+    tma_tiles,
+)
+from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-
-class Stages(NamedTuple):
-    """Channels per stage, and the numbers of stages of queries and keys."""
-
-    channels: int
-    queries: int
-    keys: int
-
-
-# Per number of channels of a head. Keys of 576 channels fill their nine stages once.
-STAGES = {64: Stages(64, 8, 5), 128: Stages(128, 3, 3), 192: Stages(64, 7, 6), 576: Stages(64, 4, 9)}
-CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP
+# (channels per stage, stages of queries, stages of keys) per number of channels of a head. Keys of 576 channels fill
+# their nine stages once.
+STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+SCORES_READ_BARRIER = 1  # a named barrier per consumer warpgroup: + the warpgroup's number
 TINY = 1.2e-38
-
-
-class WarpRole(IntEnum):
-    """The first warp of each role: two consumer warpgroups, then the producer warp."""
-
-    CONSUMER = 0
-    PRODUCER = CONSUMER_WARPS
-
-
-class Barrier(IntEnum):
-    """Named barriers. SCORES_READ: a consumer warpgroup, 0 or 1, has read its scores."""
-
-    SCORES_READ = 1  # + the warpgroup's number
-
-
-class WorkTileInfo(NamedTuple):
-    """q_tile: index of the q tile. key_tile: index among its key tiles."""
-
-    q_tile: Int32
-    key_tile: Int32
-
-
-class Pipelines(NamedTuple):
-    """q: chunks of each head's queries. k: chunks of the keys, once for all heads that share them."""
-
-    q: Pipeline
-    k: Pipeline
-
-
-class States(NamedTuple):
-    """Pipeline states of a consumer: its next chunk of Q, and the first chunk of its head's K."""
-
-    q: PipelineState
-    k: PipelineState
 
 
 class WarmupTargetSm90:
@@ -117,9 +81,8 @@ class WarmupTargetSm90:
         ctas: Int32,
         stream,
     ):
-        tile = (Q_TILE, K_TILE, self.chunk)
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.query_stages)
-        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.key_stages)
+        q_layout = smem_layout(Q_TILE, self.chunk, self.dtype, self.query_stages)
+        k_layout = smem_layout(K_TILE, self.chunk, self.dtype, self.key_stages)
         # Heads last: tiles are rows x channels.
         q, k = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1])) for x in (q, k))
         q_atom, q_tma = tile_load(q, q_layout, (Q_TILE, self.chunk))
@@ -160,52 +123,77 @@ class WarmupTargetSm90:
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         storage = SmemAllocator().allocate(self.storage)
-        pipelines = Pipelines(
-            Pipeline.of(storage.q_barriers, self.query_stages), Pipeline.of(storage.k_barriers, self.key_stages)
+        pipelines = (
+            Pipeline.of(storage.q_barriers, self.query_stages),
+            Pipeline.of(storage.k_barriers, self.key_stages),
         )
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        if warp == WarpRole.PRODUCER:
+        if warp == CONSUMER_WARPS:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            pipelines.q.init(CONSUMER_WARPS)
-            pipelines.k.init(CONSUMER_WARPS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
-        if warp >= WarpRole.PRODUCER:
+            for pipeline in pipelines:
+                pipeline.init(CONSUMER_WARPS)
+        finish_prologue()
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == WarpRole.PRODUCER:
-                self.produce(q_atom, mq, k_atom, mk, q_tiles, key_tiles, scores, group, heads, sq, sk, pipelines, lane)
+            if warp == CONSUMER_WARPS:
+                self.produce(q_atom, mq, k_atom, mk, q_tiles, key_tiles, scores, group, heads, sq, sk, *pipelines, lane)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
-                *(lse, lse_idx, upstream, q_tiles, key_tiles, scores, kl_parts, scale, group, heads, sq, sk, pipelines),
-                *(tid, warp, lane),
+                *(
+                    lse,
+                    lse_idx,
+                    upstream,
+                    q_tiles,
+                    key_tiles,
+                    scores,
+                    kl_parts,
+                    scale,
+                    group,
+                    heads,
+                    sq,
+                    sk,
+                    *pipelines,
+                ),
+                *(warp, lane),
             )
 
     @cute.jit
-    def work_tile(self, index, q_tile, key_tiles, lane) -> WorkTileInfo:
-        """Find work tile `index`, from q tile `q_tile` on. Called by a whole warp."""
+    def work_tile(self, index, q_tile, key_tiles, lane):
+        """Find work tile `index`, from q tile `q_tile` on. Called by a whole warp. -> (its q tile, its key tile in
+        it)."""
         count = key_tiles.shape[0] - 1
         steps = Int32(WARP)
         while steps == WARP:
-            behind = cutlass.min(q_tile + 1 + lane, count)
-            steps = cute.arch.popc(cute.arch.vote_ballot_sync(key_tiles[behind] <= index))
+            passed = key_tiles[cutlass.min(q_tile + 1 + lane, count)] <= index
+            steps = cute.arch.popc(cute.arch.vote_ballot_sync(passed))
             q_tile += steps
-        return WorkTileInfo(q_tile, index - key_tiles[q_tile])
+        return q_tile, index - key_tiles[q_tile]
 
     @cute.jit
     def produce(
-        self, q_atom, mq, k_atom, mk, q_tiles, key_tiles, scores, group, heads, sq, sk, pipelines: Pipelines, lane
+        self,
+        q_atom,
+        mq,
+        k_atom,
+        mk,
+        q_tiles,
+        key_tiles,
+        scores,
+        group,
+        heads,
+        sq,
+        sk,
+        queries: Pipeline,
+        keys: Pipeline,
+        lane,
     ):
         """The producer warp: load Q and K of every work tile of this CTA."""
-        one = cute.make_layout(1)
         scheduler = static_persistent_scheduler()
         size = Q_TILE * self.chunk * self.dtype.width // 8
         q_state, k_state, number = start(), start(), Int32(0)
@@ -216,33 +204,17 @@ class WarmupTargetSm90:
             with cute.arch.elect_one():
                 prefetch_to_l2(Int64(scores[number, key_tile, None, None].iterator.toint()), Int32(Q_TILE * K_TILE * 4))
             key = q_tile.first_k + key_tile * K_TILE
-            gq = cute.local_tile(cute.domain_offset((q_tile.first_q, 0, 0), mq), (Q_TILE, self.chunk), (0, None, None))
-            gk = cute.local_tile(cute.domain_offset((key, 0, 0), mk), (K_TILE, self.chunk), (0, None, None))
-            tqs, tqg = cute.nvgpu.cpasync.tma_partition(
-                q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
-            )
-            tks, tkg = cute.nvgpu.cpasync.tma_partition(
-                k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
-            )
+            tqs, tqg = tma_tiles(q_atom, sq, mq, (Q_TILE, self.chunk), (q_tile.first_q, 0, 0), (0, None, None))
+            tks, tkg = tma_tiles(k_atom, sk, mk, (K_TILE, self.chunk), (key, 0, 0), (0, None, None))
             loaded = Int32(-1)
             for h in cutlass.range(heads + (heads & 1 if const_expr(self.chunks == 1) else 0), unroll=1):
                 head = cutlass.min(h, heads - 1)
                 key_head = head // group
                 for chunk in cutlass.range(self.chunks, unroll=1):
-                    pipelines.q.producer_acquire(q_state, size)
-                    barrier = pipelines.q.producer_barrier(q_state)
-                    cute.copy(q_atom, tqg[None, chunk, head], tqs[None, q_state.stage], tma_bar_ptr=barrier)
-                    q_state = pipelines.q.advance(q_state)
+                    q_state = load_stage(queries, q_state, size, q_atom, tqg[None, chunk, head], tqs)
                     if key_head != loaded:
-                        pipelines.k.producer_acquire(k_state, size)
-                        k_barrier = pipelines.k.producer_barrier(k_state)
-                        cute.copy(k_atom, tkg[None, chunk, key_head], tks[None, k_state.stage], tma_bar_ptr=k_barrier)
-                        k_state = pipelines.k.advance(k_state)
+                        k_state = load_stage(keys, k_state, size, k_atom, tkg[None, chunk, key_head], tks)
                 loaded = key_head
-
-    def tiled_mma(self) -> cute.TiledMma:
-        major = cute.nvgpu.OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (2, 1, 1), (64, K_TILE))
 
     @cute.jit
     def consume(
@@ -259,23 +231,23 @@ class WarmupTargetSm90:
         heads,
         sq,
         sk,
-        pipelines,
-        tid,
+        queries: Pipeline,
+        keys: Pipeline,
         warp,
         lane,
     ):
-        mma = self.tiled_mma()
+        """The mainloop of the consumer warpgroups, over all work tiles of this CTA."""
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         # The slice is the same for the whole warpgroup. The compiler must know it to make the operands' addresses
         # uniform.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
-        shape = thr.partition_shape_C((Q_TILE, K_TILE))
-        accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2 if self.chunks == 1 else 1)]
+        accs = [accumulator(thr, (Q_TILE, K_TILE))[0] for _ in range(2 if self.chunks == 1 else 1)]
         sums = cute.make_rmem_tensor((K_TILE // 2,), Float32)
         own_row = warp * 16 + (lane >> 2)
         scheduler = static_persistent_scheduler()
-        states, number = States(start(), start()), Int32(0)
+        q_state, k_state, number = start(), start(), Int32(0)
         begin, end = key_tiles[0], key_tiles[key_tiles.shape[0] - 1]
         for index in cutlass.range(begin + scheduler.first, end, scheduler.step, unroll=1):
             number, _ = self.work_tile(index, number, key_tiles, lane)
@@ -286,44 +258,49 @@ class WarmupTargetSm90:
                 at = rows
                 for h in cutlass.range(heads, unroll=1):
                     less, at = self.load_lse(lse, at, h, heads)
-                    states = self.multiply_chunks(accs[0], rq, rk, pipelines, states, h, group, heads)
+                    q_state, k_state = self.multiply_chunks(
+                        accs[0], rq, rk, queries, keys, q_state, k_state, h, group, heads
+                    )
                     self.add(sums, accs[0], less, scale)
-                number = opaque(number)  # values derived from it are recomputed, to save registers
-                own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
             else:
-                states, less = self.add_overlapped(
-                    sums, accs, lse, rq, rk, pipelines, states, rows, scale, group, heads
+                q_state, k_state, less = self.add_overlapped(
+                    sums, accs, lse, rq, rk, queries, keys, q_state, k_state, rows, scale, group, heads
                 )
-                number = opaque(number)  # values derived from it are recomputed, to save registers
-                own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
-                states = self.finish_product(pipelines, states, heads - 1 + (heads & 1), group, heads)
+            number = opaque(number)  # values derived from it are recomputed, to save registers
+            own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
+            if const_expr(self.chunks == 1):
+                last = heads - 1 + (heads & 1)
+                q_state, k_state = self.finish_product(queries, keys, q_state, k_state, last, group, heads)
                 if heads & 1 == 0:
                     self.add(sums, accs[1], less, scale)
             self.epilogue(sums, own, kl_parts, heads, own_row, lane)
 
     @cute.jit
-    def add_overlapped(self, sums, accs, lse, rq, rk, pipelines, states, rows, scale, group, heads):
+    def add_overlapped(
+        self, sums, accs, lse, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, rows, scale, group, heads
+    ):
         """Process all heads but the last. A head's exponentials overlap the next head's product. An odd number of heads
-        is padded to an even one. The last product is still in flight at the end. -> (states, the last head's LSE)."""
+        is padded to an even one. The last product is still in flight at the end. -> (the pipelines' states, the last
+        head's LSE)."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
-        self.ready(pipelines, states)
-        self.multiply(accs[0], rq, rk, states)
-        states = self.finish_product(pipelines, states, Int32(0), group, heads)
-        self.ready(pipelines, states)
+        self.wait(queries, keys, q_state, k_state)
+        self.multiply(accs[0], rq, rk, q_state.stage, k_state.stage)
+        q_state, k_state = self.finish_product(queries, keys, q_state, k_state, Int32(0), group, heads)
+        self.wait(queries, keys, q_state, k_state)
         for h in cutlass.range(0, padded - 2, 2, unroll=1):
             for i in cutlass.range_constexpr(2):
-                self.multiply(accs[1 - i], rq, rk, states)
+                self.multiply(accs[1 - i], rq, rk, q_state.stage, k_state.stage)
                 # One head ahead, because the load takes longer than a product.
                 ahead, at = self.load_lse(lse, at, h + i + 1, heads)
                 self.add(sums, accs[i], less, scale)
                 less = ahead
-                states = self.finish_product(pipelines, states, h + i + 1, group, heads)
-                self.ready(pipelines, states)
-        self.multiply(accs[1], rq, rk, states)
+                q_state, k_state = self.finish_product(queries, keys, q_state, k_state, h + i + 1, group, heads)
+                self.wait(queries, keys, q_state, k_state)
+        self.multiply(accs[1], rq, rk, q_state.stage, k_state.stage)
         ahead, at = self.load_lse(lse, at, padded - 1, heads)
         self.add(sums, accs[0], less, scale)
-        return states, ahead
+        return q_state, k_state, ahead
 
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane):
@@ -334,33 +311,32 @@ class WarmupTargetSm90:
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(K_TILE // 8):
-                place = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
-                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
+                offset = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
+                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + offset)
         # Wait until the whole warpgroup has read its scores, because its dI overwrites them. The barrier also keeps the
         # compiler from sinking these loads to their uses. The rows' other inputs are loaded after it.
-        cute.arch.barrier(barrier_id=Barrier.SCORES_READ + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=SCORES_READ_BARRIER + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
         q_tile = load_q_tile(q_tiles, number)
         limits = []
         for r in cutlass.range_constexpr(2):
             row = own_row + 8 * r
             limit = cutlass.min(q_tile.seen + q_tile.step * row, q_tile.keys) - key_tile * K_TILE
             limits.append(limit if row < q_tile.rows else Int32(0))
-        numbers = [lse_idx[rows[r]] for r in range(2)], [upstream[rows[r]] for r in range(2)]
+        numbers = [lse_idx[row] for row in rows], [upstream[row] for row in rows]
         # Pointer to which `row` rows of dI are added. The warpgroup's 64 rows of dI begin where their scores began.
         target = of_tile.iterator + (opaque(own_row) >> 6) * (Q_TILE * K_TILE // 4)
         return (target, number, key_tile), pairs, *numbers, limits
 
     @cute.jit
-    def ready(self, pipelines: Pipelines, states: States):
+    def wait(self, queries: Pipeline, keys: Pipeline, q_state, k_state):
         """Wait for a head's Q and K."""
-        pipelines.q.consumer_wait(states.q)
-        pipelines.k.consumer_wait(states.k)
+        queries.consumer_wait(q_state)
+        keys.consumer_wait(k_state)
 
     @cute.jit
-    def multiply(self, acc, rq, rk, states: States):
+    def multiply(self, acc, rq, rk, q_stage, k_stage):
         """Issue a head's product."""
-        mma = self.tiled_mma()  # one that is set inside a loop cannot be used after it
-        q_stage, k_stage = states.q.stage, states.k.stage
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)  # one that is set inside a loop cannot be used after it
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
             if const_expr(step % 4 == 0):  # limits the live descriptors: all of them would spill
@@ -370,65 +346,60 @@ class WarmupTargetSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
-    def finish_product(self, pipelines: Pipelines, states: States, h, group, heads) -> States:
-        """Wait for the product of head h and release its Q, and its K if the next head uses another one."""
-        q_state, k_state = states
+    def finish_product(self, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
+        """Wait for the product of head h and release its Q, and its K if the next head uses another one.
+        -> the pipelines' next states."""
         cute.nvgpu.warpgroup.wait_group(0)
-        pipelines.q.consumer_release(q_state)
-        q_state = pipelines.q.advance(q_state)
+        q_state = release(queries, q_state)
         # A padding head uses the last head's keys.
         last = h == heads - 1 + (heads & 1)
         if h < heads - 1:
             last = h // group != (h + 1) // group
         if last:
-            pipelines.k.consumer_release(k_state)
-            k_state = pipelines.k.advance(k_state)
-        return States(q_state, k_state)
+            k_state = release(keys, k_state)
+        return q_state, k_state
 
     @cute.jit
-    def multiply_chunks(self, acc, rq, rk, pipelines: Pipelines, states: States, h, group, heads) -> States:
-        """Compute the product of a head with several chunks, chunk by chunk, and wait for it."""
-        mma = self.tiled_mma()
-        q_state, k_state = states
+    def multiply_chunks(self, acc, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
+        """Compute the product of a head with several chunks, chunk by chunk, and wait for it. -> the pipelines' next
+        states."""
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         last = h == heads - 1
         if h < heads - 1:
             last = h // group != (h + 1) // group
         before, k_chunk = q_state, k_state
         for chunk in cutlass.range_constexpr(self.chunks):
-            pipelines.q.consumer_wait(q_state)
-            pipelines.k.consumer_wait(k_chunk)
+            queries.consumer_wait(q_state)
+            keys.consumer_wait(k_chunk)
             cute.nvgpu.warpgroup.fence()
             for step in cutlass.range_constexpr(self.chunk // 16):
                 mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk > 0 or step > 0)
-                queries, keys = rq[None, None, step, q_state.stage], rk[None, None, step, k_chunk.stage]
-                cute.gemm(mma, acc, queries, keys, acc)
+                a, b = rq[None, None, step, q_state.stage], rk[None, None, step, k_chunk.stage]
+                cute.gemm(mma, acc, a, b, acc)
             cute.nvgpu.warpgroup.commit_group()
             if const_expr(chunk > 0):
                 cute.nvgpu.warpgroup.wait_group(1)
-                pipelines.q.consumer_release(before)
+                queries.consumer_release(before)
             before = q_state
-            q_state = pipelines.q.advance(q_state)
-            k_chunk = pipelines.k.advance(k_chunk)
+            q_state = queries.advance(q_state)
+            k_chunk = keys.advance(k_chunk)
         cute.nvgpu.warpgroup.wait_group(0)
-        pipelines.q.consumer_release(before)
+        queries.consumer_release(before)
         if last:
-            for _ in cutlass.range_constexpr(self.chunks):
-                pipelines.k.consumer_release(k_state)
-                k_state = pipelines.k.advance(k_state)
-        return States(q_state, k_state)
+            k_state = release(keys, k_state, self.chunks)
+        return q_state, k_state
 
     @cute.jit
     def load_lse(self, lse, at, h, heads):
         """-> (the LSEs of head h at the offsets `at`, the offsets of the next head). The last head's offsets repeat."""
         step = lse.shape[1] if h < heads - 1 else 0
-        flat = cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse)))
-        return [flat[place] for place in at], [place + step for place in at]
+        return [flatten(lse)[offset] for offset in at], [offset + step for offset in at]
 
     @cute.jit
     def add(self, sums, acc, less, scale):
         """sums += exp(scale S - lse) for one head."""
         more = [x * -LOG2E for x in less]
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        flat = flatten(acc)
         for i in cutlass.range_constexpr(K_TILE // 2):
             sums[i] = add_power(sums[i], flat[i], scale, more[i // 2 % 2])
 
@@ -436,8 +407,8 @@ class WarmupTargetSm90:
     def epilogue(self, sums, own, kl_parts, heads, own_row, lane):
         """Store the loss of a tile's rows, and overwrite the scores with their gradient."""
         share = 1.0 / Float32(heads)
-        (place, number, key_tile), pairs, lse_idx, upstream, limits = own
-        target = cute.recast_ptr(place, dtype=Uint32)
+        (di, number, key_tile), pairs, lse_idx, upstream, limits = own
+        target = cute.recast_ptr(di, dtype=Uint32)
         for r in cutlass.range_constexpr(2):
             row, limit, own_lse, factor = own_row + 8 * r, limits[r], lse_idx[r], upstream[r]
             kl = Float32(0.0)
@@ -486,24 +457,16 @@ def compile_warmup_target(dtype: str, dim: int):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], lse [H, Tq], lse_idx [Tq], upstream [Tq], q_tiles [S, 8], key_tiles [S + 1],
     scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas). All but q and k are fp32; q_tiles and key_tiles
     are int32."""
-    kind = cute_dtype(dtype)
-    queries = cute.sym_int()
-
-    def rows_of_heads(length):
-        return fake(kind, (length, cute.sym_int(), dim), (*strides(2, 8), 1))
-
+    kind, queries = cute_dtype(dtype), cute.sym_int()
+    q, k = (fake_rows(kind, tokens, cute.sym_int(), dim) for tokens in (queries, cute.sym_int()))
     return compile_sm90(
-        WarmupTargetSm90(kind, dim),
-        *(rows_of_heads(queries), rows_of_heads(cute.sym_int())),
-        fake(Float32, (cute.sym_int(), queries), (queries, 1), 4),
-        *(fake(Float32, (queries,), (1,), 4) for _ in range(2)),
-        fake_q_tiles(),
-        fake(Int32, (cute.sym_int(),), (1,), 4),
-        *(fake_scores(), fake_tiles(Float32, Q_TILE)),
+        *(WarmupTargetSm90(kind, dim), q, k, fake(Float32, (cute.sym_int(), queries), (queries, 1), 4)),
+        *(fake_line(Float32, queries), fake_line(Float32, queries), fake_q_tiles(), fake_line(Int32)),
+        *(fake_tiles(Q_TILE, K_TILE), fake_tiles(Q_TILE)),
         *(Float32(0.0), Int32(1), Int32(1), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_warmup_target, ("bfloat16", dim)) for dim in WARMUP_CHANNELS]

@@ -9,8 +9,7 @@ consumers itself:
     barrier = pipeline.copy_barrier(state, is_whole)             # counts the bytes of all copies to the stage
     ...
     if not is_whole:
-        landed_phase = pipeline.wait_landed(landed_phase)
-        zero_rows(...)
+        landed_phase = pipeline.zero_rows(landed_phase, ...)
         pipeline.commit(state)
     state = pipeline.ring.advance(state)
 
@@ -66,9 +65,16 @@ class ZeroFillPipeline:
         return self.ring.full + (state.stage if is_whole else self.ring.stages)
 
     @cute.jit
-    def wait_landed(self, phase: Int32) -> Int32:
-        """Wait until the copies to a partial stage have arrived. -> the phase of the next such wait."""
+    def zero_rows(
+        self, phase: Int32, tile: Int32, first, rows: cutlass.Constexpr, row_bytes: cutlass.Constexpr, lane
+    ) -> Int32:
+        """Wait until the copies to a partial stage have arrived, then zero the rows `first` to `rows` - 1 of a tile.
+        tile: its address in shared memory, with rows of `row_bytes` bytes in TMA's 128-byte swizzle. Called by a whole
+        warp. -> the phase of the next such wait."""
         self.landed.wait(phase)
+        for row in cutlass.range(first, rows, unroll=1):
+            for part in cutlass.range_constexpr(row_bytes // SWIZZLE_BYTES):
+                store_4(tile + part * (rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + 4 * lane, Uint32(0))
         return phase ^ 1
 
     @cute.jit
@@ -77,12 +83,3 @@ class ZeroFillPipeline:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.ring.producer_commit(state)
-
-
-@cute.jit
-def zero_rows(tile: Int32, first, rows: cutlass.Constexpr, row_bytes: cutlass.Constexpr, lane):
-    """Zero the rows `first` to `rows` - 1 of a tile. tile: its address in shared memory, with rows of `row_bytes` bytes
-    in TMA's 128-byte swizzle. Called by a whole warp."""
-    for row in cutlass.range(first, rows, unroll=1):
-        for part in cutlass.range_constexpr(row_bytes // SWIZZLE_BYTES):
-            store_4(tile + part * (rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + 4 * lane, Uint32(0))

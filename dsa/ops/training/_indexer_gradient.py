@@ -44,7 +44,7 @@ def index_scores(
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(minus_k_idx), len(q_tiles)):
         return
-    config = kernel.choose_config(heads, dim)
+    config = kernel.CONFIGS[heads, dim]
     work_tiles = Q_TILE * heads // config.columns  # per q tile
     launch = kernel.compile_indexer_scores(heads, dim, config)
     with backends.on_device(q_idx):
@@ -78,7 +78,7 @@ def index_query_grad(
         dq.zero_()
         dw.zero_()
         return
-    config = kernel.choose_config(heads, dim)
+    config = kernel.CONFIGS[heads, dim]
     work_tiles = 2 * heads // config.column_blocks  # per q tile
     launch = kernel.compile_indexer_query_grad(heads, dim, config)
     with backends.on_device(q_idx):
@@ -104,7 +104,7 @@ def index_key_grad(
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(dk), len(q_tiles)):
         return
-    config = kernel.choose_config(heads, dim)
+    config = kernel.CONFIGS[heads, dim]
     launch = kernel.compile_indexer_key_grad(heads, dim, config)
     with backends.on_device(q_idx):
         ctas = backends.num_sms(q_idx.device)

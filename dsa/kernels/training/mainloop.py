@@ -1,0 +1,137 @@
+"""Steps that the prologues and mainloops of this family's kernels share: thread indices, TMA tiles, wgmma products, and
+releases of pipeline stages."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.pipeline import Pipeline, PipelineState
+
+K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+
+
+@cute.jit
+def thread_indices():
+    """-> (thread, warp, lane). The warp is uniform for the compiler."""
+    tid, _, _ = cute.arch.thread_idx()
+    return tid, cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+
+
+@cute.jit
+def finish_prologue():
+    """Make initialized barriers and shared memory visible to the CTA, then wait for the previous kernels. Called by all
+    threads."""
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    wait_for_prerequisite_grids()
+
+
+@cute.jit
+def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
+    """The operands of TMA copies into `stages` [rows, columns, stage]. -> (stages, tiles of x from `offset` on). The
+    tiles have `shape`; a None in `coordinate` is an index of the result."""
+    tiles = cute.local_tile(cute.domain_offset(offset, x), shape, coordinate)
+    return cute.nvgpu.cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+@cute.jit
+def load_stage(pipeline: Pipeline, state: PipelineState, size: cutlass.Constexpr, atom, tile, stages) -> PipelineState:
+    """Load a tile of `size` bytes by TMA. atom, tile, stages: from `tma_tiles`. -> the next state."""
+    pipeline.producer_acquire(state, size)
+    barrier = pipeline.producer_barrier(state)
+    cute.copy(atom, tile, stages[None, state.stage], tma_bar_ptr=barrier)
+    return pipeline.advance(state)
+
+
+def tiled_mma(
+    dtype: type[cutlass.Numeric],
+    shape: tuple[int, int],
+    majors: tuple[cute.nvgpu.OperandMajorMode, cute.nvgpu.OperandMajorMode] = (K_MAJOR, K_MAJOR),
+    from_registers: bool = False,
+    warpgroups: int = 1,
+) -> cute.TiledMma:
+    """A product of `shape` [rows per warpgroup, columns] with fp32 sums. majors: of A and B. from_registers: A is in
+    registers."""
+    source = cute.nvgpu.warpgroup.OperandSource
+    return sm90.make_trivial_tiled_mma(
+        *(dtype, dtype, *majors, Float32, (warpgroups, 1, 1), shape, source.RMEM if from_registers else source.SMEM)
+    )
+
+
+def smem_layout(rows: int, columns: int, dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
+    """[rows, columns, stages] in TMA's and wgmma's widest swizzle, with contiguous rows."""
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, rows, columns), dtype, stages)
+
+
+def swap_modes(x: cute.Tensor) -> cute.Tensor:
+    """View stages [rows, columns, stage] as [columns, rows, stage]."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))
+
+
+def flatten(x: cute.Tensor) -> cute.Tensor:
+    """View a contiguous tensor as one-dimensional."""
+    return cute.make_tensor(x.iterator, cute.make_layout(cute.size(x)))
+
+
+def words_of(x: cute.Tensor, *shape: int) -> cute.Tensor:
+    """View a contiguous tensor as 32-bit words of a compact shape."""
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(shape))
+
+
+def accumulator(thr: cute.TiledMma, shape: tuple[int, int]) -> tuple[cute.Tensor, cute.Tensor]:
+    """-> (a thread's fp32 accumulators of a tile, a flat view of them)."""
+    acc = cute.make_rmem_tensor(thr.partition_shape_C(shape), Float32)
+    return acc, flatten(acc)
+
+
+def operand_a(
+    thr: cute.TiledMma, shape: tuple[int, int], dtype: type[cutlass.Numeric]
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """-> (a thread's part of a 16-bit operand A in registers, its 32-bit words)."""
+    operand = cute.make_rmem_tensor(thr.partition_shape_A(shape), dtype)
+    return operand, words_of(operand, cute.size(operand) // 2)
+
+
+@cute.jit
+def add_product(mma, acc, a, b, b_stage, first: cutlass.Constexpr = 0):
+    """Issue acc += a b as one group of wgmma. a: fragment [atom, rows, steps], in registers. b: fragment [atom, rows,
+    steps, stages], of which the steps from `first` on are used. `mma` accumulates."""
+    cute.nvgpu.warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, first + step, b_stage], acc)
+    cute.nvgpu.warpgroup.commit_group()
+
+
+@cute.jit
+def multiply_and_wait(mma, acc, a, b, b_stage):
+    """Compute acc = a b and wait for it. a, b: as in `add_product`."""
+    cute.nvgpu.warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, b_stage], acc)
+    cute.nvgpu.warpgroup.commit_group()
+    cute.nvgpu.warpgroup.wait_group(0)
+
+
+@cute.jit
+def release(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
+    """Release `count` stages from `state` on. -> the state after them."""
+    for _ in cutlass.range_constexpr(count):
+        pipeline.consumer_release(state)
+        state = pipeline.advance(state)
+    return state
+
+
+@cute.jit
+def skip(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
+    """Skip `count` stages that another warpgroup reads. Every warp waits for every stage, so that it cannot confuse two
+    phases."""
+    for _ in cutlass.range_constexpr(count):
+        pipeline.consumer_wait(state)
+        state = release(pipeline, state)
+    return state
