@@ -84,7 +84,7 @@ def values(
 
 
 def check_values(a: Given, found: Results) -> float:
-    """Besides the product's rounding: half of the last place of e4m3's three bits, or half of its smallest number."""
+    """Allow the product's rounding plus that of e4m3: half a unit in the last place, or half of the smallest number."""
     attended, (q, scale) = a["attended"], found
     w_uv = dequantised(a["kv_b"], attended.shape[1], attended.dtype)[:, -a["v_dim"] :]
     expected, bound = (x.reshape(len(attended), -1, 128) for x in product("thc,hvc->thv", attended, w_uv))

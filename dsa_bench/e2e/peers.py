@@ -107,9 +107,9 @@ def replacement() -> Replaced:
 
 @dataclass(frozen=True)
 class _Peer:
-    """An op's library and its module, and our op. plans: FlashMLA's plans by shapes."""
+    """A build of the library that has the op, its module, and our op. plans: FlashMLA's plans by shapes."""
 
-    library: Library
+    build: Library
     module: ModuleType
     ours: Op
     plans: dict[tuple, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class _Peer:
 
 def _scores(peer: _Peer, q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
     # The selection needs the column of a row's first key; 2.8.1's rows begin with the first key.
-    if peer.library == deep_gemm.OLD:
+    if peer.build == deep_gemm.OLD:
         found = peer.module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
         found.begins, found.at_zero = starts, False
     else:
@@ -133,7 +133,7 @@ def _plan(peer: _Peer, lengths, page_size, sms):
 
 def _paged_scores(peer: _Peer, q, cache, weights, lengths, *rest):
     arguments = cache, weights, lengths[:, None], *rest
-    if peer.library == deep_gemm.OLD:
+    if peer.build == deep_gemm.OLD:
         return peer.module.fp8_paged_mqa_logits(q, *arguments, clean_logits=False)
     return peer.module.fp8_fp4_paged_mqa_logits((q, None), *arguments)
 
@@ -218,7 +218,7 @@ def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
 
 def _prefill(peer: _Peer, *arguments, topk_length=None):
     """Engines mark missing keys by -1 and have no counts."""
-    return peer.module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[peer.library])
+    return peer.module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[peer.build])
 
 
 def _window(peer: _Peer, q, kv, cu_q, cu_k, window, scale, d_v=512, sink=None, *, indices):
@@ -265,7 +265,7 @@ def _decode(peer: _Peer, q, cache, table, lengths, d_v, plan, num_splits=None, *
     plan = _plan_of(peer, q, cache, options)
     # FlashMLA takes no counts with pages of 656 bytes; entries after the count are -1.
     options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
-    options |= flash_mla.OPTIONS[peer.library]
+    options |= flash_mla.OPTIONS[peer.build]
     return peer.module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
 
 

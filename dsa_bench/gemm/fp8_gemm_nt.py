@@ -93,7 +93,7 @@ def prepare() -> None:
 
 
 def weights_like(b: Scaled, rows: int) -> list[Scaled]:
-    """b, and for few rows other matrices of its size, so that a matrix has left the L2 cache when its turn comes again.
+    """Return b, and for small M more matrices of its size, so that none stays in the L2 cache until its next call.
 
     Calls with few rows are shorter than a graph's start. MOST_WEIGHTS small matrices may fit into the cache.
     """

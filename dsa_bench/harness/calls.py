@@ -74,7 +74,7 @@ class Peers:
         return Peers(calls, failed)
 
     def then(self, step: Callable[[Any], object]) -> "Peers":
-        """Follow each call by `step` of its result."""
+        """Apply `step` to the result of each call."""
         calls = {name: [partial(_then, call, step) for call in each] for name, each in self.calls.items()}
         return Peers(calls, self.failed)
 

@@ -1,4 +1,4 @@
-"""The FP8 cast behind a new compile cache, and a stub kernel: shared by tests of the compile cache."""
+"""The FP8 cast with an empty compile cache, and a stub kernel, for tests of the compile cache."""
 
 import functools
 from pathlib import Path

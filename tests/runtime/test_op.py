@@ -1,4 +1,4 @@
-"""An op's declaration gives the reference, the kernels, torch.library, gradients, and calls that are checked once."""
+"""A declaration gives the reference, the kernels, the custom op with its gradients, and calls that are checked once."""
 
 from unittest import mock
 

@@ -129,8 +129,9 @@ class SelectedKeys:
         assert lse.min() > least
 
     def test_a_maximum_may_rise_from_tile_to_tile(self, op, record_error):
-        """By less and by more than O is rescaled for, differently in every head, and falls in half of them. The rope
-        channels do it, which are no part of the values. Some queries see no key at first, or none later."""
+        """The maximum rises by less and by more than the threshold for rescaling O, by another amount in each head, and
+        falls in half of the heads. The rope channels cause this, because they are not part of the values. Some queries
+        have no valid key at the beginning or at the end of their list."""
         given = op.inputs(36, 1024, 1024)
         q, cache = given["q"].view(36, op.heads, -1), cache_of(given)
         if q.shape[2] == D_V or cache.dtype == torch.uint8:
@@ -166,7 +167,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """Also with zeros where there are no keys."""
+        """Queries without keys get zeros there too."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

@@ -213,7 +213,7 @@ def test_plans_of_both_styles_are_right(layout):
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @few_layouts
 def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries(layout, heads):
-    """Each query has lists of its own, without lengths: the tiles of the second list are where they are with one
+    """Each query has its own two lists, without lengths, so the second list begins at the same tile as with one
     query."""
     given = inputs(layout, 8, 4, heads, 128, extra=(200, 16), invariant=True)
     visible = 59 + torch.arange(8, device="cuda")[:, None] + torch.arange(4, device="cuda")
