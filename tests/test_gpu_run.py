@@ -8,7 +8,8 @@ import pytest
 
 from tests.gpu import run
 
-TESTS = ["tests/gpu/elementwise/test_rms_norm.py::test_one", "tests/gpu/elementwise/test_rms_norm.py::test_two"]
+MODULE = "tests/gpu/elementwise/test_rms_norm.py"
+TESTS = [f"{MODULE}::test_one", f"{MODULE}::TestMore::test_two"]
 
 
 def told(command):
@@ -20,8 +21,8 @@ def told(command):
 
 
 def reported(test, inside=""):
-    name = test.partition("::")[2]
-    return f'<testcase classname="tests.gpu.elementwise.test_rms_norm" name="{name}">{inside}</testcase>'
+    place, _, name = test.replace(".py", "").replace("/", ".").replace("::", ".").rpartition(".")
+    return f'<testcase classname="{place}" name="{name}">{inside}</testcase>'
 
 
 def outcome(monkeypatch, cases, returncode):

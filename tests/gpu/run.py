@@ -159,8 +159,8 @@ def _run_group(
     owners: dict[str, str],
     outcomes: dict[str, Outcome],
 ) -> None:
-    def owner(test: str) -> str:
-        return owners[_module_and_name(test)[0]]
+    def owner(name: str) -> str:
+        return next(entry for module, entry in owners.items() if name.startswith(f"{module}."))
 
     ids = _collected([*marks, *paths])
     with tempfile.TemporaryDirectory() as directory, concurrent.futures.ThreadPoolExecutor(SHARDS) as pool:
@@ -183,7 +183,7 @@ def _run_group(
             if prefix and done.returncode and not (done.returncode == 1 and lacking == _failed(tests)):
                 outcomes["hostile_contents"].failed.append("compute-sanitizer or a test found errors")
             elif done.returncode not in (0, 1):  # 1: a test failed, and the report says which
-                for entry in {owner(test) for test in own}:
+                for entry in {owner(_reported(test)) for test in own}:
                     outcomes[entry].failed.append(f"pytest ended with {done.returncode}")
             return tests
 
@@ -197,23 +197,29 @@ def _run_group(
         lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
         if lacking:
             print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)
-            names = {(test.get("classname"), test.get("name")) for test in lacking}
-            again = run_in_a_process("again", [test for test in ids if _module_and_name(test) in names])
+            names = {_name(test) for test in lacking}
+            again = run_in_a_process("again", [test for test in ids if _reported(test) in names])
             tests = [test for test in tests if test not in lacking] + again
         for test in tests:
-            outcomes[owners[test.get("classname")]].add(test)
+            outcomes[owner(_name(test))].add(test)
     # One that ends its process, or the GPU's context, takes others with it.
-    for name, count in Counter(map(owner, ids)).items():
+    for name, count in Counter(owner(_reported(test)) for test in ids).items():
         if missing := count - outcomes[name].tests - outcomes[name].skipped:
             outcomes[name].failed.append(f"{missing} tests did not run")
         elif not outcomes[name].tests:
             outcomes[name].failed.append(f"all of its {count} tests were skipped")
 
 
-def _module_and_name(test: str) -> tuple[str, str]:
-    """A test's, as pytest's report has them."""
-    path, _, name = test.partition("::")
-    return path.removesuffix(".py").replace("/", "."), name
+def _name(test: ElementTree.Element) -> str:
+    """Module, class if it has one, and name of a <testcase>, with dots between them."""
+    return f"{test.get('classname')}.{test.get('name')}"
+
+
+def _reported(test: str) -> str:
+    """The `_name` of a test whose id is given."""
+    path, _, names = test.partition("::")
+    place, bracket, parameters = names.partition("[")
+    return f"{path.removesuffix('.py').replace('/', '.')}.{place.replace('::', '.')}{bracket}{parameters}"
 
 
 def _collected(arguments: list[str]) -> list[str]:

@@ -97,8 +97,8 @@ class Fp8TopkGather(TopkGather):
         if const_expr(self.has_rope):
             return TopkGather.addresses_of(self, selection, page, offset)
         start = Int64(selection.cache[page, 0, None].iterator.toint())
-        scales = start + Int64(selection.cache.shape[1]) * V4_ROW + Int64(offset) * 8
-        return start + Int64(offset) * V4_ROW, scales
+        values = start + Int64(offset) * V4_ROW
+        return values, start + Int64(selection.cache.shape[1]) * V4_ROW + Int64(offset) * 8
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):

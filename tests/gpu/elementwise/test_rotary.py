@@ -48,6 +48,8 @@ def test_layouts_change_no_bit(shape, dtype, kind):
     ],
 )
 def test_only_the_channels_of_out_are_written(shape, begin, dim, rotated, in_place, dtype, kind):
+    if dim % 2 and not in_place:
+        pytest.skip("an odd number of channels can only be rotated in place")
     given = INTO.arguments("cuda", shape=shape, rotated=rotated, dtype=dtype, out="x" if in_place else "new", **kind)
     whole, inside = given["out"], slice(begin, begin + dim)
     expected, out = whole.clone(), whole[..., inside]

@@ -143,6 +143,8 @@ class SelectedKeys:
         all_keys = cache.view(-1, q.shape[2])
         all_keys[slots, D_V:] = (tile * direction * q.shape[2] ** 0.5 / 64).to(cache.dtype)
         indices = given["indices"] = slots.int().expand(36, 1, -1).clone()
+        # From the first keys on, so that no head's lse is near 0, where fp32 has a large relative error.
+        indices[7::8, :, 700:] = indices[7::8, :, :324]
         indices[7::8, :, :700] = indices[6::8, :, 100:] = -1
         _, lse = op.checked(given, record_error)
         assert lse[3, -1] > 290 and lse[3, 0] < 20
