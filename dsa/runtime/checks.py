@@ -137,9 +137,9 @@ def check_int(name: str, value: object, least: int, most: int = INT_MAX) -> None
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: must be an int, got {type(value).__name__}")
     if value < least:
-        raise ValueError(f"{name}: must be at least {least}, got {_shown(value)}")
+        raise ValueError(f"{name}: must be at least {least}, got {value}")
     if value > most:
-        raise ValueError(f"{name}: must be at most {most}, got {_shown(value)}")
+        raise ValueError(f"{name}: must be at most {most}, got {value}")
 
 
 def check_positive(name: str, value: object, most: int = INT_MAX) -> None:
@@ -151,11 +151,11 @@ def check_number(name: str, value: object, least: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: must be a number, got {type(value).__name__}")
     if not -_FP32_MAX <= value <= _FP32_MAX:  # also false for NaN
-        raise ValueError(f"{name}: must be finite in fp32, got {_shown(value)}")
+        raise ValueError(f"{name}: must be finite in fp32, got {value}")
     if isinstance(value, int) and not _INT64_MIN <= value <= _INT64_MAX:
         raise ValueError(f"{name}: must be a float or an int of 64 bits, got {value}")
     if least is not None and value < least:
-        raise ValueError(f"{name}: must be at least {least}, got {_shown(value)}")
+        raise ValueError(f"{name}: must be at least {least}, got {value}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -195,8 +195,3 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 def _listed(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def _shown(value: object) -> object:
-    """Return `value` for a message. Python refuses to print an int of more than some thousand digits."""
-    return f"an int of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else value
