@@ -130,7 +130,7 @@ class Op:
                     return steps(*arguments)
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
             return self._run_reference(arguments)
-        if torch.compiler.is_compiling() and (self.gradient or not self._lacks_dtype(_first_tensor(arguments))):
+        if torch.compiler.is_compiling():
             self.arguments.check_ints_for_floats(*arguments)
             return getattr(torch.ops.dsa, self.name)(*arguments)
         return self.run(*arguments)
