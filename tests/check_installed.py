@@ -31,12 +31,12 @@ def check_kernels() -> int:
     os.environ["DSA_CACHE_DIR"] = ""
     import cutlass.cute as cute
 
-    from dsa.runtime.packed_kernels import FOLDER
+    from dsa.runtime.compile_cache import PACKED
     from dsa_layers.compilation.pack import kernel_modules
 
     cute.compile = None
-    archives = {path.name.partition(".")[0] for path in FOLDER.glob("*.tar.xz")}
-    assert archives, f"{FOLDER} has no archives"
+    archives = {path.name.partition(".")[0] for path in PACKED.glob("*.tar.xz")}
+    assert archives, f"{PACKED} has no archives"
     for name in kernel_modules():
         if name.rpartition(".")[2] in archives:
             compile_function, arguments = importlib.import_module(name).shipped_variants()[0]

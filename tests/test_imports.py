@@ -49,7 +49,7 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """So the bytes of a family's folder and of dsa/cute are the key of its kernels (`dsa.runtime.source_key`)."""
+    """So the bytes of a family's folder and of dsa/cute are the key of its kernels (`dsa.runtime.compile_cache`)."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]

@@ -12,38 +12,257 @@ A shape consists of words: numbers, names, and formulas of names that are bound 
 use of a word binds it to the size there, and "B+1" binds B too. Later uses must agree. "..." stands for any number of
 dimensions, the same in all shapes. "B | B T" allows either shape; neither may contain "...". The name of an earlier Int
 is a word too, for its value.
+
+Limits of sizes and numbers are data:
+
+    limits={"H": (32, 64), "K": multiple_of(16), "T*D": at_most(2**31), "softmax_scale": POSITIVE}
+
+A key is a word of the op's shapes, a formula of such words, or the name of an Int or a Number. "rows" is the product of
+the dimensions that "..." stands for, and "itemsize" the bytes of a number of the first tensor. A value contains what is
+accepted: a tuple of numbers, or an object made by `at_least`, `at_most` or `multiple_of`, or POSITIVE.
+
+Messages are written in `checks`; those about shapes and limits here.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dsa.runtime.checks import (
+    ANY,
     INT_MAX,
     check_choice,
     check_dtype,
     check_flag,
     check_int,
+    check_layout,
+    check_mergeable,
     check_number,
     check_same_device,
     check_same_dtype,
+    check_tensor,
     check_writable,
+    dtype_name,
+    is_tensor,
+    shape_of,
 )
-from dsa.runtime.limits import Accepted, Limits
-from dsa.runtime.shapes import Shapes, Sizes
 
 F32 = (torch.float32,)
-# Layouts that kernels require of a tensor's memory. References take any.
-ANY = "any strides"
-INNER = "the last dimension contiguous"
-ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
-CONTIGUOUS = "contiguous"
-ALIGNED = "contiguous, from a multiple of 16 bytes on"
-PAGES = "the first dimension's entries contiguous each, and at multiples of 16 bytes"
 Layout = str | Callable[[torch.Tensor], str]
+REST = "..."  # any number of dimensions
+ROW_COUNT = "rows"  # the product of these dimensions
+
+
+class Sizes(dict[str, Any]):
+    """{name: size} of a call.
+
+    origin  {name: the argument that the size comes from, as messages call it}
+    """
+
+    def __init__(self) -> None:
+        self.origin: dict[str, str] = {}
+
+    def bind(self, name: str, size: object, argument: str) -> None:
+        """Bind a name that is not bound yet."""
+        self.setdefault(name, size)
+        self.origin.setdefault(name, argument)
+
+
+class Word:
+    """A word of a shape, parsed once: parsing takes longer than the launch of a small op."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.number = int(text) if text.isdigit() else None
+        self.names = tuple(name for name in re.findall(r"[A-Za-z_]\w*", text) if name != "ceil")
+        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # in messages, if the size may be any
+        more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
+        self.more_than = (more[1], int(more[2])) if more else None
+        formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
+        formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
+        # The texts are constants of this package, so eval runs nothing of a caller.
+        self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})
+
+    def known(self, sizes: Sizes) -> tuple[str, ...]:
+        """The names in it, if all of them are bound."""
+        if self.text in sizes:
+            return (self.text,)
+        return self.names if all(name in sizes for name in self.names) else ()
+
+    def size(self, sizes: Sizes) -> int | str:
+        """The size that it stands for, or words for a message if the size may be any."""
+        if self.number is not None:
+            return self.number
+        if self.text in sizes:
+            return sizes[self.text]
+        return self.formula(sizes) if self.known(sizes) else self.shown
+
+    def bind(self, argument: str, size: int, shape: Sequence[int], sizes: Sizes) -> None:
+        """Bind an unknown word to this size, and B in "B+1" to one less."""
+        if self.number is not None or self.known(sizes):
+            return
+        sizes.bind(self.text, size, argument)
+        if self.more_than:
+            base, more = self.more_than
+            if size < more:
+                raise ValueError(f"{argument}: must have {base} + {more} entries, got shape {list(shape)}")
+            sizes.bind(base, size - more, argument)
+
+
+class _Shape:
+    """The words of one shape."""
+
+    def __init__(self, text: str) -> None:
+        words = text.split()
+        self.open = REST in words
+        cut = words.index(REST) if self.open else len(words)
+        self.front, self.back = [Word(one) for one in words[:cut]], [Word(one) for one in words[cut + 1 :]]
+
+    def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
+        """Check a tensor's dtype and shape, and bind the names that occur here first."""
+        shape = shape_of(value)
+        middle: tuple[int, ...] = ()
+        if self.open:
+            middle = sizes[REST] if REST in sizes else self._middle(argument, value, dtypes, shape)
+        front, back = ([word.size(sizes) for word in words] for words in (self.front, self.back))
+        expected = [*front, *middle, *back]
+        if not is_tensor(value, dtypes, expected):
+            check_tensor(argument, value, dtypes, expected, listed(self.sources(sizes)))
+        if self.open:
+            sizes.bind(REST, middle, argument)
+            sizes.bind(ROW_COUNT, math.prod(middle), argument)
+        for word, size in zip(self.front, shape):
+            word.bind(argument, size, shape, sizes)
+        for word, size in zip(self.back, shape[len(shape) - len(self.back) :]):
+            word.bind(argument, size, shape, sizes)
+
+    def _middle(
+        self, argument: str, value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The dimensions that "..." stands for."""
+        count = len(self.front) + len(self.back)
+        if len(shape) < count:
+            check_tensor(argument, value, dtypes, shape)
+            many = f"{count} dimension{'s' if count > 1 else ''}"
+            raise ValueError(f"{argument}: must have at least {many}, got shape {list(shape)}")
+        return shape[len(self.front) : len(shape) - len(self.back)]
+
+    def sources(self, sizes: Sizes) -> dict[str, None]:
+        """The arguments that sizes of its words come from."""
+        known = [name for word in (*self.front, *self.back) for name in word.known(sizes)]
+        rest = [REST] if self.open and REST in sizes else []
+        return dict.fromkeys(sizes.origin[name] for name in (*known, *rest))
+
+    def expected(self, sizes: Sizes) -> list[int | str]:
+        return [word.size(sizes) for word in self.front]
+
+    def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
+        expected = self.expected(sizes)
+        return len(shape) == len(expected) and all(isinstance(n, str) or n == size for n, size in zip(expected, shape))
+
+
+class Shapes:
+    """The shapes of which a tensor has one, written with "|" between them."""
+
+    def __init__(self, text: str) -> None:
+        self.shapes = [_Shape(words) for words in text.split("|")]
+        words = [word for shape in self.shapes for word in (*shape.front, *shape.back)]
+        self.names = {name for word in words for name in word.names}
+        if any(shape.open for shape in self.shapes):
+            self.names.add(ROW_COUNT)
+
+    def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
+        """Check a tensor's dtype and shape, and bind the names that occur here first."""
+        shape = self.shapes[0]
+        if len(self.shapes) > 1:
+            got = shape_of(value)
+            check_tensor(argument, value, dtypes, got)
+            fitting = [one for one in self.shapes if one.fits(got, sizes)]
+            if not fitting:
+                sources = dict.fromkeys(source for one in self.shapes for source in one.sources(sizes))
+                either = " or ".join(f"[{', '.join(map(str, one.expected(sizes)))}]" for one in self.shapes)
+                of = f" (sizes as of {listed(sources)})" if sources else ""
+                raise ValueError(f"{argument}: shape must be {either}, got {list(got)}{of}")
+            shape = fitting[0]
+        shape.check(argument, value, dtypes, sizes)
+
+
+def listed(names: Iterable[str], last_with: str = "and") -> str:
+    *most, last = names or [""]
+    return f"{', '.join(most)} {last_with} {last}" if most else last
+
+
+class Accepted(Protocol):
+    """What a message says is accepted by its str()."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Multiples of `of` from `least` to `most`."""
+
+    of: int = 1
+    least: int = 0
+    most: float = math.inf
+
+    def __contains__(self, value: int) -> bool:
+        return self.least <= value <= self.most and value % self.of == 0
+
+    def __str__(self) -> str:
+        bounds = [f"a multiple of {self.of}"] if self.of > 1 else []
+        if self.least:
+            bounds.append(f"at least {self.least}")
+        if self.most < math.inf:
+            bounds.append(f"at most {self.most}")
+        return ", ".join(bounds)
+
+
+class _Positive:
+    def __contains__(self, value: float) -> bool:
+        return 0 < value < math.inf
+
+    def __str__(self) -> str:
+        return "a positive number"
+
+
+POSITIVE = _Positive()
+
+
+def at_least(least: int) -> Multiples:
+    return Multiples(1, least)
+
+
+def at_most(most: int, least: int = 0) -> Multiples:
+    return Multiples(1, least, most)
+
+
+def multiple_of(of: int, least: int = 0, most: float = math.inf) -> Multiples:
+    return Multiples(of, least, most)
+
+
+class Limits:
+    """Limits by word. names: the names in these words"""
+
+    def __init__(self, limits: Mapping[str, Accepted]) -> None:
+        self.limits = [(Word(text), accepted) for text, accepted in limits.items()]
+        self.names = {name for word, _ in self.limits for name in word.names}
+
+    def broken(self, sizes: Sizes) -> Iterator[tuple[str, str, str, object]]:
+        """(argument, what is accepted, word, size) of each size that is not accepted."""
+        for word, accepted in self.limits:
+            known = word.known(sizes)
+            if not known:
+                continue  # the size of an optional argument that is not given
+            size = word.size(sizes)
+            if size not in accepted:
+                taken = listed(map(str, accepted), "or") if isinstance(accepted, tuple) else str(accepted)
+                yield sizes.origin[known[0]], taken, word.shown, size
 
 
 @dataclass(frozen=True)
@@ -146,7 +365,7 @@ Spec = Tensor | Tensors | Int | Number | Flag | Choice | Dtype
 class Arguments:
     """The specs of an op's arguments, in their order.
 
-    limits  of sizes and numbers (`dsa.runtime.limits`), for the reference too
+    limits  of sizes and numbers, for the reference too
     rule    called after these checks with the arguments that its parameters name, for what specs and limits cannot
             say; raises ValueError
     first   arguments to check first: the sizes and the device of the others come from them
@@ -281,48 +500,6 @@ class Arguments:
         return self.specs[name].name or name
 
 
-def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
-    """Raise ValueError unless x has this layout. Strides of dimensions with less than two elements do not matter."""
-    if not x.numel():
-        return
-    if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
-        raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
-    if layout == ALIGNED and x.data_ptr() % 16:
-        raise ValueError(f"{name}: must start at a multiple of 16 bytes, got an address {x.data_ptr() % 16} past one")
-    if layout in (INNER, ROWS) and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
-    if layout == ROWS:
-        strides = [s * x.element_size() for s, n in zip(x.stride()[:-1], x.shape[:-1]) if n > 1]
-        if x.data_ptr() % 16 or any(s % 16 for s in strides):
-            raise ValueError(
-                f"{name}: rows must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
-                f"and strides of {strides} bytes"
-            )
-    if layout == PAGES:
-        if not x[0].is_contiguous():
-            raise ValueError(f"{name}: every page must be contiguous, got strides {list(x.stride())}")
-        stride = x.stride(0) * x.element_size() if len(x) > 1 else 0
-        if x.data_ptr() % 16 or stride % 16:
-            raise ValueError(
-                f"{name}: pages must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
-                f"and a page stride of {stride} bytes"
-            )
-
-
-def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
-    """Raise ValueError unless x's dimensions first:end can be viewed as one. An empty tensor's can."""
-    dims = range(x.dim())[first:end]
-    if len(dims) < 2 or not x.numel():
-        return
-    try:
-        x.view(*x.shape[:first], -1, *x.shape[end:])
-    except RuntimeError:
-        raise ValueError(
-            f"{name}: dimensions {dims[0]} to {dims[-1]} must be mergeable into one with a single stride, got shape "
-            f"{list(x.shape)} with strides {list(x.stride())}"
-        ) from None
-
-
 def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
     # A lazily negated tensor, such as z.conj().imag: its memory holds the numbers without the sign. torch.compile
     # cannot trace this check.
@@ -356,7 +533,7 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
     besides = [dtype for dtype in spec.besides if dtype != other.dtype]
     if not besides:
         check_same_dtype((like, other), **{name: value})
-    own, got, *besides = (str(dtype).removeprefix("torch.") for dtype in (other.dtype, value.dtype, *besides))
+    own, got, *besides = map(dtype_name, (other.dtype, value.dtype, *besides))
     raise ValueError(f"{name}: dtype must be {like}'s {own} or {' or '.join(besides)}, got {got}")
 
 

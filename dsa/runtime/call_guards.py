@@ -1,6 +1,6 @@
-"""Find out whether a call equals a recorded one (`recording`), by one call of torch's guards.
+"""Find out whether a call equals a recorded one (`recorded_calls`), by one call of torch's guards.
 
-A signature (`known_calls`) takes Python more than a microsecond per tensor; for five tensors that is as long as a
+A signature (`recorded_calls`) takes Python more than a microsecond per tensor; for five tensors that is as long as a
 launch. torch.compile's guards compare the same in a tenth of the time. A hit implies an equal signature. A miss proves
 nothing: torch's guards also look at inference mode, autocast and the type of a tensor. Then the call is looked up by
 its signature.

@@ -1,4 +1,6 @@
-"""Checks of arguments. Every message names the argument, what it got and what is accepted.
+"""Checks of arguments, and tensors in the layouts that kernels take.
+
+The message of a check names the argument, what it got and what is accepted.
 
 Numbers may also be symbolic numbers of torch.compile (SymInt, SymFloat).
 """
@@ -12,6 +14,13 @@ E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # the largest int argument; kernels count in int32
 MOST_SLOTS = INT_MAX + 1  # slots of a paged cache, which an int32 numbers
+# Layouts that kernels require of a tensor's memory. References take any.
+ANY = "any strides"
+INNER = "the last dimension contiguous"
+ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
+CONTIGUOUS = "contiguous"
+ALIGNED = "contiguous, from a multiple of 16 bytes on"
+PAGES = "the first dimension's entries contiguous each, and at multiples of 16 bytes"
 _FP32_MAX = torch.finfo(torch.float32).max
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -189,9 +198,97 @@ def check_pair(name: str, value: object, what: str) -> tuple:
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return _listed(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return _listed(map(dtype_name, dtypes))
 
 
 def _listed(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
+
+
+# Layouts
+
+
+def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
+    """Raise ValueError unless x has this layout. Strides of dimensions with less than two elements do not matter."""
+    if not x.numel():
+        return
+    if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
+    if layout == ALIGNED and x.data_ptr() % 16:
+        raise ValueError(f"{name}: must start at a multiple of 16 bytes, got an address {x.data_ptr() % 16} past one")
+    if layout in (INNER, ROWS) and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
+    if layout == ROWS:
+        strides = [s * x.element_size() for s, n in zip(x.stride()[:-1], x.shape[:-1]) if n > 1]
+        if x.data_ptr() % 16 or any(s % 16 for s in strides):
+            raise ValueError(
+                f"{name}: rows must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
+                f"and strides of {strides} bytes"
+            )
+    if layout == PAGES:
+        if not x[0].is_contiguous():
+            raise ValueError(f"{name}: every page must be contiguous, got strides {list(x.stride())}")
+        stride = x.stride(0) * x.element_size() if len(x) > 1 else 0
+        if x.data_ptr() % 16 or stride % 16:
+            raise ValueError(
+                f"{name}: pages must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
+                f"and a page stride of {stride} bytes"
+            )
+
+
+def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
+    """Raise ValueError unless x's dimensions first:end can be viewed as one. An empty tensor's can."""
+    dims = range(x.dim())[first:end]
+    if len(dims) < 2 or not x.numel():
+        return
+    try:
+        x.view(*x.shape[:first], -1, *x.shape[end:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: dimensions {dims[0]} to {dims[-1]} must be mergeable into one with a single stride, got shape "
+            f"{list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name as the compile functions take it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
+    """x with so many dimensions, without a copy: the first ones merged, or new ones of a single element before them."""
+    missing = dims - x.dim()
+    if missing == 0:
+        return x
+    return x[(None,) * missing] if missing > 0 else x.view(-1, *x.shape[1 - dims :])
+
+
+def unit_inner(x: torch.Tensor) -> torch.Tensor:
+    """x, with a last stride of 1 where the last dimension has a single element and its stride means nothing."""
+    if x.shape[-1] == 1 and x.stride(-1) != 1:
+        return x.as_strided(x.shape, (*x.stride()[:-1], 1))
+    return x
+
+
+def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
+    """x if its last dimension is contiguous and its rows start at multiples of 16 bytes, None if not.
+
+    The strides of dimensions with a single element mean nothing: where one would be in the way, x is viewed anew.
+    """
+    multiple = 16 // x.element_size()
+    strides = list(x.stride())
+    if strides[-1] == 1 and not any(s % multiple for s in strides[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    wrong = [i for i, s in enumerate(strides) if (s != 1 if i == x.dim() - 1 else s % multiple)]
+    if x.data_ptr() % 16 or any(x.shape[i] > 1 for i in wrong):
+        return None
+    for i in wrong:
+        strides[i] = 1 if i == x.dim() - 1 else multiple
+    return x.as_strided(x.shape, strides)
+
+
+def tma_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it with rows at multiples of 16 bytes. A row may be in several places (a stride of 0)."""
+    same = rows_at_16_bytes(x)
+    return x.clone(memory_format=torch.contiguous_format) if same is None else same

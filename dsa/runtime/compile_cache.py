@@ -2,18 +2,31 @@
 
 A kernel module decorates each of its `compile_*` functions with `@cached`. Their arguments are dtypes, ints, bools and
 frozen dataclasses of these. The first call in a process looks for an object file with the same key: on disk (loading
-takes about a millisecond), then in the package (`packed_kernels`, some 50 ms). Otherwise it compiles, which takes
-seconds, and writes the file.
+takes about a millisecond), then in the package (some 50 ms). Otherwise it compiles, which takes seconds, and writes the
+file.
 
-The key covers the bytes of the kernel's family folder and of dsa/cute (`source_key`), the arguments, the versions of
-the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in the environment, and the host's architecture. It does
-not cover the versions of Python and of the CPU: an object file does not refer to Python, and its host code runs on
-every CPU of the architecture. So a cache that was filled on one machine serves another. If a family's sources change
-while a process runs, the process writes no more of its kernels: the key may belong to the old files and the code to the
-new.
+Key: the bytes of the kernel's family folder and of dsa/cute, the arguments, the versions of the DSL, of its CUDA tools
+and of TVM-FFI, the DSL's settings in the environment, and the host's architecture. Kernels import nothing but their
+family and dsa/cute. A comment changes the key too: to compile again costs less than to tell which bytes of a file
+matter. The key does not cover the versions of Python and of the CPU: an object file does not refer to Python, and its
+host code runs on every CPU of the architecture. So a cache that was filled on one machine serves another. If a family's
+sources change while a process runs, the process writes no more of its kernels: the key may belong to the old files and
+the code to the new.
 
-An object file is native code: it is loaded only if no other user can have written it (`private_files`). If the disk
-fails, that costs a warning and the time to compile.
+Package: a wheel holds compiled/MODULE.tar.xz for each kernel module, with the object files of its shipped variants
+under their names in the cache. `python -m dsa_layers.compilation.pack` writes these archives. An editable install has
+none.
+
+Safety: an object file is native code, so it is loaded only if no other user can have written it. The cache's folder,
+and what is missing above it, is created with mode 0700. It is used if it belongs to this user and neither its group nor
+others may write to it. Then only this user can add, rename or replace files in it. Whoever may rename the folder itself
+could put another one in its place. A folder above it that everyone may write to is therefore accepted only with the
+sticky bit, as /tmp has it, which lets nobody rename the files of others. The owner or the group of a parent folder can
+still rename it at any time, e.g. the user whose HOME root keeps under sudo. So a file is opened once, and the DSL,
+which opens files by their paths, gets the path of the descriptor: the file that was checked is loaded, and the file
+that was created is written. Links on the way are followed once, before anything is checked.
+
+If the disk fails, that costs a warning and the time to compile.
 
 Why not quack-kernels' cache, which is close to this one: it requires einops and a torch extension, and its key covers
 that package's sources rather than one kernel's, so that any change there would recompile everything here.
@@ -26,12 +39,17 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import io
+import lzma
 import os
 import platform
+import stat
+import sys
+import tarfile
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,10 +59,7 @@ import tvm_ffi
 
 from dsa.runtime import variants
 from dsa.runtime.object_file import cubin_in, write_object_file
-from dsa.runtime.packed_kernels import name_of, packed_object
-from dsa.runtime.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
-from dsa.runtime.recording import noted
-from dsa.runtime.source_key import key_on_disk, source_key
+from dsa.runtime.recorded_calls import noted
 from dsa.runtime.variants import Kernel, Variant
 
 # (compile function, its arguments) of each variant that a kernel module ships.
@@ -56,6 +71,9 @@ _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
 # Settings of the DSL that do not change what is compiled: `compile_for` names the arch, and the others choose what the
 # DSL prints and where it keeps its files.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_SHARED = Path(__file__).resolve().parent.parent / "cute"
+PACKED = Path(__file__).parent.parent / "compiled"  # archives of compiled kernels that a wheel holds
 _compile_lock = threading.RLock()  # cute.compile is not thread-safe
 _warned: set[str] = set()
 
@@ -98,7 +116,7 @@ def compile_sm90(function: Callable, *args: Any) -> Any:
 def cached(compile_function: Callable) -> Callable:
     """Cache a compile function's results by its positional arguments, in memory and on disk.
 
-    Launches of a result become steps of the call that is being recorded (`recording`).
+    Launches of a result become steps of the call that is being recorded (`recorded_calls`).
     """
     memory: dict[tuple, Kernel] = {}
     source_key(compile_function.__module__)  # now, before the family's files can change
@@ -144,6 +162,19 @@ def fill(compile_function: Callable, *args: Any) -> bool:
             raise RuntimeError(f"{_EDITED}: start again")
         _write(directory, stem, _export(kernel))
         return True
+
+
+def is_on_disk(compile_function: Callable, *args: Any) -> bool:
+    """Whether `fill` would find the kernel's object file on disk."""
+    directory = cache_dir()
+    try:
+        directory = None if directory is None else private_folder(directory)
+    except OSError:
+        return False
+    found = None if directory is None else _find(directory, stem_of(compile_function, args))
+    if found is not None:
+        found[1].close()
+    return found is not None
 
 
 def cubin(compile_function: Callable, *args: Any) -> bytes:
@@ -365,3 +396,140 @@ def _of(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+# The key of sources
+
+
+@functools.cache
+def source_key(module: str) -> str:
+    """The key of an imported kernel module, as its folder was at the first call in this process."""
+    return key_on_disk(module)
+
+
+def key_on_disk(module: str) -> str:
+    """The same key, of the files as they are now."""
+    return folder_key(Path(sys.modules[module].__file__).resolve().parent)
+
+
+def folder_key(family: Path) -> str:
+    """SHA-256 (16 hex digits) over the paths and bytes of the Python files of `family` and of dsa/cute."""
+    digest = hashlib.sha256()
+    for folder in (family, _SHARED):
+        for path in sorted(filter(Path.is_file, folder.rglob("*.py"))):  # an editor's lock is a link to nothing
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+# Files that no other user can have written
+
+
+def private_folder(directory: Path) -> Path:
+    """`directory` without links, created if it is missing; an OSError says why it cannot be used."""
+    missing, existing = [], directory
+    while not (existing.exists() or existing.is_symlink()):
+        missing.append(existing)
+        existing = existing.parent
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    directory = Path(os.path.realpath(directory, strict=True))  # Path.resolve raises no OSError for a loop of links
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is not a folder")
+    for above in directory.parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PermissionError(f"everyone may rename what is in {above}: chmod +t {above}")
+    _check_private("folder", directory, directory.stat())
+    return directory
+
+
+def open_private_file(path: Path) -> BinaryIO:
+    """A regular file of this user that nobody else may write, to be read; else an OSError says what is wrong."""
+    # A pipe that nobody writes to would block without O_NONBLOCK, which means nothing for regular files.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError("it is not a regular file")
+        _check_private("file", path, status)
+    except OSError:
+        os.close(handle)
+        raise
+    return open(handle, "rb")
+
+
+def create_private_file(directory: Path, prefix: str) -> tuple[BinaryIO, Path]:
+    """A new, empty file of mode 0600 under a name that did not exist, not even as a link; to be written and read."""
+    handle, path = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=directory)
+    return open(handle, "w+b"), Path(path)
+
+
+def path_of(file: BinaryIO) -> Path:
+    """A path of this very file while it is open, whatever has come to lie where it was opened."""
+    return Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the file, created with mode 0600 if it is missing; a link is an OSError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _check_private(what: str, path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"the {what} belongs to user {status.st_uid} and not to {os.geteuid()}")
+    if status.st_mode & _OTHERS_WRITE:
+        raise PermissionError(f"other users may write to the {what}: chmod go-w {path}")
+
+
+# Kernels that come with the package
+
+
+def packed_object(module: str, stem: str) -> bytes | None:
+    """The object file of a kernel of `module`, or None if the package does not have it."""
+    return _read(archive_of(PACKED, module)).get(stem)
+
+
+def archive_of(folder: Path, module: str) -> Path:
+    return folder / f"{module.rpartition('.')[2]}.tar.xz"
+
+
+def name_of(stem: str, content: bytes) -> str:
+    """The name of an object file in the compile cache and in an archive."""
+    return f"{stem}.{hashlib.sha256(content).hexdigest()[:16]}.o"
+
+
+def write_archive(path: Path, objects: Mapping[str, bytes]) -> None:
+    """Write {stem: object file}. The same objects give the same bytes."""
+    with lzma.open(path, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+        for stem, content in sorted(objects.items()):
+            member = tarfile.TarInfo(name_of(stem, content))
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def read_archive(path: Path) -> dict[str, bytes]:
+    """{stem: object file} of an archive. Raises OSError, lzma.LZMAError, tarfile.TarError or ValueError if damaged."""
+    with lzma.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        return dict(_checked(archive))
+
+
+def _checked(archive: Iterable[tarfile.TarInfo]) -> Iterable[tuple[str, bytes]]:
+    for member in archive:
+        content = archive.extractfile(member).read()
+        stem = member.name.split(".")[0]
+        if member.name != name_of(stem, content):
+            raise ValueError(f"{member.name} does not have its bytes")
+        yield stem, content
+
+
+# One module's objects, up to 10 MB, for the variants that are asked for in a row.
+@functools.lru_cache(maxsize=1)
+def _read(path: Path) -> Mapping[str, bytes]:
+    try:
+        return read_archive(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError, ValueError) as error:
+        warnings.warn(f"dsa: {path} cannot be read ({error}); compiling", RuntimeWarning, stacklevel=2)
+        return {}

@@ -1,13 +1,9 @@
-"""What an op's file needs to declare it: specs of arguments, limits, checks, and the decorator."""
+"""What an op's file imports: specs of arguments, limits, checks, the decorator, and tensors in layouts of kernels."""
 
 from dsa.runtime.arguments import (
-    ALIGNED,
-    ANY,
-    CONTIGUOUS,
     F32,
-    INNER,
-    PAGES,
-    ROWS,
+    POSITIVE,
+    Accepted,
     Arguments,
     Choice,
     Dtype,
@@ -17,13 +13,22 @@ from dsa.runtime.arguments import (
     Sizes,
     Tensor,
     Tensors,
+    at_least,
+    at_most,
+    multiple_of,
 )
 from dsa.runtime.checks import (
+    ALIGNED,
+    ANY,
+    CONTIGUOUS,
     E4M3,
     FLOATS,
+    INNER,
     INT32,
     INT_MAX,
     MOST_SLOTS,
+    PAGES,
+    ROWS,
     check_apart,
     check_flag,
     check_memory,
@@ -32,9 +37,13 @@ from dsa.runtime.checks import (
     check_same_device,
     check_tensor,
     check_updatable,
+    dtype_name,
+    rows_at_16_bytes,
     shape_of,
+    tma_rows,
+    unit_inner,
+    with_dims,
 )
-from dsa.runtime.limits import POSITIVE, Accepted, at_least, at_most, multiple_of
 from dsa.runtime.op import Gradient, Op, op, wants_gradient
 
 __all__ = [
@@ -73,8 +82,13 @@ __all__ = [
     "check_same_device",
     "check_tensor",
     "check_updatable",
+    "dtype_name",
     "multiple_of",
     "op",
+    "rows_at_16_bytes",
     "shape_of",
+    "tma_rows",
+    "unit_inner",
     "wants_gradient",
+    "with_dims",
 ]

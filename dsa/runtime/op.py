@@ -26,8 +26,8 @@ torch.autograd.Function, and `torch.ops.dsa.NAME` has the same backward pass reg
 pass runs another op, which has no gradient: a second backward pass raises an error.
 
 Checks and the Python of a launch cost more than launching the kernel, and decoding repeats its calls. The op remembers
-the signature of a valid call (`known_calls`). A repeated call is recorded as a list of steps (`recording`), which
-guards in C++ find again (`call_guards`). So a launch may depend on the signature of its arguments only. An op whose
+the signature of a valid call. A repeated call is recorded as a list of steps (`recorded_calls`), which guards in C++
+find again (`call_guards`). So a launch may depend on the signature of its arguments only. An op whose
 launch depends on more is declared with `recorded=False`.
 """
 
@@ -40,11 +40,9 @@ import torch
 from torch import library
 
 from dsa.runtime import backends
-from dsa.runtime.arguments import Arguments, Tensor
+from dsa.runtime.arguments import Accepted, Arguments, Tensor
 from dsa.runtime.checks import check_memory, check_updatable
-from dsa.runtime.known_calls import REPEATS, KnownCalls, first_shape, signature
-from dsa.runtime.limits import Accepted
-from dsa.runtime.recording import is_recording, record
+from dsa.runtime.recorded_calls import REPEATS, KnownCalls, first_shape, is_recording, record, signature
 
 OPS: dict[str, "Op"] = {}
 HOPPER = "sm_90"
@@ -317,7 +315,7 @@ def op(
     reference       the same function in PyTorch
     results         allocates what the op returns, also for meta tensors. None for an op that writes to its arguments
                     and returns nothing
-    limits          which of the sizes and numbers that the specs allow the kernels take (`dsa.runtime.limits`)
+    limits          which of the sizes and numbers that the specs allow the kernels take (`dsa.runtime.arguments`)
     rule            raises ValueError for other arguments that the kernels do not take
     out             specs of the first results, if a caller may give them (`Op.into`). The launch takes them after the
                     arguments, None if it should allocate them. torch knows this op as NAME_out

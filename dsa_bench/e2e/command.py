@@ -14,7 +14,6 @@ import torch
 
 from dsa.runtime import backends
 from dsa.runtime.asked_variants import asked_variants
-from dsa.runtime.private_files import private_folder
 from dsa.runtime.variants import Variant
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation.build import build
@@ -85,7 +84,7 @@ def print_rows(rows: Iterable[Row]) -> None:
 
 def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
     """Compile the variants that are not in the compile cache yet. Without a cache directory, do nothing."""
-    from dsa.runtime.compile_cache import cache_dir  # needs the DSL, which only runs on Linux
+    from dsa.runtime.compile_cache import cache_dir, private_folder  # needs the DSL, which only runs on Linux
 
     directory = cache_dir()
     if directory is None:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("cutlass") is None:
         raise ImportError("nvidia-cutlass-dsl is not installed, which compiles the kernels; it is there for Linux")
-    from dsa.runtime.private_files import private_folder
+    from dsa.runtime.compile_cache import private_folder
     from dsa_layers.compilation.build import build
     from dsa_layers.compilation.variants import model_variants, precisions
     from dsa_layers.parallel.cuts import DoesNotDivide

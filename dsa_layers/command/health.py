@@ -54,8 +54,7 @@ def _has_kernel(op: str) -> bool:
 
 def _cache_state() -> str:
     try:
-        from dsa.runtime.compile_cache import cache_dir
-        from dsa.runtime.private_files import private_folder
+        from dsa.runtime.compile_cache import cache_dir, private_folder
     except ImportError as error:
         return f"unavailable ({error})"
     directory = cache_dir()

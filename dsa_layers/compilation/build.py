@@ -48,22 +48,10 @@ def _begin(directory: Path) -> None:
 
 
 def _are_kept(variants: list[Variant]) -> list[bool]:
-    """Whether the folder holds them, whole and nobody else's. `compile_cache` has no function for it, being a source of
-    every kernel: an edit there compiles all of them again."""
-    from dsa.runtime.compile_cache import _find, stem_of
-    from dsa.runtime.private_files import private_folder
+    """Whether the folder has each variant's object file, undamaged and safe to load."""
+    from dsa.runtime.compile_cache import is_on_disk
 
-    try:
-        directory = private_folder(Path(os.environ["DSA_CACHE_DIR"]))
-    except OSError:  # what is wrong with it is said by those who compile
-        return [False] * len(variants)
-    kept = []
-    for variant in variants:
-        found = _find(directory, stem_of(_function(variant), variant.arguments))
-        if found is not None:
-            found[1].close()
-        kept.append(found is not None)
-    return kept
+    return [is_on_disk(_function(variant), *variant.arguments) for variant in variants]
 
 
 def _compile(variant: Variant) -> bool:

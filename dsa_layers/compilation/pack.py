@@ -3,7 +3,7 @@
 usage: python -m dsa_layers.compilation.pack FOLDER [MODULE...]        MODULE: dsa.kernels.FAMILY.NAME
 
 Compiles all shipped variants of all kernel modules, or of MODULE..., into the compile cache, where they are not there
-yet, and writes FOLDER/MODULE.tar.xz (`dsa.runtime.packed_kernels`). An archive that exists keeps its other objects, so
+yet, and writes FOLDER/MODULE.tar.xz (`dsa.runtime.compile_cache`). An archive that exists keeps its other objects, so
 that a run with another version of the DSL adds to it.
 """
 
@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import dsa.kernels
-from dsa.runtime.compile_cache import cache_dir, object_file, stem_of
-from dsa.runtime.packed_kernels import archive_of, read_archive, write_archive
+from dsa.runtime.compile_cache import archive_of, cache_dir, object_file, read_archive, stem_of, write_archive
 from dsa.runtime.variants import Variant
 from dsa_layers.compilation.build import build
 

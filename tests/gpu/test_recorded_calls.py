@@ -5,8 +5,8 @@ import torch
 
 from dsa.cases import CASES
 from dsa.cases.case import Maker, same_bits
-from dsa.runtime.known_calls import REPEATS
 from dsa.runtime.op import OPS, forget_calls
+from dsa.runtime.recorded_calls import REPEATS
 
 
 def arguments(call, seed):

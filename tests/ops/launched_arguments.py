@@ -25,10 +25,10 @@ import dsa
 from dsa.cases import CASES
 from dsa.cases.case import Case, Maker
 from dsa.cute.fake_tensors import cute_dtype
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.runtime import backends, compile_cache
-from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.checks import dtype_name
 from dsa.runtime.op import OPS, forget_calls
+from dsa.runtime.recorded_calls import REPEATS
 from tests.kernels import machine_code
 from tests.project_copy import ROOT
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from dsa.cases import CASES
-from dsa.runtime.arguments import Tensor
-from dsa.runtime.limits import POSITIVE
+from dsa.runtime.arguments import POSITIVE, REST, ROW_COUNT, Sizes, Tensor, Word
 from dsa.runtime.op import OPS, Op
-from dsa.runtime.shapes import REST, ROWS, Sizes, Word
 from tests.ops.limits import LIMITS
 
 BY_NAME = {call.name: call for call in CASES}
@@ -43,8 +41,8 @@ def resized(op, values, changes):
     after.update({text: n for text, n in before.items() if text.isidentifier() or not {*Word(text).names} <= {*before}})
     after[REST] = before.get(REST)
     after.update(changes)
-    if ROWS in changes:
-        after[REST] = (changes[ROWS],)
+    if ROW_COUNT in changes:
+        after[REST] = (changes[ROW_COUNT],)
     for (name, spec), value in zip(op.arguments.specs.items(), values):
         shapes = op.arguments.shapes.get(name)
         if value is None or shapes is None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa.ops._kernel_arguments import tma_rows
+from dsa.runtime.checks import tma_rows
 
 X = torch.randn(6, 4, 128).bfloat16()
 

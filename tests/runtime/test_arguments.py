@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from dsa.runtime.arguments import (
-    ALIGNED,
-    CONTIGUOUS,
     F32,
-    INNER,
-    PAGES,
-    ROWS,
     Arguments,
     Choice,
     Dtype,
@@ -18,10 +13,8 @@ from dsa.runtime.arguments import (
     Number,
     Tensor,
     Tensors,
-    check_layout,
-    check_mergeable,
 )
-from dsa.runtime.checks import FLOATS
+from dsa.runtime.checks import ALIGNED, CONTIGUOUS, FLOATS, INNER, PAGES, ROWS, check_layout, check_mergeable
 from tests.reference.common import assert_refused
 
 INT32 = (torch.int32,)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.runtime import call_guards, recording, torch_shortcuts
+from dsa.runtime import call_guards, recorded_calls, torch_shortcuts
 from dsa.runtime.call_guards import guard
-from dsa.runtime.known_calls import KnownCalls, signature
+from dsa.runtime.recorded_calls import KnownCalls, signature
 from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS
 
 X = torch.zeros(4, 8)
@@ -123,7 +123,7 @@ def test_a_guard_can_compare_whether_two_arguments_have_one_address():
 
 def test_guards_of_a_signature_and_of_a_shape_are_few(monkeypatch):
     made = []
-    monkeypatch.setattr("dsa.runtime.known_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
+    monkeypatch.setattr("dsa.runtime.recorded_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
     known = KnownCalls()
     for i in range(20):
         call = signature(X, i)
@@ -147,14 +147,14 @@ def test_dropped_steps_are_not_found():
 
 def test_without_shortcuts_calls_are_recorded_by_public_functions(monkeypatch):
     monkeypatch.setattr(call_guards, "HAS_SHORTCUTS", False)
-    monkeypatch.setattr(recording, "HAS_SHORTCUTS", False)
+    monkeypatch.setattr(recorded_calls, "HAS_SHORTCUTS", False)
     assert guard((X,)) is None
-    add = recording.noted(lambda out, x: out.copy_(x).add_(1))
+    add = recorded_calls.noted(lambda out, x: out.copy_(x).add_(1))
 
     def call(x):
         out = torch.empty_like(x)
         add(out[1:], x[1:])
         return out
 
-    _, steps = recording.record(call, (X,))
+    _, steps = recorded_calls.record(call, (X,))
     assert torch.equal(steps(X + 2)[1:], X[1:] + 3)

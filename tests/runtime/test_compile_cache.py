@@ -20,7 +20,7 @@ import cutlass.cute as cute
 import pytest
 import tvm_ffi
 
-from dsa.runtime import compile_cache, private_files
+from dsa.runtime import compile_cache
 from dsa.runtime.compile_cache import compile_sm90
 from tests.kernels.cached_casts import (
     ARGS,
@@ -143,7 +143,7 @@ def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, sai
 
 def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
     refuse = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
-    monkeypatch.setattr(private_files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(compile_cache.tempfile, "mkstemp", refuse)
     monkeypatch.setattr(compile_cache, "open_lock", refuse)
     kernel = StubKernel()
     with pytest.warns(RuntimeWarning, match=r"cannot be written to \(Read-only file system\)"):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dsa.runtime.known_calls import KnownCalls, first_shape, signature
+from dsa.runtime.recorded_calls import KnownCalls, first_shape, signature
 
 X = torch.zeros(4, 8)
 

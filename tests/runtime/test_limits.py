@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from dsa.runtime.arguments import Arguments, Int, Number, Tensor, Tensors
-from dsa.runtime.limits import POSITIVE, at_least, at_most, multiple_of
+from dsa.runtime.arguments import POSITIVE, Arguments, Int, Number, Tensor, Tensors, at_least, at_most, multiple_of
 from tests.reference.common import assert_refused
 
 F32 = (torch.float32,)

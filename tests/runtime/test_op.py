@@ -8,10 +8,10 @@ import torch
 import dsa
 from dsa.runtime import backends
 from dsa.runtime import op as declaration
-from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
-from dsa.runtime.known_calls import REPEATS
-from dsa.runtime.limits import at_most
+from dsa.runtime.arguments import F32, Arguments, Flag, Number, Tensor, at_most
+from dsa.runtime.checks import ROWS
 from dsa.runtime.op import Gradient, op
+from dsa.runtime.recorded_calls import REPEATS
 from tests.reference.common import assert_refused
 
 checked, launched = [], []

@@ -5,9 +5,8 @@ from unittest import mock
 
 import pytest
 
-from dsa.runtime import compile_cache, packed_kernels
-from dsa.runtime.compile_cache import fill, object_file, stem_of
-from dsa.runtime.packed_kernels import archive_of, packed_object, read_archive, write_archive
+from dsa.runtime import compile_cache
+from dsa.runtime.compile_cache import archive_of, fill, object_file, packed_object, read_archive, stem_of, write_archive
 from dsa_layers.compilation.pack import pack
 from tests.kernels.cached_casts import (
     ARGS,
@@ -36,7 +35,7 @@ def archive(content, directory, tmp_path, monkeypatch):
     path = archive_of(tmp_path / "compiled", MODULE)
     path.parent.mkdir()
     write_archive(path, {stem_of(COMPILE, ARGS): content})
-    monkeypatch.setattr(packed_kernels, "FOLDER", path.parent)
+    monkeypatch.setattr(compile_cache, "PACKED", path.parent)
     return path
 
 
@@ -90,9 +89,9 @@ def test_a_damaged_archive_costs_a_warning_and_the_compilation(archive, damage):
 
 def test_a_damaged_object_costs_a_warning_and_the_compilation(archive, content, monkeypatch):
     """The object has the name, with a digest, of the content before the damage."""
-    name_of = packed_kernels.name_of
+    name_of = compile_cache.name_of
     with monkeypatch.context() as patch:
-        patch.setattr(packed_kernels, "name_of", lambda stem, _: name_of(stem, content))
+        patch.setattr(compile_cache, "name_of", lambda stem, _: name_of(stem, content))
         write_archive(archive, {stem_of(COMPILE, ARGS): content[:-1] + b"!"})
     with pytest.warns(RuntimeWarning, match=rf"{archive.name} cannot be read"):
         assert_compiled(ARGS)

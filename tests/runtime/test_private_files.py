@@ -6,7 +6,7 @@ import stat
 import cutlass.cute as cute
 import pytest
 
-from dsa.runtime import compile_cache, private_files
+from dsa.runtime import compile_cache
 from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, compiled_for, counted, objects
 
 pytestmark = pytest.mark.usefixtures("directory")
@@ -80,7 +80,7 @@ def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, m
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (directory / f"{stem}.taken.part").symlink_to(victim)
-    monkeypatch.setattr(private_files.tempfile, "_get_candidate_names", lambda: iter(["taken", "free"]))
+    monkeypatch.setattr(compile_cache.tempfile, "_get_candidate_names", lambda: iter(["taken", "free"]))
     assert compiled_for(ARGS) == [ARGS] and len(objects(directory)) == 1
     assert not (tmp_path / "lock").exists() and victim.read_text() == "precious"
 
@@ -133,19 +133,19 @@ def test_only_we_may_access_new_files(directory, no_umask):
 
 
 def test_only_we_may_access_new_folders(tmp_path, no_umask):
-    folder = private_files.private_folder(tmp_path / "new" / "cache")
+    folder = compile_cache.private_folder(tmp_path / "new" / "cache")
     assert folder == tmp_path / "new" / "cache" and mode_of(folder) == mode_of(folder.parent) == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o500, 0o755, 0o711])
 def test_folders_that_only_we_may_write_to_are_used(tmp_path, mode):
     tmp_path.chmod(mode)
-    assert private_files.private_folder(tmp_path) == tmp_path and mode_of(tmp_path) == mode
+    assert compile_cache.private_folder(tmp_path) == tmp_path and mode_of(tmp_path) == mode
 
 
 def assert_refused(message, folder):
     with pytest.raises(PermissionError, match=message):
-        private_files.private_folder(folder)
+        compile_cache.private_folder(folder)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o707, 0o702, 0o777, 0o1777])
@@ -170,15 +170,15 @@ def test_a_folder_that_everyone_may_rename_is_refused(tmp_path, between):
     assert_refused(rf"everyone may rename what is in {above}: chmod \+t {above}", folder)
     for mode in (0o1777, 0o775, 0o755):  # /tmp; the group of the user alone, with umask 002
         above.chmod(mode)
-        assert private_files.private_folder(folder) == folder
+        assert compile_cache.private_folder(folder) == folder
 
 
 def test_links_to_a_folder_are_followed_before_it_is_checked(tmp_path):
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir(mode=0o700)
     link.symlink_to(folder)
-    assert private_files.private_folder(link) == folder
-    assert private_files.private_folder(link / "cache") == folder / "cache"
+    assert compile_cache.private_folder(link) == folder
+    assert compile_cache.private_folder(link / "cache") == folder / "cache"
     folder.chmod(0o777)
     assert_refused(f"other users may write to the folder: chmod go-w {folder}", link)
     assert_refused(f"everyone may rename what is in {folder}", link / "cache")
@@ -190,7 +190,7 @@ def test_files_and_broken_links_are_no_folders(tmp_path, name):
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(OSError):
-        private_files.private_folder(tmp_path / name)
+        compile_cache.private_folder(tmp_path / name)
     assert not (tmp_path / "missing").exists()
 
 
@@ -201,4 +201,4 @@ def test_only_regular_files_are_read(tmp_path, name, error):
     os.mkfifo(tmp_path / "pipe")  # to open it for reading would block
     (tmp_path / "folder").mkdir()
     with pytest.raises(error, match="No such file" if name == "missing" else "it is not a regular file"):
-        private_files.open_private_file(tmp_path / name)
+        compile_cache.open_private_file(tmp_path / name)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dsa.runtime.recording import noted, record
+from dsa.runtime.recorded_calls import noted, record
 
 X, Y = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6) + 100
 
@@ -186,7 +186,7 @@ def test_a_recording_does_not_import_torch_compile():
     """The import takes seconds, which the first call of a process would wait for."""
     code = (
         "import sys, torch\n"
-        "from dsa.runtime.recording import record\n"
+        "from dsa.runtime.recorded_calls import record\n"
         "record(lambda x: x.new_empty(3) + x[:, 0].sum(), (torch.ones(2, 3),))\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

@@ -7,7 +7,7 @@ import pytest
 
 import dsa.cute
 import dsa.kernels
-from dsa.runtime import source_key
+from dsa.runtime import compile_cache
 
 KERNELS, CUTE = Path(dsa.kernels.__path__[0]), Path(dsa.cute.__path__[0])
 
@@ -18,7 +18,7 @@ def copy(tmp_path, monkeypatch):
     for family in ("moe", "mla"):
         shutil.copytree(KERNELS / family, tmp_path / family)
     shutil.copytree(CUTE, tmp_path / "cute")
-    monkeypatch.setattr(source_key, "_SHARED", tmp_path / "cute")
+    monkeypatch.setattr(compile_cache, "_SHARED", tmp_path / "cute")
     return tmp_path
 
 
@@ -37,15 +37,15 @@ def append_a_line(path):
     ],
 )
 def test_a_change_changes_the_keys_of_the_kernels_that_can_import_it(copy, file, change, changed):
-    before = {family: source_key.folder_key(copy / family) for family in ("moe", "mla")}
+    before = {family: compile_cache.folder_key(copy / family) for family in ("moe", "mla")}
     change(copy / file)
-    after = {family: source_key.folder_key(copy / family) for family in before}
+    after = {family: compile_cache.folder_key(copy / family) for family in before}
     assert {family for family in before if before[family] != after[family]} == changed
 
 
 def test_files_that_python_and_editors_write_do_not_count(copy):
-    key = source_key.folder_key(copy / "moe")
+    key = compile_cache.folder_key(copy / "moe")
     (copy / "moe" / ".#limits.py").symlink_to("somebody@somewhere")
     (copy / "moe" / "__pycache__").mkdir(exist_ok=True)
     (copy / "moe" / "__pycache__" / "limits.cpython-311.pyc").write_bytes(b"code")
-    assert source_key.folder_key(copy / "moe") == key
+    assert compile_cache.folder_key(copy / "moe") == key

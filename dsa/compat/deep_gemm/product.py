@@ -12,11 +12,10 @@ from dsa.compat.deep_gemm.arguments import (
     refuse,
 )
 from dsa.compat.deep_gemm.gradients import write_gradient
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.runtime import backends
-from dsa.runtime.checks import E4M3, FLOATS, check_tensor
+from dsa.runtime.checks import E4M3, FLOATS, check_tensor, rows_at_16_bytes
 
 
 def fp8_fp4_gemm_nt(

@@ -3,9 +3,9 @@
 import torch
 
 from dsa.kernels.cache.limits import CHANNEL_MULTIPLE
-from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, rows_at_16_bytes, unit_inner
+from dsa.ops._paged_caches import pages_as_rows
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW, is_v4
-from dsa.runtime.declare import INT_MAX
+from dsa.runtime.declare import INT_MAX, dtype_name, rows_at_16_bytes, unit_inner
 
 
 def layout_name(cache: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
-from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, rows_at_16_bytes, slots_and_page_bytes
+from dsa.ops._paged_caches import pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_index_cache, check_kv_cache, page_layout
 from dsa.ops.elementwise.rotary import check_rotated
@@ -21,7 +21,9 @@ from dsa.runtime.declare import (
     Tensor,
     check_memory,
     check_updatable,
+    dtype_name,
     op,
+    rows_at_16_bytes,
 )
 
 __all__ = ["compress_kv", "write_compressed_kv"]

@@ -2,11 +2,24 @@
 
 import torch
 
-from dsa.ops._kernel_arguments import COUNTED_SLOTS, dtype_name, rows_at_16_bytes
+from dsa.ops._paged_caches import COUNTED_SLOTS
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.reference.cache import kv_cache as reference
-from dsa.runtime.declare import CONTIGUOUS, FLOATS, MOST_SLOTS, ROWS, Arguments, Dtype, Flag, Tensor, check_positive, op
+from dsa.runtime.declare import (
+    CONTIGUOUS,
+    FLOATS,
+    MOST_SLOTS,
+    ROWS,
+    Arguments,
+    Dtype,
+    Flag,
+    Tensor,
+    check_positive,
+    dtype_name,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["make_v4_cache", "read_kv_cache", "write_kv_cache"]
 

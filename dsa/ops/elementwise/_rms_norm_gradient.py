@@ -3,10 +3,20 @@
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Number,
+    Tensor,
+    dtype_name,
+    op,
+    rows_at_16_bytes,
+    with_dims,
+)
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_GRADIENT_CHANNELS.items()}
 

@@ -4,7 +4,6 @@ import torch
 
 from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS
 from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
@@ -22,6 +21,7 @@ from dsa.runtime.declare import (
     at_most,
     multiple_of,
     op,
+    rows_at_16_bytes,
 )
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]

@@ -5,7 +5,6 @@ import math
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPER_TILES, MAX_HYPER_CHANNELS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.elementwise import hyper_connections as reference
 from dsa.runtime.declare import (
     ALIGNED,
@@ -19,8 +18,10 @@ from dsa.runtime.declare import (
     Tensor,
     at_least,
     at_most,
+    dtype_name,
     multiple_of,
     op,
+    rows_at_16_bytes,
 )
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]

@@ -3,11 +3,10 @@
 import torch
 
 from dsa.kernels.elementwise.limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise import hyper_connections, hyper_mix
 from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_expand_mix as reference
-from dsa.runtime.declare import ALIGNED, F32, ROWS, Arguments, Tensor, op
+from dsa.runtime.declare import ALIGNED, F32, ROWS, Arguments, Tensor, op, rows_at_16_bytes
 
 __all__ = ["hyper_expand_mix"]
 

@@ -14,11 +14,10 @@ from dsa.kernels.elementwise.limits import (
     MIX_PERSISTENT_ROWS,
     MIX_ROWS,
 )
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise.hyper_connections import STREAMS
 from dsa.reference.elementwise import hyper_mix as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_most, multiple_of, op
+from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_most, multiple_of, op, rows_at_16_bytes
 
 __all__ = ["hyper_mix"]
 

@@ -3,10 +3,23 @@
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_CHANNELS, MAX_NORM_ROWS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, at_most, multiple_of, op, wants_gradient
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Number,
+    Tensor,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+    wants_gradient,
+    with_dims,
+)
 
 __all__ = ["rms_norm"]
 

@@ -4,9 +4,22 @@ import torch
 
 from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS, MAX_NORM_ROWS
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.elementwise import rms_norm_cast as reference
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Flag, Number, Tensor, at_least, at_most, multiple_of, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Flag,
+    Number,
+    Tensor,
+    at_least,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
 

@@ -3,10 +3,21 @@
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROTARY_CHANNELS, MAX_NORM_ROWS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.elementwise.rotary import check_channels
 from dsa.reference.elementwise import rms_norm_rotary as reference
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, at_most, multiple_of, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Number,
+    Tensor,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["rms_norm_rotary"]
 

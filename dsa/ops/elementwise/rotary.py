@@ -3,9 +3,22 @@
 import torch
 
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, unit_inner
 from dsa.reference.elementwise import rotary as reference
-from dsa.runtime.declare import F32, FLOATS, INNER, Arguments, Choice, Flag, Tensor, at_least, op, wants_gradient
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    INNER,
+    Arguments,
+    Choice,
+    Flag,
+    Tensor,
+    at_least,
+    dtype_name,
+    op,
+    rows_at_16_bytes,
+    unit_inner,
+    wants_gradient,
+)
 
 __all__ = ["apply_rotary"]
 

@@ -7,14 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsa.kernels.gemm import limits
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm._operands import check_rows, fp4_weight, pair
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import fp4_cast
 from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import ALIGNED, E4M3, F32, FLOATS, INT32, Arguments, Dtype, Int, Tensor, check_memory, op
+from dsa.runtime.declare import (
+    ALIGNED,
+    E4M3,
+    F32,
+    FLOATS,
+    INT32,
+    Arguments,
+    Dtype,
+    Int,
+    Tensor,
+    check_memory,
+    dtype_name,
+    op,
+)
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90 import Fp8Fp4GemmFewRowsConfig

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsa.kernels.gemm import limits
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, tma_rows
 from dsa.ops.gemm._operands import check_rows, pair
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
@@ -26,8 +25,11 @@ from dsa.runtime.declare import (
     Tensor,
     at_most,
     check_memory,
+    dtype_name,
     multiple_of,
     op,
+    rows_at_16_bytes,
+    tma_rows,
 )
 
 if TYPE_CHECKING:

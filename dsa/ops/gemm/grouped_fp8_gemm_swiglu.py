@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
@@ -28,6 +27,7 @@ from dsa.runtime.declare import (
     Int,
     Number,
     Tensor,
+    dtype_name,
     multiple_of,
     op,
 )

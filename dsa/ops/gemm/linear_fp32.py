@@ -3,9 +3,19 @@
 import torch
 
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_ROWS, MAX_TOKENS, choose_config
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.gemm import linear_fp32 as reference
-from dsa.runtime.declare import ROWS, Arguments, Int, Number, Tensor, at_most, multiple_of, op
+from dsa.runtime.declare import (
+    ROWS,
+    Arguments,
+    Int,
+    Number,
+    Tensor,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["linear_fp32"]
 

@@ -3,9 +3,8 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.gemm import fp8_cast as reference
-from dsa.runtime.declare import FLOATS, ROWS, Arguments, Flag, Int, Tensor, op
+from dsa.runtime.declare import FLOATS, ROWS, Arguments, Flag, Int, Tensor, dtype_name, op, rows_at_16_bytes, with_dims
 
 __all__ = ["per_token_cast_to_fp8"]
 

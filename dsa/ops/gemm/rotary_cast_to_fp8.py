@@ -3,10 +3,21 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP, ROTARY_MULTIPLE
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.gemm import rotary_cast_to_fp8 as reference
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Flag, Int, Tensor, multiple_of, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Flag,
+    Int,
+    Tensor,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["rotary_cast_to_fp8"]
 

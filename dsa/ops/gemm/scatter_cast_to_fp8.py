@@ -3,9 +3,19 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.gemm import scatter_cast_to_fp8 as reference
-from dsa.runtime.declare import FLOATS, INT32, ROWS, Arguments, Flag, Tensor, multiple_of, op
+from dsa.runtime.declare import (
+    FLOATS,
+    INT32,
+    ROWS,
+    Arguments,
+    Flag,
+    Tensor,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["scatter_cast_to_fp8"]
 

@@ -3,10 +3,22 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import FLOATS, POSITIVE, ROWS, Arguments, Flag, Number, Tensor, multiple_of, op
+from dsa.runtime.declare import (
+    FLOATS,
+    POSITIVE,
+    ROWS,
+    Arguments,
+    Flag,
+    Number,
+    Tensor,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+    with_dims,
+)
 
 __all__ = ["swiglu_cast_to_fp8"]
 

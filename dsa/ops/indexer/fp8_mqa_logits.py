@@ -3,7 +3,6 @@
 import torch
 
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.indexer import fp8_mqa_logits as reference
 from dsa.runtime import backends
 from dsa.runtime.declare import (
@@ -22,6 +21,7 @@ from dsa.runtime.declare import (
     at_most,
     check_memory,
     check_pair,
+    dtype_name,
     op,
 )
 

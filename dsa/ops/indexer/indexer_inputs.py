@@ -3,11 +3,26 @@
 import torch
 
 from dsa.kernels.indexer.limits import ROTATED
-from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes, unit_inner
+from dsa.ops._paged_caches import pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.ops.elementwise.rotary import DIMS, check_rotated
 from dsa.reference.indexer import indexer_inputs as reference
-from dsa.runtime.declare import CONTIGUOUS, F32, FLOATS, INNER, PAGES, ROWS, Arguments, Choice, Flag, Number, Tensor, op
+from dsa.runtime.declare import (
+    CONTIGUOUS,
+    F32,
+    FLOATS,
+    INNER,
+    PAGES,
+    ROWS,
+    Arguments,
+    Choice,
+    Flag,
+    Number,
+    Tensor,
+    dtype_name,
+    op,
+    unit_inner,
+)
 
 __all__ = ["quantize_indexer_queries", "write_indexer_keys"]
 

@@ -12,11 +12,10 @@ from dsa.kernels.indexer.limits import (
     TWO_OPS_KEYS,
     VALUES,
 )
-from dsa.ops._kernel_arguments import unit_inner
 from dsa.ops.indexer import fp8_mqa_logits, topk_indices
 from dsa.reference.indexer import indexer_select as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import INNER, INT32, Arguments, Dtype, Flag, Int, Tensor, at_most, op
+from dsa.runtime.declare import INNER, INT32, Arguments, Dtype, Flag, Int, Tensor, at_most, op, unit_inner
 
 __all__ = ["indexer_select"]
 

@@ -5,10 +5,21 @@ import functools
 import torch
 
 from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
-from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference.indexer import topk_indices as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import INNER, INT32, Arguments, Flag, Int, Tensor, at_most, check_apart, op
+from dsa.runtime.declare import (
+    INNER,
+    INT32,
+    Arguments,
+    Flag,
+    Int,
+    Tensor,
+    at_most,
+    check_apart,
+    dtype_name,
+    op,
+    unit_inner,
+)
 
 __all__ = ["topk_indices"]
 

@@ -13,7 +13,6 @@ from dsa.kernels.mla.limits import (
     PAGE_MULTIPLE,
     TILE_N,
 )
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, unit_inner
 from dsa.ops.mla._latent_caches import OUT, check_latent_cache, latent_cache
 from dsa.ops.mla._plans import check_plan
 from dsa.ops.mla._sparse_attention import DTYPES, aligned, of_caller
@@ -31,8 +30,11 @@ from dsa.runtime.declare import (
     Number,
     Tensor,
     at_most,
+    dtype_name,
     multiple_of,
     op,
+    rows_at_16_bytes,
+    unit_inner,
 )
 
 SHORT = 4  # decoding is short up to this many tiles per part, on average

@@ -4,7 +4,7 @@ import torch
 
 from dsa.ops.cache._specs import cache_dim
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
-from dsa.runtime.declare import FLOATS, ROWS, Tensor, check_flag
+from dsa.runtime.declare import FLOATS, ROWS, Tensor, check_flag, dtype_name
 
 # Of dense and of sparse decoding. The heads of a query are contiguous; queries may be any distance apart.
 OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merged=(2, 4))}
@@ -32,7 +32,7 @@ def check_layout_flag(name: str, cache: object, is_fp8_kvcache: bool) -> None:
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if isinstance(cache, torch.Tensor) and is_fp8_kvcache != (cache.dtype in BYTE_DTYPES):
         accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"
-        got = str(cache.dtype).removeprefix("torch.")
+        got = dtype_name(cache.dtype)
         raise ValueError(f"{name}: dtype must be {accepted} with is_fp8_kvcache={is_fp8_kvcache}, got {got}")
 
 

@@ -5,7 +5,6 @@ import math
 import torch
 
 from dsa.kernels.mla.limits import GROUP_SIZES, MOST_UNION
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.mla._sparse_attention import (
     Results,
     Selection,
@@ -15,6 +14,7 @@ from dsa.ops.mla._sparse_attention import (
     sink_arguments,
 )
 from dsa.runtime import backends
+from dsa.runtime.declare import dtype_name
 
 # The fewest indices for which grouping is tried. Where queries share few keys the attempt costs 15 us, and attention to
 # so many keys takes 600 us.
@@ -26,21 +26,19 @@ MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether to try groups: few heads, enough groups for all SMs, not too many keys. Only the GPU knows which keys
-    queries share."""
+    """Whether to try groups of queries with few heads, a key of GROUP_SIZES at most: where there are enough groups for
+    all SMs and not too many keys. Only the GPU knows which keys queries share."""
     queries, heads, _ = q.shape
-    size = group_size(heads)
     return (
-        size > 0
-        and queries >= size * backends.num_sms(q.device)
+        queries >= group_size(heads) * backends.num_sms(q.device)
         and queries * selection.indices.shape[2] >= LEAST_INDICES
         and selection.cache.shape[0] <= MOST_KEYS
     )
 
 
 def group_size(heads: int) -> int:
-    """Queries per group for this number of heads; 0: no groups."""
-    return next((size for most, size in GROUP_SIZES.items() if heads <= most), 0)
+    """Queries per group for this number of heads."""
+    return next(size for most, size in GROUP_SIZES.items() if heads <= most)
 
 
 def attend_groups(

@@ -8,9 +8,8 @@ import torch
 
 from dsa.kernels.mla import limits
 from dsa.kernels.mla.limits import HEAD_DIM_V, SWAP_AB_HEADS, TILE_M, TILE_N
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, unit_inner
 from dsa.runtime import backends
-from dsa.runtime.declare import INT_MAX
+from dsa.runtime.declare import INT_MAX, dtype_name, rows_at_16_bytes, unit_inner
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # For FP8 caches, by heads per CTA: microseconds per tile on an H200, and fixed overhead with split queries. With more

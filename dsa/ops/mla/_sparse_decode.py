@@ -3,7 +3,6 @@
 import torch
 
 from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla._latent_caches import OUT, check_latent_cache, check_unused, latent_cache
 from dsa.ops.mla._sparse_attention import (
@@ -15,7 +14,20 @@ from dsa.ops.mla._sparse_attention import (
     of_caller,
 )
 from dsa.reference.mla import flash_mla_with_kvcache as reference
-from dsa.runtime.declare import F32, FLOATS, INT32, POSITIVE, Arguments, Flag, Int, Number, Tensor, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    INT32,
+    POSITIVE,
+    Arguments,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    dtype_name,
+    op,
+    rows_at_16_bytes,
+)
 
 
 def _check_sparse(

@@ -2,12 +2,10 @@
 
 import torch
 
-from dsa.ops._kernel_arguments import rows_at_16_bytes
-
 # The module, not its names: ops imported by name would count as ops of the importing module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
-from dsa.runtime.declare import F32, FLOATS, INT32, ROWS, Int, Number, Tensor
+from dsa.runtime.declare import F32, FLOATS, INT32, ROWS, Int, Number, Tensor, rows_at_16_bytes
 
 PACKED = {
     "q": Tensor("total_q H d", FLOATS),

@@ -2,8 +2,7 @@
 
 import torch
 
-from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
-from dsa.ops._kernel_arguments import rows_at_16_bytes
+from dsa.kernels.mla.limits import GROUP_SIZES, HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops.mla import _shared_keys as shared_keys
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
@@ -27,6 +26,7 @@ from dsa.runtime.declare import (
     Tensor,
     check_apart,
     op,
+    rows_at_16_bytes,
 )
 
 __all__ = ["flash_mla_sparse_fwd"]
@@ -137,7 +137,8 @@ def _sparse_mla_prefill(
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     selection = Selection(rows_at_16_bytes(kv), inner_contiguous(indices), counts)
     results = Results(of_caller(out), lse, max_logits)
-    if not enable_batch_invariant and shared_keys.may_share(q, selection):
+    few_heads = q.shape[1] <= max(GROUP_SIZES)
+    if few_heads and not enable_batch_invariant and shared_keys.may_share(q, selection):
         shared_keys.attend_groups(q, selection, sm_scale, sink, results)
     else:
         attend(q, [selection], sm_scale, sink, results, may_split=False)

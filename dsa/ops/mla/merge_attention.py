@@ -5,9 +5,21 @@ from collections.abc import Sequence
 import torch
 
 from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.mla import merge_attention as reference
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Tensor, Tensors, at_most, multiple_of, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Tensor,
+    Tensors,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+    with_dims,
+)
 
 __all__ = ["merge_attention"]
 

@@ -5,11 +5,10 @@ import math
 import torch
 
 from dsa.kernels.mla.limits import MHA_DIMS, ROPE_DIMS
-from dsa.ops._kernel_arguments import dtype_name, tma_rows
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.reference.mla.selection_bits import KEYS, WORDS
 from dsa.runtime import backends
-from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Tensor, op
+from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Tensor, dtype_name, op, tma_rows
 
 __all__ = ["mha_varlen_fwd"]
 

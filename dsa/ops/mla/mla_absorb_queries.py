@@ -3,10 +3,21 @@
 import torch
 
 from dsa.kernels.mla.limits import ABSORBED_NOPE, HEAD_DIM, HEAD_DIM_V, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.gemm._operands import pair
 from dsa.reference.mla import mla_absorb_queries as reference
-from dsa.runtime.declare import ALIGNED, E4M3, F32, FLOATS, INNER, ROWS, Arguments, Tensor, at_most, op
+from dsa.runtime.declare import (
+    ALIGNED,
+    E4M3,
+    F32,
+    FLOATS,
+    INNER,
+    ROWS,
+    Arguments,
+    Tensor,
+    at_most,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["mla_absorb_queries"]
 

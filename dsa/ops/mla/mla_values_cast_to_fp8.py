@@ -3,11 +3,10 @@
 import torch
 
 from dsa.kernels.mla.limits import VALUE_GROUP
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.gemm._operands import pair
 from dsa.ops.mla.mla_absorb_queries import KV_B, KV_B_LIMITS, check_head_rows, check_heads
 from dsa.reference.mla import mla_values_cast_to_fp8 as reference
-from dsa.runtime.declare import FLOATS, ROWS, Arguments, Flag, Int, Tensor, op
+from dsa.runtime.declare import FLOATS, ROWS, Arguments, Flag, Int, Tensor, op, rows_at_16_bytes
 
 __all__ = ["mla_values_cast_to_fp8"]
 

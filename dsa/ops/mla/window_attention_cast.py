@@ -6,7 +6,6 @@ import torch
 
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.elementwise.rotary import check_rotated
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
@@ -31,6 +30,7 @@ from dsa.runtime.declare import (
     Int,
     Number,
     Tensor,
+    dtype_name,
     multiple_of,
     op,
 )

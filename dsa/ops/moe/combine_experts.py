@@ -3,9 +3,19 @@
 import torch
 
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_CTA_BYTES, MAX_COMBINE_ROWS
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.moe import combine_experts as reference
-from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Tensor, at_most, multiple_of, op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Tensor,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["combine_experts"]
 

@@ -3,9 +3,8 @@
 import torch
 
 from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_SORT_ENTRIES, MAX_SORT_EXPERTS, MAX_TOP_K
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.moe import expert_routing as reference
-from dsa.runtime.declare import F32, Arguments, Choice, Flag, Int, Number, Tensor, at_most, op
+from dsa.runtime.declare import F32, Arguments, Choice, Flag, Int, Number, Tensor, at_most, dtype_name, op
 
 __all__ = ["moe_gate", "sort_by_expert"]
 

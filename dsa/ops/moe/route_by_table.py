@@ -12,10 +12,20 @@ from dsa.kernels.moe.route_to_experts_limits import (
     MAX_TOKENS,
     TILE_TOKENS,
 )
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.moe.route_to_experts import HALVES, own_count
 from dsa.reference.moe import route_by_table as reference
-from dsa.runtime.declare import ROWS, Arguments, Int, Number, Tensor, at_most, multiple_of, op
+from dsa.runtime.declare import (
+    ROWS,
+    Arguments,
+    Int,
+    Number,
+    Tensor,
+    at_most,
+    dtype_name,
+    multiple_of,
+    op,
+    rows_at_16_bytes,
+)
 
 __all__ = ["route_by_table"]
 

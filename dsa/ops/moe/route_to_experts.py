@@ -12,7 +12,6 @@ from dsa.kernels.moe.route_to_experts_limits import (
     MAX_TOKENS,
     TILE_TOKENS,
 )
-from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.moe.expert_routing import SCORES, check_groups
 from dsa.reference.moe import route_to_experts as reference
 from dsa.runtime.declare import (
@@ -25,8 +24,10 @@ from dsa.runtime.declare import (
     Number,
     Tensor,
     at_most,
+    dtype_name,
     multiple_of,
     op,
+    rows_at_16_bytes,
     shape_of,
 )
 

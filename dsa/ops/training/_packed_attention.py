@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from dsa.ops._kernel_arguments import tma_rows
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.mla.mha_varlen_fwd import _mha_varlen_fwd
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
+from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
 MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys

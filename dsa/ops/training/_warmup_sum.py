@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, MAX_INDEX_HEADS, Q_TILE, Q_TILE_FIELDS
-from dsa.ops._kernel_arguments import dtype_name, tma_rows
 from dsa.ops.training._indexer_gradient import active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops.training._packed_attention import Sequences
 from dsa.runtime import backends
-from dsa.runtime.declare import at_most
+from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # bytes
 SHARE = 15 / 16

@@ -15,13 +15,12 @@ from dsa.kernels.training.limits import (
     SPARSE_HEAD_TILE,
     SPARSE_KEY_TILE,
 )
-from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import sparse_indexer_loss as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import INT32, ROWS, Arguments, Flag, Gradient, Number, Tensor, at_most, op
+from dsa.runtime.declare import INT32, ROWS, Arguments, Flag, Gradient, Number, Tensor, at_most, op, rows_at_16_bytes
 
 __all__ = ["sparse_indexer_loss"]
 

@@ -13,12 +13,25 @@ from dsa.kernels.training.limits import (
     SPARSE_HEAD_TILE,
     SPARSE_KEY_TILE,
 )
-from dsa.ops._kernel_arguments import dtype_name, tma_rows
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_mla_attention as reference
 from dsa.runtime import backends
-from dsa.runtime.declare import FLOATS, INT32, POSITIVE, ROWS, Arguments, Flag, Gradient, Int, Number, Tensor, op
+from dsa.runtime.declare import (
+    FLOATS,
+    INT32,
+    POSITIVE,
+    ROWS,
+    Arguments,
+    Flag,
+    Gradient,
+    Int,
+    Number,
+    Tensor,
+    dtype_name,
+    op,
+    tma_rows,
+)
 
 __all__ = ["sparse_mla_attention"]
 

@@ -7,9 +7,9 @@ from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as fp4_few_rows_kernels
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as fp4_kernels
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
+from dsa.runtime.checks import dtype_name
 
 
 def weights_and_scales(b):

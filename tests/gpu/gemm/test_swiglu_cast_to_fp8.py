@@ -8,7 +8,7 @@ import torch
 from dsa.cases import cases_of
 from dsa.cases.gemm import bits
 from dsa.kernels.gemm import swiglu_cast_sm90 as kernels
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.runtime.checks import dtype_name
 from tests.gpu.attention import INF, NAN, checked
 from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
 

@@ -9,7 +9,7 @@ from dsa.kernels.mla.limits import MEMBER_SHIFT, MOST_UNION
 from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
 from dsa.ops.mla import _shared_keys as shared
 from dsa.ops.mla import flash_mla_sparse_fwd as bridge
-from dsa.runtime.known_calls import KnownCalls
+from dsa.runtime.recorded_calls import KnownCalls
 from dsa.testing import assert_close
 from tests.gpu.attention import INF, KINDS, NAN, case_of, checked, int32, maker, replayed
 from tests.gpu.mla.selected_keys import PER_QUERY, Op, SelectedKeys, with_nan_rows

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dsa.runtime import backends, compile_cache
-from dsa.runtime.known_calls import REPEATS
 from dsa.runtime.op import OPS, forget_calls
+from dsa.runtime.recorded_calls import REPEATS
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.decode_step import DecodeStep

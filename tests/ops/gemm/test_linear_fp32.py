@@ -16,9 +16,9 @@ from dsa.kernels.gemm.linear_fp32_limits import (
     TILE_TOKENS,
     choose_config,
 )
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import linear_fp32 as op
 from dsa.runtime import backends
+from dsa.runtime.checks import dtype_name
 
 
 def inputs(tokens=7, channels=64, rows=32, dtype=torch.bfloat16):

@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernels
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.runtime.checks import dtype_name
 
 
 def test_other_groups_and_strides_run_the_reference():

@@ -11,7 +11,7 @@ from dsa.kernels.mla.mla_combine_sm90 import FEW
 from dsa.kernels.mla.mla_decode_sm90 import cluster_of
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import mla_metadata
-from dsa.runtime.known_calls import KnownCalls
+from dsa.runtime.recorded_calls import KnownCalls
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
 D, D_V = HEAD_DIM, HEAD_DIM_V

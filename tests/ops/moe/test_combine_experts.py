@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa.kernels.moe import combine_experts_sm90 as kernels
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.runtime.checks import dtype_name
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

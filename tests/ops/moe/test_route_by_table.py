@@ -6,9 +6,9 @@ import torch
 import dsa
 from dsa.kernels.moe import route_by_table_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.moe import route_by_table as op
 from dsa.runtime import backends
+from dsa.runtime.checks import dtype_name
 
 
 def inputs(tokens=7, channels=64, experts=32, top_k=3, dtype=torch.bfloat16):

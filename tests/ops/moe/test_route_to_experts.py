@@ -6,9 +6,9 @@ import torch
 import dsa
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.moe import route_to_experts as op
 from dsa.runtime import backends
+from dsa.runtime.checks import dtype_name
 
 OPTIONS = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from dsa.cute.limits import MAX_SLOTS
-from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, unit_inner, with_dims
-from dsa.runtime.arguments import PAGES, check_layout
-from dsa.runtime.checks import MOST_SLOTS
+from dsa.ops._paged_caches import pages_as_rows
+from dsa.runtime.checks import MOST_SLOTS, PAGES, check_layout, dtype_name, unit_inner, with_dims
 
 
 @pytest.mark.parametrize(
