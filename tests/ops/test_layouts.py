@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsa.cute.limits import MAX_SLOTS
-from dsa.ops._paged_caches import pages_as_rows
+from dsa.ops.cache._specs import pages_as_rows
 from dsa.runtime.checks import MOST_SLOTS, PAGES, check_layout, dtype_name, unit_inner, with_dims
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.cache.limits import CHANNEL_MULTIPLE
-from dsa.ops._paged_caches import pages_as_rows
+from dsa.ops.cache._specs import pages_as_rows
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW, is_v4
 from dsa.runtime.declare import INT_MAX, dtype_name, rows_at_16_bytes, unit_inner
 

@@ -1,13 +1,14 @@
-"""Which caches and slots an op takes: the specs and rules that several ops share."""
+"""Paged caches and slots: specs, rules and limits that several ops share, and caches in the form that kernels take."""
 
 import torch
 
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V32_BYTES, is_v4, row_dim
-from dsa.runtime.declare import FLOATS, PAGES, ROWS, Sizes, check_tensor
+from dsa.runtime.declare import FLOATS, INT_MAX, MOST_SLOTS, PAGES, ROWS, Accepted, Sizes, at_most, check_tensor
 
 BYTES = (torch.uint8,)
 SLOTS = (torch.int32, torch.int64)
 CACHE_DTYPES = (*FLOATS, *BYTE_DTYPES)
+COUNTED_SLOTS = {"pages*P": at_most(MOST_SLOTS)}  # the kernels find a slot's page by a 32-bit division
 
 
 def check_index_cache(name: str, cache: torch.Tensor) -> None:
@@ -59,3 +60,20 @@ def row_layout(cache: torch.Tensor) -> str:
 def page_layout(cache: torch.Tensor) -> str:
     """The layout that kernels which read bytes page by page ask of a cache."""
     return PAGES if cache.dtype in BYTE_DTYPES else ROWS
+
+
+def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
+    """Limits of a cache with contiguous pages and rows of `row` bytes: the kernels count a page's bytes in 32 bits."""
+    return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
+
+
+def pages_as_rows(cache: torch.Tensor) -> torch.Tensor:
+    """A cache whose layout is PAGES as [pages, bytes]; a single page, whose stride means nothing, gets one that kernels
+    take."""
+    width = _page_bytes(cache)
+    stride = cache.stride(0) if cache.shape[0] > 1 else width + -width % 16
+    return cache.as_strided((cache.shape[0], width), (stride, 1))
+
+
+def _page_bytes(cache: torch.Tensor) -> int:
+    return cache.shape[1] * cache.shape[2] * cache.shape[3]

@@ -3,9 +3,16 @@
 import torch
 
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
-from dsa.ops._paged_caches import pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_index_cache, check_kv_cache, page_layout
+from dsa.ops.cache._specs import (
+    CACHE_DTYPES,
+    SLOTS,
+    check_index_cache,
+    check_kv_cache,
+    page_layout,
+    pages_as_rows,
+    slots_and_page_bytes,
+)
 from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.cache import compressed_kv as reference
 from dsa.runtime.declare import (

@@ -3,8 +3,7 @@
 import torch
 
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
-from dsa.ops._paged_caches import pages_as_rows, slots_and_page_bytes
-from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
+from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache, pages_as_rows, slots_and_page_bytes
 from dsa.reference.cache import indexer_cache as reference
 from dsa.runtime.declare import CONTIGUOUS, E4M3, F32, PAGES, ROWS, Arguments, Tensor, check_apart, dtype_name, op
 

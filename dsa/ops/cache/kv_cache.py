@@ -2,9 +2,8 @@
 
 import torch
 
-from dsa.ops._paged_caches import COUNTED_SLOTS
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
+from dsa.ops.cache._specs import CACHE_DTYPES, COUNTED_SLOTS, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.reference.cache import kv_cache as reference
 from dsa.runtime.declare import (
     CONTIGUOUS,

@@ -3,9 +3,8 @@
 import torch
 
 from dsa.kernels.cache.limits import LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS
-from dsa.ops._paged_caches import COUNTED_SLOTS
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
+from dsa.ops.cache._specs import CACHE_DTYPES, COUNTED_SLOTS, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.reference.cache.kv_cache import BYTE_DTYPES

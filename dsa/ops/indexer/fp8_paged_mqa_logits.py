@@ -3,8 +3,7 @@
 import torch
 
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
-from dsa.ops._paged_caches import pages_as_rows, slots_and_page_bytes
-from dsa.ops.cache._specs import BYTES, check_index_cache
+from dsa.ops.cache._specs import BYTES, check_index_cache, pages_as_rows, slots_and_page_bytes
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride

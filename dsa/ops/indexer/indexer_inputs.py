@@ -3,8 +3,7 @@
 import torch
 
 from dsa.kernels.indexer.limits import ROTATED
-from dsa.ops._paged_caches import pages_as_rows, slots_and_page_bytes
-from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
+from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache, pages_as_rows, slots_and_page_bytes
 from dsa.ops.elementwise.rotary import DIMS, check_rotated
 from dsa.reference.indexer import indexer_inputs as reference
 from dsa.runtime.declare import (

@@ -3,8 +3,7 @@
 import torch
 
 from dsa.kernels.mla.limits import HEAD_DIM_V, MAX_WINDOW, SPARSE_HEAD_DIMS
-from dsa.ops._paged_caches import COUNTED_SLOTS
-from dsa.ops.cache._specs import page_layout
+from dsa.ops.cache._specs import COUNTED_SLOTS, page_layout
 from dsa.ops.mla import _sparse_decode
 from dsa.ops.mla import window_indices as window_lists
 
