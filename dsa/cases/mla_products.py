@@ -87,7 +87,7 @@ def check_values(a: Given, found: Results) -> float:
     """Allow the product's rounding plus that of e4m3: half a unit in the last place, or half of the smallest number."""
     attended, (q, scale) = a["attended"], found
     w_uv = dequantised(a["kv_b"], attended.shape[1], attended.dtype)[:, -a["v_dim"] :]
-    expected, bound = (x.reshape(len(attended), -1, 128) for x in product("thc,hvc->thv", attended, w_uv))
+    expected, bound = (x.flatten(1).unflatten(1, (-1, 128)) for x in product("thc,hvc->thv", attended, w_uv))
     largest, off = expected.abs().amax(-1), bound.amax(-1)
     check_scales(scale, largest - off, largest + off, a["use_ue8m0"])
     step = scale.double()[..., None]
