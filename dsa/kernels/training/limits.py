@@ -17,7 +17,7 @@ K_TILE = 128  # keys per score tile
 Q_TILE_FIELDS = 8
 MAX_Q_TILES = 1024  # per launch of the key gradient
 
-# The sparse stage: selected keys and heads per CTA tile.
+# The sparse stage: dtypes, selected keys and heads per CTA tile, and largest numbers of heads and selected keys.
 SPARSE_DTYPES = "bfloat16", "float16"
 SPARSE_KEY_TILE, SPARSE_HEAD_TILE = 64, 64
 MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # for the loss; attention's gradients accept any number
