@@ -27,7 +27,7 @@ def fake_numbers(*shape) -> cute.Tensor:
 
 
 def fake_line(dtype: type[cutlass.Numeric], extent=None) -> cute.Tensor:
-    """Return a contiguous fake vector [extent] of a 4-byte dtype. extent: a symbol if other tensors share the extent."""
+    """Return a contiguous fake vector [extent] of a 4-byte dtype. extent: a symbol, if other tensors share it."""
     return fake(dtype, (cute.sym_int() if extent is None else extent,), (1,), 4)
 
 
