@@ -216,7 +216,7 @@ def compile_sum_lists(channels: int):
     """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d] fp32), which
     computes sums[k] += rows[order[i] + b * stride], summed over bounds[k] <= i < bounds[k + 1] and b < blocks. The
     order of the sum is fixed: groups of PREFETCHED values of i, then b, then i within the group."""
-    # The strides are 64-bit, because with lists of 28,000 keys or more `rows` has at least 2^31 numbers.
+    # The strides are 64-bit, because with 28,000 selected keys per query or more `rows` can have 2^31 numbers.
     rows, sums = (fake_rows(Float32, cute.sym_int(), channels) for _ in range(2))
     return compile_sm90(
         *(SumListsSm90(), rows, fake_line(Int32), fake_line(Int32), Int32(1), Int32(0), sums, fake_stream())
