@@ -73,7 +73,7 @@ class DecodeScheduler:
 
     lengths       [B]: number of keys per sequence
     plan          [parts, 8], see PlanColumn
-    num_splits    [B + 1]: number of partial results of all sequences before this one
+    num_splits    [B + 1]: entry b is the number of partial results of sequences 0 to b - 1
     capacity      number of keys that a row of the block table has room for
     fixed_splits  0: work tiles come from the plan. Otherwise part i is split i % fixed_splits of sequence i
                   // fixed_splits, and the number of splits of a sequence depends only on its length

@@ -50,7 +50,7 @@ class Fp8KvPipeline:
 class Fp8TopkGather(TopkGather):
     """Gather keys of `head_dim` channels, 576 or 512, into a ring of `stages` tiles.
 
-    head_tile         heads of a query
+    head_tile         heads of a query that the CTA computes
     score_warpgroups  number of score warpgroups, which take the tiles in turns; both output warpgroups read
                       all tiles
     """

@@ -35,7 +35,7 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Range of a key's exponent in P. It keeps row_sum, which does not include the exponent, in fp32's range.
+# Bounds of a key's exponent in P. They keep row_sum, which does not include the exponent, in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
 AHEAD = 1  # loads of Q in flight ahead of the stores; the compiler keeps this order
 

@@ -30,7 +30,7 @@ MAX_BRANCHES = 4
 MERGE_CHANNEL_MULTIPLE = 8
 MAX_MERGE_ROWS = 2**31 - 8
 
-MAX_WINDOW = 2**30  # of queries, columns and keys per page; one step past it still fits in int32
+MAX_WINDOW = 2**30  # largest number of queries, columns, keys per page; a loop step past it still fits in int32
 
 # Multi-head attention
 MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # (d, dv) of a head

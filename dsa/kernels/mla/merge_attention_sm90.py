@@ -37,8 +37,8 @@ INFINITY = float("inf")
 
 
 def unroll_of(width: int, branches: int) -> int:
-    """Return the vectors per lane and branch in a chunk: 512 channels, if that is at most 8 vectors per lane over
-    all branches; otherwise 2.
+    """Return the number of vectors per lane and branch in a chunk: enough for 512 channels, but at most 8 vectors per
+    lane over all branches.
     """
     return 4 if width == 4 and branches <= 2 else 2
 

@@ -94,8 +94,8 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v. For a block with rows past the sequence it completes when the TMA
-                load is complete; then CLEAR zero-fills these rows and completes the full barrier of v
+    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence. It completes when the
+                TMA load is complete; then CLEAR zero-fills these rows and completes the full barrier of v
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the

@@ -33,7 +33,7 @@ from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_N
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
-MAX_TILES = 2**30  # largest total of tiles that the sequences count as
+MAX_TILES = 2**30  # largest number of tiles that all sequences together count as
 
 
 class MlaPlanSm90:

@@ -22,7 +22,7 @@ from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.kernels.mla.limits import TILE_M, TILE_N
 
 P_STAGES, P_PARTS = 2, 2
-RESCALE_THRESHOLD = 8.0  # largest lag of row_max behind the true maximum, in log2
+RESCALE_THRESHOLD = 8.0  # the true maximum can exceed row_max by this much, in log2
 NO_MAX = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
 HALF = TILE_N // 4  # scores per lane in one half of the keys
 
@@ -90,9 +90,10 @@ class ExchangeMemory:
 
 @cute.jit
 def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, tile_max):
-    """Raise row_max of the lane's two rows to tile_max where it lags too much, and rescale row_sum.
+    """Raise row_max to tile_max in those of the lane's two rows where tile_max exceeds row_max by more than
+    RESCALE_THRESHOLD, and rescale row_sum.
 
-    Set `factor` to the factors by which O must be multiplied. Return whether any row of the warp was raised.
+    Set `factor` to the factors by which O must be multiplied. Return whether any lane of the warp raised row_max.
     """
     factor.fill(1.0)
     rose = cute.arch.vote_any_sync(

@@ -32,7 +32,7 @@ K16 = 16  # K of a wgmma instruction with 16-bit operands
 
 
 def k_chunk_order(head_dim: int) -> list[int]:
-    """Return the k chunks in the load order of a key's v chunks, including the rope part if it has one."""
+    """Return the k chunks in the load order of a key's v chunks, including the rope part if the key has one."""
     order = [v_chunk * K_PER_V + c for v_chunk in V_CHUNK_ORDER for c in range(K_PER_V)]
     if head_dim > HEAD_DIM_V:
         order.insert(ROPE_AFTER * K_PER_V, ROPE_CHUNK)
@@ -180,8 +180,8 @@ class KvStages:
 
     @cute.jit
     def fence(self):
-        """Make keys that this thread has waited for visible to wgmma. A no-op here, because TMA writes through
-        the async proxy, as wgmma reads.
+        """Make keys that this thread has waited for visible to wgmma. A no-op here, because TMA writes and wgmma
+        reads through the async proxy.
         """
 
     @cute.jit

@@ -280,7 +280,9 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
-        """Set row_max to the true maxima of the columns where it lags too much, and write the rescale factors."""
+        """Set row_max to the true maximum in the columns where this exceeds row_max by more than RESCALE_THRESHOLD,
+        and write the rescale factors.
+        """
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
             column_max.append(cute.arch.fmax(scores[c // 2 * 4 + c % 2], scores[c // 2 * 4 + 2 + c % 2]))

@@ -86,7 +86,7 @@ class SwapAbExchange:
 class SwapAbExchangeMemory:
     """The layout of a SwapAbExchange in shared memory.
 
-    dtype             of Q and P; None for an FP8 cache, with Q in bf16 and f16 and P in f16
+    dtype             dtype of Q and P; None for an FP8 cache, where Q is in bf16 and f16, and P in f16
     head_dim          channels of a query
     head_tile         heads per CTA
     score_warpgroups  number of score warpgroups
@@ -181,7 +181,7 @@ class ScaleTable:
         return table + (block // 2 if self.split else block) * self.each
 
     def pair(self, start: Int32, pair) -> list:
-        """Return the word with the factors of two keys, and the word with their rounding errors if there are any."""
+        """Return [word of the factors of two keys] and, for d = 576, also the word of their rounding errors."""
         if self.split:
             return list(load_8(start + pair * self.entry))
         return [load_4(start + pair * self.entry)]

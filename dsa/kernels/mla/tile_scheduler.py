@@ -62,7 +62,7 @@ class StreamKScheduler:
 
     @cute.jit
     def split_begin(self, worker: Int32):
-        """Return the first of a worker's split tiles."""
+        """Return the first of a worker's split tiles, counted over all split queries."""
         return cutlass.min(worker, self.split_workers) * self.split_tiles() // self.split_workers
 
     @cute.jit

@@ -170,7 +170,7 @@ class TopkGather(KvStages):
 
     @cute.jit
     def find(self, selection: Selection, index):
-        """Return the same as `locate`, for a key of this list."""
+        """Return the same as `locate`, for a key of the list `selection`."""
         page, offset = divmod(cutlass.max(index, 0), selection.page_size)
         valid = index >= 0 and page < selection.cache.shape[0]
         address = Int64(selection.cache.iterator.toint())

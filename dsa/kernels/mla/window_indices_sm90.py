@@ -77,10 +77,10 @@ class WindowIndicesSm90:
 
     @cute.jit
     def sequence(self, q_starts: cute.Tensor, t, lane):
-        """Return the sequence of query t, or -1.
+        """Return the index of the sequence of query t, or -1.
 
-        Among the non-empty sequences that begin at or before t, this is the one that begins last, provided
-        that it ends after t. So wrong boundaries of one sequence take no queries from the sequences after it.
+        Of the non-empty sequences that begin at or before t, this is the one that begins last, if it ends after
+        t. So wrong boundaries of one sequence take no queries from the sequences after it.
         """
         own, begins = Int32(-1), Int32(LOWEST)
         for b in cutlass.range(lane, q_starts.shape[0] - 1, WARP, unroll=UNROLL):

@@ -71,7 +71,7 @@ FIXUP_WORDS = 8
 
 @dataclass(frozen=True)
 class IndexerKeyGradConfig:
-    """warpgroups: number of consumer warpgroups. stages: number of stages of 64 columns."""
+    """Configuration of a variant. warpgroups: number of consumer warpgroups. stages: number of stages of 64 columns."""
 
     warpgroups: int
     stages: int

@@ -69,8 +69,8 @@ ROWS = 16  # (query, head) rows per warp and block
 
 @dataclass(frozen=True)
 class IndexerQueryGradConfig:
-    """warpgroups: number of consumer warpgroups. blocks: number of blocks of 64 (query, head) rows per warpgroup.
-    stages: number of stages of 128 keys."""
+    """Configuration of a variant. warpgroups: number of consumer warpgroups. blocks: number of blocks of 64 (query,
+    head) rows per warpgroup. stages: number of stages of 128 keys."""
 
     warpgroups: int
     blocks: int

@@ -56,7 +56,8 @@ Q_STAGES = 2
 
 @dataclass(frozen=True)
 class IndexerScoresConfig:
-    """columns: N. warpgroups: number of consumer warpgroups. stages: stages of 64 keys per consumer warpgroup."""
+    """Configuration of a variant. columns: N of the wgmma. warpgroups: number of consumer warpgroups. stages: number of
+    stages of 64 keys per consumer warpgroup."""
 
     columns: int
     warpgroups: int

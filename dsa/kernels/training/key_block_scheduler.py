@@ -77,7 +77,8 @@ class WorkTileInfo(NamedTuple):
 
 
 class KeyBlockScheduler:
-    """heads: number of index heads, a power of two up to 64. width: keys per key block."""
+    """The scheduler described above. heads: number of index heads, a power of two up to 64. width: keys per key
+    block."""
 
     def __init__(self, heads: int, width: int):
         self.heads, self.width = heads, width
@@ -91,7 +92,7 @@ class KeyBlockScheduler:
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
-        """Load the span whose first q tile is `first`. Called by a whole warp."""
+        """Load and return the span whose first q tile is `first`. Called by a whole warp."""
         count = q_tiles.shape[0]
         q_tile = load_q_tile(q_tiles, cutlass.min(first, count - 1))
         end, found = first, Int32(WARP)

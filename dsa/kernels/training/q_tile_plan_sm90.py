@@ -137,7 +137,7 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of 0 and of `own` over the threads up to this one, the same over all threads of the CTA). All
+    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA). All
     threads pass one barrier.
 
     maxima  scratch in shared memory, like `sums` of `block_exclusive_scan`

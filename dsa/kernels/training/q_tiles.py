@@ -88,8 +88,8 @@ def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
 
 
 class WorkTileInfo(NamedTuple):
-    """q_tile: index of the q tile, or -1 if no work tile is left. row: the work tile's first row in the q tile.
-    first_q, rows: fields of the q tile. visible: number of keys that the work tile's last query sees."""
+    """A work tile. q_tile: index of the q tile, or -1 if no work tile is left. row: the work tile's first row in the q
+    tile. first_q, rows: fields of the q tile. visible: number of keys that the work tile's last query sees."""
 
     q_tile: Int32
     row: Int32

@@ -90,8 +90,8 @@ RAISED = 60.0  # in log2; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite in fp32
 
 @dataclass(frozen=True)
 class Pipelines:
-    """keys: chunks of q or kv rows. index: tiles of index q or k rows. sums: the attention's sums of exponentials of a
-    tile."""
+    """The pipelines of a CTA. keys: chunks of q or kv rows. index: tiles of index q or k rows. sums: the attention's
+    sums of exponentials of a tile."""
 
     keys: Pipeline
     index: Pipeline
@@ -155,8 +155,8 @@ def exp(x: Float32):
 
 
 class SparseIndexerTargetSm90:
-    """channels: channels per key. row_tiles: 1 or 2, for up to 64 or 128 heads. index_channels: channels per index
-    key."""
+    """The kernel. channels: channels per key. row_tiles: 1 or 2, for up to 64 or 128 heads. index_channels: channels
+    per index key."""
 
     def __init__(self, channels: int, row_tiles: int, index_channels: int):
         self.channels, self.row_tiles, self.index_channels = channels, row_tiles, index_channels

@@ -41,7 +41,7 @@ class BackwardConfig:
     rope          whether keys have a rope part
     strip         channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with
                   a rope part and 5% more without it
-    query_chunks  the chunks of Q and dO in the order in which the consumers release them in a query's last key tile.
+    query_chunks  the chunks of Q and dO in the order in which the owner of a query's last key tile releases them.
                   Chunk number CHUNKS is the rope part of Q
     k_parts       number of parts in half of a key tile's channels. In the order of arrival and use these are
                   HALF_CHUNKS chunks, then half of the rope part
@@ -78,7 +78,8 @@ class SharedTensors:
 
 
 class WorkTileInfo(NamedTuple):
-    """number: index of the work tile. After the last work tile it is at least the number of work tiles."""
+    """A work tile. number: index of the work tile. After the last work tile a number that is not below the number of
+    work tiles follows, as the end marker."""
 
     number: Int32
 

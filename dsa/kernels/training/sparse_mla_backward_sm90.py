@@ -251,7 +251,7 @@ class SparseMlaBackwardSm90:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
-                # The other warpgroup owns the first tile. Wait for Q and dO as it does, so that no phase is skipped.
+                # `score` waits for Q and dO only in a query's first tile, which the other warpgroup owns. So wait here.
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):

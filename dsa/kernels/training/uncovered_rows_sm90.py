@@ -23,7 +23,7 @@ ZERO, INFINITY = 0, 0x7F800000  # bit patterns: 0 of any dtype, infinity of fp32
 
 
 class UncoveredRowsSm90:
-    """values: for each tensor, the 32-bit word that fills the tensor's uncovered rows."""
+    """The kernel. values: for each tensor, the 32-bit word that fills the tensor's uncovered rows."""
 
     def __init__(self, values: tuple[int, ...]):
         self.values = values

@@ -4,6 +4,8 @@ indexer's distribution with the target.
 p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h);   kl[t] = sum_s p (ln p - (I - lse_I))
 dI[t, s] = g[t] (exp(I - lse_I) - p)
 
+I[t, s] are the indexer's scores, lse_I[t] is their log-sum-exp over s, and g[t] is the gradient of kl[t].
+
 Plan
 - A work tile is the 128 queries of a q tile x 128 keys. The scheduler is static and persistent, over the key tiles of
   all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in registers. No
@@ -51,8 +53,8 @@ from dsa.kernels.training.mainloop import (
 from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-# (channels per stage, stages of queries, stages of keys) per number of channels of a head. Keys of 576 channels fill
-# their nine stages once.
+# (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
+# one key head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -85,7 +87,7 @@ class WarmupTargetSm90:
     ):
         q_layout = smem_layout(Q_TILE, self.chunk, self.dtype, self.query_stages)
         k_layout = smem_layout(K_TILE, self.chunk, self.dtype, self.key_stages)
-        # Heads last: tiles are rows x channels.
+        # Make heads the last dimension, so that the TMA tiles are rows x channels.
         q, k = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1])) for x in (q, k))
         q_atom, q_tma = tile_load(q, q_layout, (Q_TILE, self.chunk))
         k_atom, k_tma = tile_load(k, k_layout, (K_TILE, self.chunk))
@@ -167,8 +169,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def work_tile(self, index, q_tile, key_tiles, lane):
-        """Search work tile `index`, from q tile `q_tile` on. Called by a whole warp. -> (index of the q tile, index of
-        the key tile in the q tile)."""
+        """Find work tile `index`, starting the search at q tile `q_tile`. Called by a whole warp. -> (index of the q
+        tile, index of the key tile in the q tile)."""
         count = key_tiles.shape[0] - 1
         steps = Int32(WARP)
         while steps == WARP:

@@ -41,8 +41,9 @@ def zero_fill_storage(stages: int) -> type:
 
 @dataclass(frozen=True)
 class ZeroFillPipeline:
-    """ring: the pipeline that the consumers use. landed: the barrier on which the producer waits for copies of partial
-    tiles. `landed` is stored after the ring's full barriers, so `copy_barrier` selects a barrier by an index."""
+    """The pipeline described above. ring: the pipeline that the consumers use. landed: the barrier on which the
+    producer waits for copies of partial tiles. `landed` is stored after the ring's full barriers, so `copy_barrier`
+    selects a barrier by an index."""
 
     ring: Pipeline
     landed: Mbarriers
