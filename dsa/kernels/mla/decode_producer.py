@@ -1,8 +1,8 @@
-"""The producer of dense MLA decoding: one warp that finds its CTA's work tiles and loads their keys by TMA.
+"""The producer of dense MLA decoding: one warp that computes its CTA's work tiles and loads their keys by TMA.
 
 Work tiles come from the plan of mla_plan_sm90.py, or, in batch-invariant decoding, from splits of fixed
-lengths. A part is the work of one CTA; each row tile has a CTA for every part. A part covers a range of
-sequences. The part's first and last sequence can be split between parts.
+lengths. A part covers a range of sequences, of which the first and the last can be split between parts. There
+is one CTA per part and row tile.
 """
 
 from dataclasses import dataclass

@@ -301,8 +301,8 @@ class MhaVarlenFwdSm90(MhaProducer):
                 # Load the next block's words between the exponentials, where the load costs no time.
                 if const_expr(self.selected):
                     self.load_words(words, addresses, known, key - self.keys)
-                # Wait inside each branch. ptxas would move a single wait in front of the branch above most of
-                # the exponentials.
+                # Wait inside each branch. If there were one wait before the branch, ptxas would move it up, before
+                # most of the exponentials.
                 if rose:
                     cute.nvgpu.warpgroup.wait_group(0)
                     for i in cutlass.range_constexpr(self.value_dim // 2):

@@ -222,7 +222,7 @@ class MlaDecodeSm90(MlaAttention):
                 for n in cutlass.range_constexpr(Q_RMEM_CHUNKS, len(self.order)):
                     place = target + ((n - Q_RMEM_CHUNKS) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
                     load_16_or_zeros(place, source + self.order[n] * K_CHUNK, first_row + row < rows)
-            # Of each 16 channels a lane holds channel pairs lane % 4 and lane % 4 + 4, in rows lane / 4 and
+            # Of each 16 channels a lane has channel pairs lane % 4 and lane % 4 + 4, in rows lane / 4 and
             # lane / 4 + 8 of the warp's 16 rows.
             words = cute.make_tensor(
                 cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16 * Q_RMEM_CHUNKS))

@@ -1,7 +1,8 @@
 """The epilogue of MLA attention without swap A/B: write LSE and O.
 
-A work tile that covers all keys of its query or sequence writes the result. A split writes a partial result,
-normalised by the split's own sum, and the split's LSE, from which the combine kernels compute weights.
+For a work tile that covers all keys of its query or sequence, the epilogue writes O and LSE to the results. For a
+split it writes a partial result, normalised by the sum over the split's keys, and the split's LSE, from which the
+combine kernels compute weights.
 
 `CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales. It rounds O to
 q's dtype, in which `Epilogue` stores O, rotates the last 64 channels by the negative angle of the query's
@@ -9,7 +10,7 @@ position and rounds these channels again. Every 128 channels of a row get a scal
 three kernels that store the result, run `apply_rotary` by the negative angle and run `per_token_cast_to_fp8`,
 but no 16-bit result goes through global memory.
 
-The four lanes of a quad hold a row. A lane holds 32 of each 128 channels, as pairs 8 channels apart. Output
+A row is spread over the four lanes of a quad. A lane has 32 of each 128 channels, as pairs 8 channels apart. Output
 warpgroup 1, which has the upper half of the channels, has all rotated channels, and both channels of a rotation
 pair are in one lane. Each step stages 64 channels of a warp's 16 rows in 1 KiB of P's memory, 64 bytes per row.
 The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.

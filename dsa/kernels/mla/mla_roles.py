@@ -39,8 +39,8 @@ class Thread:
 class Coord(NamedTuple):
     """A thread's position in its CTA.
 
-    first_head  first head of the CTA
-    heads       heads of a query
+    first_head  first head that the CTA computes
+    heads       number of heads of a query
     thread      the result of `SparseMlaKernel.thread`
     """
 

@@ -5,7 +5,7 @@ row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers
 - The true maximum can exceed row_max by up to RESCALE_THRESHOLD (in log2, so P is at most 2^8). O is rescaled
   only beyond this threshold, and the exponentials need not wait for the tile's maximum.
 - P is passed on in two halves of the tile's keys: the first half before the second half is computed.
-A lane holds rows lane / 4 and lane / 4 + 8 of its warp's 16. Of every 8 columns a lane holds columns
+A lane has scores of rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Of every 8 columns it has columns
 lane % 4 * 2 and lane % 4 * 2 + 1.
 """
 

@@ -1,4 +1,4 @@
-"""Tiles of latent keys in shared memory: their parts, and the rings of stages that hold them.
+"""Tiles of latent keys in shared memory: the parts of a tile, and the rings of stages for these parts.
 
 A tile has TILE_N keys. A key has four v chunks of 128 channels, which together are also its value. A key of
 HEAD_DIM channels also has 64 rope channels, its rope part. v chunks and rope parts have separate rings, so that

@@ -244,8 +244,8 @@ def selections(caches, indices, counts, counted: Int32):
 
 @cute.jit
 def of_prefill(q, kv, indices, out, lse):
-    """Return prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] in the
-    kernel's layouts: one query per sequence, and all keys in one page.
+    """Convert prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] to the
+    kernel's layouts: one query per sequence, and all keys in one page. Return (q, [kv], [indices], out, lse).
     """
     q, out = (rearranged(x, (0, 3, 1, 2)) for x in (q, out))
     return q, [rearranged(kv, (1, 0, 2))], [rearranged(indices, (0, 2))], out, rearranged(lse, (0, 1, 2))

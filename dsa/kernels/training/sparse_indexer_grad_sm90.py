@@ -91,7 +91,7 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K'], g [T]"""
+    """The inputs: q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K'], g [T]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -123,7 +123,7 @@ class SparseIndexerGradSm90:
     ):
         scores_mma = tiled_mma(BFloat16, (TILE, TILE))
         rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
-        # One TiledMma per role: a role's ACCUMULATE setting must not leak into another role.
+        # One TiledMma per role: an ACCUMULATE that one role sets would be stale in another role.
         query_mma, key_mma = (
             tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )

@@ -117,7 +117,8 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse [T, H]"""
+    """The inputs: q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse
+    [T, H]."""
 
     q: cute.Tensor
     kv: cute.Tensor
