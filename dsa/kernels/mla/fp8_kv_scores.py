@@ -292,8 +292,8 @@ class Fp8KvScores(SwapAbAttention):
             else:
                 low, high = load_8(keys + self.kv.scales + key * 8)
                 own, second = (low >> Uint32(8 * t)) & 255, (high >> Uint32(8 * t)) & 255
-                # The largest bf16 value also counts as a scale: because an e4m3 value is below 2^9, its exponent is
-                # reduced by 9.
+                # The largest bf16 value counts as a scale, too. The exponent of this value is reduced by 9, because
+                # e4m3 values, which real scales multiply, are below 2^9.
                 rope = (Int32(cutlass.max(largest[r] & 0x7FFF, (largest[r] >> 16) & 0x7FFF)) >> 7) - 9
                 most = cutlass.max(Int32(own), rope)
                 if t < 3:
