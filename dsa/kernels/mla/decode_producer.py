@@ -1,8 +1,8 @@
-"""The producer of dense MLA decoding: one warp that finds its CTA's work tiles and loads their keys by TMA.
+"""The producer of dense MLA decoding: one warp that computes its CTA's work tiles and loads their keys by TMA.
 
 Work tiles come from the plan of mla_plan_sm90.py, or, in batch-invariant decoding, from splits of fixed
-lengths. A part is a unit of work for one CTA per row tile. It covers a range of sequences. Its first and last
-sequence may be split between parts.
+lengths. A part covers a range of sequences, of which the first and the last can be split between parts. There
+is one CTA per part and row tile.
 """
 
 from dataclasses import dataclass
@@ -54,8 +54,8 @@ class DecodeState(NamedTuple):
     """Position in a part.
 
     sequence  next sequence
-    tile      its next tile
-    split     index of its next split
+    tile      next tile of `sequence`
+    split     index of the next split of `sequence`
     last      last sequence of the part
     end_tile  tile where the part ends in its last sequence
     """
@@ -69,12 +69,12 @@ class DecodeState(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeScheduler:
-    """Finds the work tiles of a part.
+    """Computes the work tiles of a part.
 
-    lengths       [B]
-    plan          [parts, 8]
-    num_splits    [B + 1]
-    capacity      keys that a row of the block table has room for
+    lengths       [B]: number of keys per sequence
+    plan          [parts, 8], see PlanColumn
+    num_splits    [B + 1]: entry b is the number of partial results of sequences 0 to b - 1
+    capacity      number of keys that a row of the block table has room for
     fixed_splits  0: work tiles come from the plan. Otherwise part i is split i % fixed_splits of sequence i
                   // fixed_splits, and the number of splits of a sequence depends only on its length
     """
@@ -103,11 +103,13 @@ class DecodeScheduler:
 
     @cute.jit
     def work_tile(self, state: DecodeState, tiles, part, partials):
-        """Return (first tile, end tile, split_idx, whether there is no work tile) of the next work tile.
+        """Return (first tile, end tile, split_idx, empty) of the next work tile.
 
-        tiles     tiles of the sequence
+        `empty` is True if this split of the sequence has no tiles, so that there is no work tile.
+
+        tiles     number of tiles of the sequence
         part      index of the part
-        partials  capacity of the partial results
+        partials  number of partial results for which there is memory
         """
         first, end, split_idx, empty = Int32(0), tiles, Int32(-1), False
         if self.fixed_splits > 0:
@@ -135,7 +137,10 @@ class Pages:
 
     @cute.jit
     def find(self, sequence, box):
-        """Return (page, box in the page) of a box of keys; page is -1 if the block table does not cover the box."""
+        """Return (page, index of the box in the page) of a sequence's box of keys.
+
+        page is -1 if the block table does not cover the box.
+        """
         number, place = divmod(box, self.boxes)
         page = Int32(-1)
         if number < self.block_table.shape[1]:
@@ -159,8 +164,8 @@ def announced_work_tile_storage() -> type:
 class AnnouncedWorkTilePipeline(WorkTilePipeline):
     """A WorkTilePipeline whose producer announces batch_idx before the rest, so that Q loads early.
 
-    batch_known  one mbarrier per stage: batch_idx is written
-    batch_idx    [stages]
+    batch_known  one mbarrier per stage, which completes when batch_idx is written
+    batch_idx    [stages], in shared memory
     """
 
     batch_known: Mbarriers
@@ -178,13 +183,16 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Initialize the barriers; called by one thread. `consumers` warps read each work tile."""
+        """Initialize the barriers; called by one thread. consumers: number of warps that read each work tile."""
         self.batch_known.init(1)
         self.pipeline.init(consumers)
 
     @cute.jit
     def announce(self, state: PipelineState, batch_idx):
-        """Wait for an empty stage and publish the next work tile's batch_idx; called by a warp, before `commit`."""
+        """Wait for an empty stage and publish the next work tile's batch_idx.
+
+        Called by one warp, which then publishes the rest by `commit`.
+        """
         self.pipeline.producer_wait(state)
         with cute.arch.elect_one():
             self.batch_idx[state.stage] = batch_idx
@@ -200,7 +208,7 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 class PagedLoad(KvStages):
     """Load tiles of consecutive keys by TMA.
 
-    box      keys per TMA box, 16, 32 or 64; they are in one page
+    box      keys per TMA box, 16, 32 or 64; a box lies in one page
     cluster  CTAs that share the loads by multicast
     """
 
@@ -215,7 +223,7 @@ class PagedLoad(KvStages):
         return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
-        """Return the layout of the stages as boxes [box, K_CHUNK], where a k chunk's boxes are contiguous."""
+        """Return the layout of `k_chunks` k chunks as boxes [box, K_CHUNK]; a k chunk's boxes are contiguous."""
         tile = self.box, self.box, K_CHUNK
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
@@ -245,7 +253,7 @@ class PagedLoad(KvStages):
         lane,
         partials,
     ):
-        """Run the load warp: all work tiles of part `part`, then the end marker."""
+        """Run the load warp over all work tiles of part `part`, then publish the end marker."""
         one = cute.make_layout(1)
         source = cute.group_modes(cute.local_tile(mk, (self.box, K_CHUNK), (None, None, kv_head, None)), 0, 2)
         tvs, tkg = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(v_boxes, 0, 2), source)
@@ -255,7 +263,8 @@ class PagedLoad(KvStages):
         while work.sequence <= work.last:
             if scheduler.fixed_splits == 0:
                 pipeline.work.announce(work_state, work.sequence)
-            # Load the first page numbers together with the length, from where the work tile probably begins.
+            # Load the first page numbers at the same time as the length, for the tile where the work tile
+            # probably begins.
             guess = work.tile + work.split * FIXED_SPLIT_TILES if scheduler.fixed_splits > 0 else work.tile
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
             seen = scheduler.lengths[work.sequence]
@@ -297,7 +306,7 @@ class PagedLoad(KvStages):
     ) -> KvState:
         """Load the work tile's keys. Return the state after them.
 
-        page, place: of the lane's box, for the first 32 boxes.
+        page, place: page of the lane's box and index of the box in the page. Lane i has box i of the work tile.
         """
         first, length = info.first_tile, info.length
         next_box = Int32(0)
@@ -320,7 +329,7 @@ class PagedLoad(KvStages):
                     for c in cutlass.range_constexpr(K_PER_V):
                         expect_bytes(pipeline.v.producer_barrier(state.v, c), TILE_N * K_CHUNK * 2)
                 for c in cutlass.range_constexpr(K_PER_V // self.cluster):
-                    # In a cluster the CTAs take the k chunks in turns and multicast them.
+                    # In a cluster each CTA loads every other k chunk and multicasts it to both CTAs.
                     k_chunk = c
                     if const_expr(self.cluster > 1):
                         k_chunk = c * self.cluster + rank
@@ -359,10 +368,10 @@ class PagedLoad(KvStages):
 
 @cute.jit
 def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
-    """Zero-fill rows [valid, TILE_N) of a tile's value; called by 128 threads.
+    """Zero-fill rows [valid, TILE_N) of a tile's values in shared memory; called by 128 threads.
 
     first, stages: the tile's first v stage, and the size of the ring of v stages. The rows are keys past the
-    end of the sequence. Their P is 0, but the values may be NaN, and 0 * NaN is NaN.
+    end of the sequence. P of these keys is 0, but their values can be NaN, and 0 * NaN is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)
     zeros.fill(0.0)

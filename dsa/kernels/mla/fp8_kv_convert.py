@@ -16,7 +16,10 @@ def four_halves(word: Uint32):
 
 @cute.jit
 def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
-    """Return the larger magnitude of each of two pairs of bf16, with arbitrary sign; NaN is ignored."""
+    """Return, for each half of two words of two bf16, the value with the larger magnitude.
+
+    The sign of the result is arbitrary, and NaN is ignored.
+    """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.xorsign.abs.bf16x2 {$w0}, x, y; }}",
         write_only_types=[Uint32],
@@ -26,7 +29,7 @@ def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uint32:
-    """Multiply two bf16 values by a factor each, and convert them to f16."""
+    """Multiply two bf16 values by one factor each, and convert the products to f16."""
     low, high = (word << 16).bitcast(Float32) * low_factor, (word & Uint32(0xFFFF0000)).bitcast(Float32) * high_factor
     return cute.arch.inline_ptx(
         "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low]
@@ -70,7 +73,7 @@ def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
 
 @cute.jit
 def store_split(address: Int32, x: Float32):
-    """Store x as a sum of two f16, 4 bytes apart."""
+    """Store x as a sum of two f16, 4 bytes apart: x rounded to f16, and the rounding error."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b; .reg .f32 y; cvt.rn.f16.f32 a, {$r1}; cvt.f32.f16 y, a; sub.f32 y, {$r1}, y; "
         "cvt.rn.f16.f32 b, y; st.shared.b16 [{$r0}], a; st.shared.b16 [{$r0} + 4], b; }}",
@@ -80,7 +83,7 @@ def store_split(address: Int32, x: Float32):
 
 @cute.jit
 def store_half(address: Int32, x: Float32, as_bf16: Boolean):
-    """Store x as f16, or as bf16 by its upper 16 bits."""
+    """Store x rounded to f16, or truncated to bf16 (the upper 16 bits of x)."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b, c; .reg .pred p; cvt.rn.f16.f32 a, {$r1}; mov.b32 {b, c}, {$r1}; setp.ne.s32 p, {$r2}, 0; "
         "selp.b16 a, c, a, p; st.shared.b16 [{$r0}], a; }}",

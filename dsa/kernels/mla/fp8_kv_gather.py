@@ -1,13 +1,13 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. Issuing it costs
-the warp 30 cycles, so the four warps gather 16 keys of a tile each. For an index that is no key the warp
-writes zeros, including a scale of zero, and clears the key's bit in the valid mask.
+It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. To issue a bulk copy
+costs a warp 30 cycles, so each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes
+zeros, including a scale of zero, and clears the key's bit in the valid mask.
 
 Layout of a key
 - d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
 - d = 512: a page has P x (448 e4m3 | 64 bf16), then P x 8 bytes with 7 ue8m0 scales, one per 64 channels.
-  In a stage the scales also follow the tile's keys.
+  In a stage of shared memory, too, the scales follow the keys of the tile.
 Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart differ by 8
 banks, keys four apart by 16. So the channels that a warp reads together are in different banks.
 """
@@ -31,11 +31,11 @@ V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key; for d = 512 w
 
 @dataclass(frozen=True)
 class Fp8KvPipeline:
-    """The ring of tiles, and the data that the load warps pass with it.
+    """The barriers of the ring of tiles, and the valid masks and work tiles that the load warps write.
 
     kv          ring of tiles
-    valid_mask  [4, stages]: one bit per key of the tile, 16 bits per word: which keys exist
-    work        work tiles
+    valid_mask  [4, stages]: which keys of the tile are valid; one bit per key, 16 bits per word
+    work        pipeline of work tiles
     """
 
     kv: Pipeline
@@ -50,7 +50,7 @@ class Fp8KvPipeline:
 class Fp8TopkGather(TopkGather):
     """Gather keys of `head_dim` channels, 576 or 512, into a ring of `stages` tiles.
 
-    head_tile         heads of a query
+    head_tile         heads of a query that the CTA computes
     score_warpgroups  number of score warpgroups, which take the tiles in turns; both output warpgroups read
                       all tiles
     """
@@ -87,7 +87,8 @@ class Fp8TopkGather(TopkGather):
     def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps fill a stage of keys and twelve warps read it. `consumers` warps read work tiles.
+        Four warps fill a stage of keys. Twelve warps read it: those of the score warpgroup that computes the tile
+        and of both output warpgroups. `consumers` warps read work tiles.
         """
         pipeline.kv.init(consumers=12, producers=4)
         pipeline.work.init(consumers)
@@ -122,24 +123,24 @@ class Fp8TopkGather(TopkGather):
         lane,
         state: PipelineState,
     ) -> PipelineState:
-        """Load the query's rows and then the work tile's keys into the stages at `raw`. Return the state
-        after them.
+        """Load the query's rows of Q and then the work tile's keys into the stages at address `raw`. Return the
+        state after them.
 
-        Rows of Q that do not exist are not loaded.
+        Rows past the last head are not loaded.
         """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
-        # Whether to prefetch the first keys below. For the CTA's first query all stages are empty, and a
-        # prefetch would only request its keys twice. A later query that also begins at stage 0 in phase 0
-        # goes without the prefetch.
+        # Whether to prefetch the first keys below. For the CTA's first query all stages are empty, so a prefetch
+        # would only request the keys twice. This test also skips the prefetch for a later query that begins
+        # at stage 0 in phase 0.
         begun = state.stage + state.phase > 0
         for i in cutlass.range_constexpr(self.q_stages):
             pipeline.kv.producer_wait(state)
             self.load_rows(q, query, first_row + i * self.q_rows, raw, pipeline.kv, state, warp, lane)
             state = pipeline.kv.advance(state)
-        # The stage of the first keys may still hold an earlier tile whose values are in use. Prefetch the
-        # keys into the L2 cache in the meantime.
+        # The stage of the first keys can still contain an earlier tile that the output warpgroups read. Prefetch
+        # the keys into the L2 cache in the meantime.
         if begun:
             source, _, valid = self.locate(lists, ends, first, index)
             if valid and lane < WARP_KEYS:
@@ -170,7 +171,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load one stage's rows of a query, from first_row on."""
+        """Load the rows of Q of one stage, from the query's row first_row on."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]
@@ -184,7 +185,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def clear(self, target: Int32, mask: Uint32, lane):
-        """Zero-fill the warp's keys that do not exist, which have a 0 in `mask`."""
+        """Zero-fill the warp's invalid keys, whose bits in `mask` are 0."""
         for key in cutlass.range(WARP_KEYS, unroll=1):
             if (mask >> key) & 1 == 0:
                 for i in cutlass.range_constexpr(2):

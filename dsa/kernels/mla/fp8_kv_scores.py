@@ -1,14 +1,14 @@
 """The score warpgroups for an FP8 cache, with swap A/B: S^T = K Q^T, softmax, P^T.
 
-The warpgroups take tiles in turns. e4m3 values are exact in f16. So a group of channels with one scale is a
-separate f16 product, which the scale multiplies in fp32. A lane reads 16 consecutive e4m3 channels of a key
-at once. P is multiplied by the power of two of its
-key's scales (ScaleTable in swap_ab_exchange.py).
+The warpgroups take tiles in turns. e4m3 values are exact in f16. So each group of channels that share a scale is
+a separate f16 product, and the scale multiplies this product in fp32. A lane reads 16 consecutive e4m3 channels
+of a key at once. P is multiplied by a power of two per key, the exponent of the key's largest scale (ScaleTable
+in swap_ab_exchange.py).
 
-Q goes from the key stages in which it arrives to its own memory. The part that multiplies e4m3 keys is stored
-as f16, divided by a power of two so that its largest magnitude is about 2^14. The order of channels in a
-wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane reads a key's
-channels.
+The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. They store the part that
+multiplies e4m3 keys as f16, divided by a power of two so that its largest magnitude is about 2^14. The order of
+channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane
+reads a key's channels.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Range of a key's exponent in P. It keeps row_sum, which does not include the exponent, in fp32's range.
+# Bounds of a key's exponent in P. They keep row_sum, which does not include the exponent, in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
 AHEAD = 1  # loads of Q in flight ahead of the stores; the compiler keeps this order
 
@@ -43,10 +43,10 @@ AHEAD = 1  # loads of Q in flight ahead of the stores; the compiler keeps this o
 class ScoreOperands(NamedTuple):
     """Tiled MMAs, operands and accumulators of the scores.
 
-    mmas    for keys in bf16 and in f16
+    mmas    tiled MMAs for keys in bf16 and in f16
     q       Q in shared memory, as bf16 and as f16
-    k_rmem  a lane's part of two chunks of keys in registers
-    acc     accumulator over all groups
+    k_rmem  a lane's part of two chunks of keys in registers (two buffers)
+    acc     accumulator over all groups of channels that share a scale
     sums    accumulator of one group
     """
 
@@ -63,11 +63,11 @@ class Fp8KvScores(SwapAbAttention):
     def __init__(self, kv: Fp8TopkGather, head_tile: int, registers: RoleRegisters):
         super().__init__(kv, None, head_tile, kv.score_warpgroups, registers)
         self.head_dim, self.q_stages = kv.head_dim, kv.q_stages
-        # e4m3 chunks of 64 channels per key. One more chunk is bf16; for 512 channels it is part of the
-        # value.
+        # Number of e4m3 chunks of 64 channels per key. One more chunk is bf16. In keys of 512 channels the bf16
+        # chunk is part of the value.
         self.fp8_chunks = self.head_dim // K_CHUNK - 1
-        # How a warpgroup's four warps share Q: octets of heads at a time, warps per octet, distance between a
-        # warp's chunks, chunks per warp.
+        # How `load_q` divides Q among warps: octets of heads that are copied at a time, warps per octet, distance
+        # between a warp's chunks, and largest number of chunks per warp.
         self.octets = min(head_tile // 8, 4)
         self.sharers = 4 // self.octets
         self.stride = kv.score_warpgroups * self.sharers
@@ -120,14 +120,14 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> Float32:
-        """Copy a work tile's Q from its stages to its own memory, with zeros after the last head.
+        """Copy a work tile's Q from its stages to the memory of Q, with zeros after the last head.
 
         Each chunk is stored in the order in which lanes read the keys' channels. The part that multiplies
         e4m3 keys is converted to f16, divided by a power of two so that its largest magnitude is about 2^14.
         Return that power of two.
 
-        A warp handles eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
-        for stmatrix. Two warpgroups take alternate chunks, as do two warps with the same heads.
+        A warp copies eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
+        for stmatrix. Warpgroups, and warps with the same heads, take chunks in turns.
         """
         pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
         rows, lane = coord.heads - coord.first_head, opaque(thread.lane)
@@ -187,11 +187,11 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def read_q(self, source, chunk, lane):
-        """Return a lane's 8 words of a chunk of a head. Vector v of the wgmma operand is word v of the head's
-        four lanes.
+        """Return a lane's 8 words of a chunk of a head's Q.
 
-        With t = lane % 4, these are channels 16 t to 16 t + 15 of an e4m3 chunk, and channels 8 t to 8 t + 7
-        of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
+        Word v of the head's four lanes is 16-byte vector v of the head in the wgmma operand. With t = lane % 4,
+        a lane's words are channels 16 t to 16 t + 15 of a chunk that multiplies e4m3 keys, and channels 8 t to
+        8 t + 7 of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
         """
         of_bf16 = chunk == self.fp8_chunks
         start = source + 2 * K_CHUNK * chunk + (lane & 3) * (Int32(16) if of_bf16 else Int32(32))
@@ -199,10 +199,10 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def multiply(self, operands: ScoreOperands, keys, power, thread: Thread):
-        """Compute acc = K Q^T of the tile whose bytes are at `keys`.
+        """Compute acc = K Q^T of the tile whose bytes are at address `keys`. power: the power of two of Q.
 
-        The bf16 chunk comes first, then the e4m3 groups, each with its scale. Return, for each of the lane's
-        two keys, the largest magnitude of its bf16 values, as the bits of two bf16.
+        The bf16 chunk comes first, then the e4m3 groups, each with its scale. For keys of 512 channels, return
+        the largest magnitudes of the bf16 values of each of the lane's two keys, as words of two bf16.
         """
         (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
         pitch, lane = self.kv.pitch, opaque(thread.lane)
@@ -252,7 +252,7 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """Add sums of a group, times the keys' scales, to acc."""
+        """Add the sums of a group, times the keys' scales of this group, to acc."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):
@@ -268,7 +268,7 @@ class Fp8KvScores(SwapAbAttention):
                 acc[at] = cute.math.fma(sums[at], scale, acc[at])
 
     def read_chunk(self, first, r: int, chunk: int, lane) -> list:
-        """Return a lane's words of a chunk of key r of its two: 16 e4m3 channels, or twice 8 bf16 channels."""
+        """Return a lane's words of a chunk of the lane's key r (0 or 1): 16 e4m3 or twice 8 bf16 channels."""
         row = first + 8 * r * self.kv.pitch + (lane & 3) * 16
         if chunk < self.fp8_chunks:
             return [*load_16(row + K_CHUNK * chunk)]
@@ -277,10 +277,10 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def share_scales(self, keys, exchange: SwapAbExchange, p_stage, largest, thread: Thread):
-        """Write the scale factors for V to the table of P's stage `p_stage`, for the tile whose bytes are at
-        `keys`.
+        """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
+        `p_stage` of P.
 
-        Return the exponents of the lane's two keys, and the same as Float32, NaN if a scale is NaN.
+        Return (exponents of the lane's two keys, the same exponents as Float32, NaN for a key with a NaN scale).
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []
@@ -292,7 +292,8 @@ class Fp8KvScores(SwapAbAttention):
             else:
                 low, high = load_8(keys + self.kv.scales + key * 8)
                 own, second = (low >> Uint32(8 * t)) & 255, (high >> Uint32(8 * t)) & 255
-                # A bf16 value counts as an e4m3 value, which is below 2^9, with a scale 2^9 times smaller.
+                # The largest bf16 value counts as a scale, too. The exponent of this value is reduced by 9, because
+                # e4m3 values, which real scales multiply, are below 2^9.
                 rope = (Int32(cutlass.max(largest[r] & 0x7FFF, (largest[r] >> 16) & 0x7FFF)) >> 7) - 9
                 most = cutlass.max(Int32(own), rope)
                 if t < 3:

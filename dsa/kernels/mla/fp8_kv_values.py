@@ -1,10 +1,12 @@
 """The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
-Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps 64 channels. A lane has channels 4
-(lane / 4) to 4 (lane / 4) + 3, and the four channels 32 further. The warp's four products have 16 rows each.
-Product j holds the lane's channels 2 j and 2 j + 1, of these eight, in its rows lane / 4 and lane / 4 + 8.
+Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps has 64 channels. A lane has eight
+channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. A warp computes four products of
+16 rows (channels). Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight channels, in rows lane / 4 and
+lane / 4 + 8.
 
-A value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in swap_ab_exchange.py).
+An e4m3 value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in
+swap_ab_exchange.py).
 """
 
 import cutlass
@@ -26,11 +28,11 @@ LAST_CHUNK = ROPE_CHUNK - 1  # last chunk of the value; bf16 if keys have 512 ch
 
 
 class Fp8KvValues(SwapAbAttention):
-    """Output for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
+    """The output warpgroups for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
     @property
     def ahead(self) -> bool:
-        """Whether to load ahead. With more heads there are no registers left for it."""
+        """Whether to load values and factors one step ahead. With 32 heads or more no registers are left for this."""
         return self.kv.has_rope and self.head_tile < 32
 
     def value_mma(self) -> cute.TiledMma:
@@ -39,21 +41,21 @@ class Fp8KvValues(SwapAbAttention):
     @cute.jit
     def output(self, results: Results, shared: MlaShared, mmas, group, coord: Coord):
         thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
-        # Operands of two products of 16 keys, twice.
+        # Two buffers, each with the operands of two products of 16 keys.
         v = cute.make_rmem_tensor((*mmas[1].get_slice(thread.tid).partition_shape_A((TILE_N, K16)), 2, 2), Float16)
         self.output_mainloop(results, mmas[1], v, shared, start(), group, coord._replace(thread=thread))
 
     @cute.jit
     def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
         for _ in cutlass.range_constexpr(self.kv.q_stages):
-            # Wait for every phase: a parity wait must not skip one.
+            # Wait for Q's stages, too: a parity wait cannot tell phases two apart, so no phase may be skipped.
             pipeline.kv.consumer_wait(state)
             pipeline.kv.consumer_release(state)
             state = pipeline.kv.advance(state)
         return state
 
     def chunk_of(self, thread: Thread):
-        """Return which 64-channel chunk of the value the warp has."""
+        """Return the index of the warp's 64-channel chunk of the value."""
         return thread.side * 4 + thread.warp
 
     @cute.jit
@@ -102,13 +104,16 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, coord: Coord):
-        """Write O to a query's `rows`, which are contiguous, at constant offsets from the lane's first element."""
+        """Write O to the `rows` [heads, 512] of a query or split.
+
+        The rows are contiguous, so a lane's elements are at constant offsets from the lane's first element.
+        """
         lane = opaque(coord.thread.lane)
         channel = self.chunk_of(coord.thread) * K_CHUNK + (lane >> 2) * 4
         first = coord.first_head + self.head_of(0, lane)
         own = cute.local_tile(rows, (1, 4), (first, channel // 4))
         inverses = Int32(exchange.inverse.iterator.toint()) + 4 * self.head_of(0, lane)
-        # Load all factors before the first branch; after it each load would be waited for separately.
+        # Load all factors before the first branch. After a branch the lane would wait for each load separately.
         pairs = [load_8(inverses + 4 * self.head_of(c, 0)) for c in range(0, self.columns, 2)]
         for c in cutlass.range_constexpr(self.columns):
             further, inverse = self.head_of(c, 0), pairs[c // 2][c % 2].bitcast(Float32)
@@ -120,13 +125,14 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def add(self, operands: ValueOperands, first, scales, numbers, p_stage, chunk, lane):
-        """Issue O^T += V^T P^T of a tile, and return once its bytes have been read.
+        """Issue O^T += V^T P^T of a tile. At the return the lane has read the tile's bytes, but the last products
+        can still be in flight.
 
         first    address of the tile's bytes for the lane
         scales   address of the tile's scale factors for the lane
         numbers  the first values, if they are loaded ahead
         """
-        # [channel of two, half of the keys, product of two, which of the two operands]
+        # [2 channels of a product, 2 halves of 16 keys, 2 products, 2 buffers]
         words = cute.make_tensor(cute.recast_ptr(operands.v.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
         factors = self.factors_of(scales, 0) if self.ahead else None
         for s in cutlass.range_constexpr(TILE_N // K16):
@@ -148,15 +154,18 @@ class Fp8KvValues(SwapAbAttention):
                 self.start_products(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
-        """Return the offset of the i-th of a lane's four keys in step s of 16 keys, from the lane's first key."""
+        """Return the offset in bytes, from the lane's first key, of the lane's i-th of four keys in step s.
+
+        A step has 16 keys.
+        """
         return (16 * s + i % 2 + i // 2 * 8) * self.kv.pitch
 
     def numbers_of(self, first, s: int, half: int) -> list:
-        """Return four channels of each of a lane's four keys in step s of 16 keys."""
+        """Return a word of four e4m3 channels for each of a lane's four keys in step s of 16 keys."""
         return [load_4(first + self.row(i, s) + 32 * half) for i in range(4)]
 
     def factors_of(self, scales, s: int) -> list:
-        """Return the scale factors of each pair of a lane's four keys."""
+        """Return the scale factors of each of the two pairs of a lane's four keys in step s."""
         return [self.table.pair(scales, 8 * s + 4 * k) for k in range(2)]
 
     @cute.jit
@@ -186,7 +195,7 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Issue two of the four products, for 16 keys."""
+        """Issue two of the warp's four products for the 16 keys of step s: half 0 or 1 of the lane's channels."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
             acc, v = operands.accs[2 * half + j], operands.v[None, None, 0, j, half]

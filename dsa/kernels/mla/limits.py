@@ -5,23 +5,24 @@ This module does not import CUTLASS, so ops can check their arguments without it
 
 DTYPES = ("bfloat16", "float16")  # dtypes of q, of a 16-bit cache and of out
 
-# Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM has 64 rope channels
-# after them.
+# Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM channels has 64 rope
+# channels after these, a key of HEAD_DIM_V channels ends there.
 HEAD_DIM, HEAD_DIM_V = 576, 512
-ROTATED_BACK = 64  # last channels of a V4 result, which are rotated back after attention
+ROTATED_BACK = 64  # number of last channels of a V4 result, which are rotated back after attention
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
 FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # bytes of a key in an FP8 cache, by head dim
 
-TILE_N = 64  # keys per tile, the step of a mainloop
+TILE_N = 64  # keys per tile; a mainloop computes one tile per step
 TILE_M = 64  # rows (query tokens x heads) per CTA
 SWAP_AB_HEADS = (16, 32)  # heads per CTA of the swap A/B kernel for 16-bit caches
 FP8_KV_HEADS = (16, 32, 64)  # heads per CTA of the kernel for FP8 caches
 
 PAGE_MULTIPLE = 16  # page sizes of a dense cache are multiples of this
 MAX_BATCH = 32768  # sequences per plan
-PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # columns of a plan, as in FlashMLA, and how many are used; the others are 0
-MAX_PARTS = 160  # parts of a plan at most, and so splits per sequence
-# Splits that depend only on the sequence's length: tiles per split at least, splits per sequence at most.
+PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # columns of a plan (8, as in FlashMLA); the first 6 are used, the others are 0
+MAX_PARTS = 160  # largest number of parts of a plan, and so of splits of a sequence
+# Batch-invariant splits, which depend only on the sequence's length: the smallest number of tiles per split
+# and the largest number of splits per sequence.
 FIXED_SPLIT_TILES, MAX_FIXED_SPLITS = 64, 32
 
 MERGE_DTYPES = (*DTYPES, "float32")
@@ -29,23 +30,24 @@ MAX_BRANCHES = 4
 MERGE_CHANNEL_MULTIPLE = 8
 MAX_MERGE_ROWS = 2**31 - 8
 
-MAX_WINDOW = 2**30  # of queries, columns and keys per page; one step past it still fits in int32
+MAX_WINDOW = 2**30  # largest number of queries, columns, keys per page; a loop step past it still fits in int32
 
 # Multi-head attention
 MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # (d, dv) of a head
-ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels that may be in a tensor of their own, shared by all heads
+ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels that can be a separate tensor, shared by all heads
 SELECTION_KEYS, SELECTION_WORDS = 128, 4  # keys per block, and 32-bit words of selection bits per block
 
-# Groups of queries with few heads that share keys
-# Queries per group, keyed by the largest number of heads for which TILE_M rows hold that many queries.
+# Groups of queries that share keys, for models with few heads
+# Queries per group: 8 with up to 8 heads, 4 with up to 16 heads. So a group has at most TILE_M rows.
 GROUP_SIZES = {8: 8, 16: 4}
-MEMBER_SHIFT = 24  # a key in a group's list is below 2^24; the bits above say which queries have selected it
-# A group is computed as one if the union of its selections is at most this share of their sum. A tile of a
-# group takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
+MEMBER_SHIFT = 24  # bits 0 to 23 of an entry of a group's list are a key, the bits above the queries that selected it
+# A group is computed together if the union of its queries' selections has at most this share of the keys that
+# the selections have in total. A tile of a group takes 1.3 times as long as a tile of a single query (2806
+# and 2140 cycles).
 MOST_UNION = (7, 10)
 
 # The products with kv_b in FP8
 ABSORBED_NOPE = (128, 192)  # non-rope channels of a head's q where W_UK is FP8: V3.2, GLM-5
 UP_PROJECTION_ROWS = 32  # rows of kv_b per head are a multiple of this
 MAX_UP_PROJECTION_ROWS = 2**22 - 1  # largest number of rows of kv_b, so that offsets fit in int32
-VALUE_GROUP = 128  # channels of a head's values that share a scale
+VALUE_GROUP = 128  # adjacent channels of a head's values that share a scale

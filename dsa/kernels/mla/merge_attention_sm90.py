@@ -3,14 +3,13 @@
 lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
 
 Work
-- A warp merges a row of D channels. A lane holds 16 bytes of every branch at a time, in registers from load
-  to store. Each branch is read once and the result is written once. A chunk is `unroll` such vectors per
-  lane, with up to 8 loads in flight.
-- The first chunk loads while every lane of the row computes the weights redundantly: N exponentials cost
-  less than passing weights on. Weights are relative to the largest LSE, so if only one branch has keys, its
-  weight is exactly 1.
-- An empty branch (infinite LSE) is loaded like the others, because its LSE arrives no sooner than its out.
-  Its values are then replaced by zeros, as they may be NaN.
+- A warp merges a row of D channels, chunk by chunk. In a chunk a lane has `unroll` vectors of 16 bytes of
+  every branch, so up to 8 loads are in flight. The vectors stay in registers from load to store: each branch
+  is read once and the result is written once.
+- While the first chunk loads, every lane computes the row's weights: N exponentials cost less than shuffles.
+  Weights are relative to the largest LSE. So if only one branch has keys, that branch's weight is exactly 1.
+- The lanes also load a branch without keys (infinite LSE), because its LSE arrives no sooner than its values.
+  They then replace these values by zeros, because the values can be NaN.
 - Tensors are [A, B, H, D] with any strides, since decoding stores its LSEs as [B, H, s_q]. Coordinates use
   precomputed divisors and 64-bit offsets, computed once per row.
 Warp roles: none, all warps do the same. Shared memory: none.
@@ -38,7 +37,9 @@ INFINITY = float("inf")
 
 
 def unroll_of(width: int, branches: int) -> int:
-    """Return the vectors per lane and branch in a chunk: enough for 512 channels, at most 8 over all branches."""
+    """Return the number of vectors per lane and branch in a chunk: enough for 512 channels, but at most 8 vectors per
+    lane over all branches.
+    """
     return 4 if width == 4 and branches <= 2 else 2
 
 
@@ -123,7 +124,7 @@ class MergeAttentionSm90:
         for n in cutlass.range_constexpr(self.branches):
             weights[n] = cute.math.exp(logs[n] - relative)
             lse_sum += weights[n]
-        # Keep this free of branches, or the sink would be loaded only here.
+        # Keep this free of branches. Otherwise ptxas moves the sink's load down to here, and it is waited for.
         whole, factor = relative + cute.math.log(lse_sum), lse_sum
         if const_expr(sink is not None):
             factor *= Float32(1.0) + cute.math.exp(sink - whole)

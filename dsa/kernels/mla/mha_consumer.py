@@ -1,12 +1,13 @@
 """Parts of the consumer warpgroups of multi-head attention: selection bits, and the epilogue.
 
-Selection: the bits are words of selection_bits_sm90.py, one bit per key. A separate mask would cost one
-instruction per score, in the pipe that the maxima also use. Here the max instructions are predicated, so
-masking them is free. ptxas extracts seven predicates from a word with one instruction (R2P) if adjacent bits
-are used consecutively. So a row's scores are processed eight at a time, one byte of the word.
+Selection: the bits are words of selection_bits_sm90.py, one bit per key. To mask scores by separate instructions
+would cost one instruction per score, in the pipe that the maxima also use. Here the max instructions are
+predicated, so the mask costs nothing in the maxima. ptxas extracts seven predicates from a word with one
+instruction (R2P) if adjacent bits are used consecutively. So a row's scores are processed eight at a time, one
+byte of the word.
 
-Epilogue: O goes through shared memory. A warp has 16 rows. It stages OUT_COLUMNS channels of them at a time,
-so that each row is stored as 128 contiguous bytes. The 16-byte chunk c of row r is at position c ^ (r % 8),
+Epilogue: O goes through shared memory. A warp stages OUT_COLUMNS channels of its 16 rows at a time, so that it
+writes 128 contiguous bytes of each row to global memory. The 16-byte chunk c of row r is at position c ^ (r % 8),
 which avoids bank conflicts.
 """
 
@@ -22,7 +23,7 @@ from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
 
 
 def places(byte: int, r: int) -> list[int]:
-    """Return the indices in a wgmma accumulator of row r's eight scores for that byte of the row's word."""
+    """Return the indices, in a lane's accumulator, of the eight scores of row r that belong to a byte of its word."""
     return [(8 * byte + bit) // 2 * 4 + 2 * r + bit % 2 for bit in range(8)]
 
 
@@ -54,7 +55,7 @@ def low_bits(count: Int32) -> Int32:
 
 
 def after(word: Int32, x: Float32, zero: Int32) -> Int32:
-    """Return `word`, made dependent on x: word + x * zero."""
+    """Return `word`, with a data dependency on x: word + (bits of x) * zero."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 t; mov.b32 t, {$r1}; mad.lo.s32 {$w0}, t, {$r2}, {$r0}; }",
         write_only_types=[Int32],
@@ -71,7 +72,10 @@ def max_all(before: tuple[Float32, ...], eight: list[Float32]) -> tuple[Float32,
 
 
 def max_selected(before: tuple[Float32, ...], eight: list[Float32], word: Int32, byte: int) -> tuple[Float32, Float32]:
-    """As `max_all`, over the scores whose bits in that byte of the word are set; -inf if none is set."""
+    """Return the same as `max_all`, but only of the scores whose bits in that byte of the word are set.
+
+    Without `before`, a maximum over no score is -inf.
+    """
     code = ""
     for i in range(8):
         highest, score = f"{{$w{i % 2}}}", f"{{$r{i}}}"

@@ -4,9 +4,9 @@ The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past
 
 The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with
 all KV blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by
-groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first, and heads
-vary fastest. A CTA that becomes free takes the next number from a tile counter in global memory. The warp
-publishes each WorkTileInfo to the other warps through a two-stage pipeline in shared memory.
+groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first rows, and
+heads vary fastest. A CTA that becomes free takes the next number from a tile counter in global memory. The
+SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage pipeline in shared memory.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from dsa.cute.sm90 import SHARED_BYTES, WARP
 from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline
 
-STAGES = 2  # of K and of V
+STAGES = 2  # stages of the pipelines of K and of V
 
 
 OUT_ROWS, OUT_COLUMNS = 16, 64  # rows and channels of O that a warp stages in shared memory at a time
@@ -35,8 +35,8 @@ class MhaConfig:
 
     dim, value_dim  channels of a head: D of Q and K, DV of V
     keys            keys per KV block
-    warpgroups      consumer warpgroups, 64 query rows each
-    q_stages        work tiles whose Q is in shared memory at a time
+    warpgroups      number of consumer warpgroups, 64 query rows each
+    q_stages        stages of the pipeline of Q, each for the Q of one work tile
     q_rmem          whether consumers copy Q from shared memory to registers
     """
 
@@ -59,16 +59,17 @@ class MhaConfig:
 
 
 class WorkTileInfo(NamedTuple):
-    """What the other warps need to know of a work tile.
+    """A work tile, as the SCHEDULE warp publishes it to the other warps.
 
-    blocks         KV blocks; 0 after the last work tile
-    query          the first query row
-    row_count      query rows from `query` to the end of the sequence
+    blocks         number of KV blocks; 0 after the last work tile
+    query          first query row, among the rows of all sequences
+    row_count      number of query rows from `query` to the end of the sequence
     head, kv_head  query head, and the KV head that it reads
-    key            first key of the sequence
-    key_count      keys of the sequence
-    first          keys that the first query row sees; each further row sees one more, up to key_count
-    value_rows     valid V rows from the start of the last block on; rows beyond them must be zero-filled
+    key            first key of the sequence, among the keys of all sequences
+    key_count      number of keys of the sequence
+    first          number of keys that the first query row sees; each further row sees one more, up to key_count
+    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the rows after
+                   these
     """
 
     blocks: Int32
@@ -93,12 +94,12 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v: the TMA load is complete, but CLEAR has not zero-filled the rows
-                past the sequence yet
-    work_tiles  WorkTileInfo
+    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence. It completes when the
+                TMA load is complete; then CLEAR zero-fills these rows and completes the full barrier of v
+    work_tiles  pipeline of WorkTileInfo
 
-    Each warp role builds them inside its branch of the kernel. Built before the branches, they would keep
-    their addresses in registers.
+    Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the
+    branches, the addresses would stay in registers.
     """
 
     q: Pipeline
@@ -130,7 +131,7 @@ class MhaPipelines:
 class MhaProducer:
     """The LOAD and CLEAR warps.
 
-    rope  number of a key's last channels that all heads share and that are loaded from a tensor of their own
+    rope  number of a key's last channels that all heads share and that LOAD loads from a separate tensor; or 0
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MhaConfig, rope: int):
@@ -139,10 +140,10 @@ class MhaProducer:
 
     @cute.jit
     def load(self, storage, loads: list, shared: list):
-        """Run the LOAD warp: all work tiles of this CTA.
+        """Run the LOAD warp over all work tiles of this CTA.
 
-        loads   (TMA atom, tensor [tokens, channels, heads]) of Q, of K, of V, and of the rope channels if they
-                are in a tensor of their own
+        loads   (TMA atom, tensor [tokens, channels, heads]) of Q, of K, of V, and of the rope channels if these
+                are a separate tensor
         shared  stages of Q [rows, d, stage], of K [keys, d, stage] and of V [keys, dv, stage]
         """
         width, pipelines = self.dtype.width // 8, MhaPipelines.of(storage, self.cfg.q_stages)
@@ -191,13 +192,13 @@ class MhaProducer:
 
     @cute.jit
     def clear(self, storage, values: cute.Tensor, lane):
-        """Run the CLEAR warp: zero-fill the rows of the last V block that are past the sequence's end.
+        """Run the CLEAR warp: in the last V block of each work tile, zero-fill the rows past the sequence's end.
 
-        P is 0 in these rows, but 0 * NaN is NaN.
+        P of these rows is 0, but the rows can contain NaN, and 0 * NaN is NaN.
         """
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
-        # count: V blocks so far. phases: one phase bit per stage of v_loaded, since not every block needs
-        # clearing.
+        # count: number of V blocks so far. phases: one phase bit per stage of v_loaded. The phases do not follow
+        # from count, because not every block uses v_loaded.
         tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
         while blocks > 0:
             work_tile = pipelines.work_tiles.current(tile_state)
@@ -218,7 +219,7 @@ class MhaProducer:
     def clear_values(self, values: cute.Tensor, stage, first, lane):
         """Zero-fill rows `first` and above of a V stage; called by a warp.
 
-        A stage is stored as blocks of 64 columns, in which a row has 128 contiguous bytes.
+        A stage consists of blocks of 64 columns, in which a row is 128 contiguous bytes.
         """
         start = Int32(values.iterator.toint()) + stage * (self.keys * self.value_dim * 2)
         for block in cutlass.range_constexpr(self.value_dim // 64):
@@ -228,7 +229,9 @@ class MhaProducer:
 
 @cute.jit
 def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, head, shape: cutlass.Constexpr):
-    """Partition for a TMA load: shared memory [., stage], and the blocks [., n] of a head's rows from `row` on."""
+    """Return the partitions for a TMA load: of shared memory [., stage], and of the blocks [., n] of a head's rows
+    from `row` on.
+    """
     blocks = cute.local_tile(cute.domain_offset((row, 0), x[None, None, head]), shape, (None, 0))
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
@@ -237,11 +240,11 @@ def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, hea
 
 @dataclass(frozen=True)
 class MhaScheduler:
-    """Finds the work tiles of a CTA.
+    """Computes the work tiles of a CTA.
 
-    cu_q, cu_k        [B + 1] int32
+    cu_q, cu_k        [B + 1] int32: first rows of the sequences, and the total
     tile_counter      [1] int32, 0 at launch
-    heads             query heads
+    heads             number of query heads
     group             query heads per group
     ratio             query heads per KV head
     causal            > 0: a row sees keys up to its position, with queries aligned to the end of the keys
@@ -270,7 +273,8 @@ class MhaScheduler:
         state, more = start(), Int32(1)
         sequence, before = Int32(0), Int32(0)
         while more > 0:
-            # A CTA's work-tile numbers increase, so the search resumes at the last work tile's sequence.
+            # A CTA's work-tile numbers increase, so the search for the sequence of number `index` resumes at the
+            # previous work tile's sequence.
             passed = Int32(WARP)
             while passed == WARP:
                 other = sequence + lane
@@ -293,7 +297,7 @@ class MhaScheduler:
 
     @cute.jit
     def work_tile(self, sequence, local) -> WorkTileInfo:
-        """Return work tile number `local` of a sequence."""
+        """Return the work tile that has number `local` in its sequence."""
         query, queries = span(self.cu_q, sequence, self.queries)
         key, keys = span(self.cu_k, sequence, self.kv_rows)
         tiles = (queries + self.rows - 1) // self.rows

@@ -2,14 +2,14 @@
 
 out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'],  h' = h // (H / Hk)
 
-The sum runs over the keys j that query t sees. With a selection, it runs over the selected ones of these.
+The sum runs over the keys j that query t sees; with a selection, only over those that are also selected.
 
 Warp roles
 - Two or three consumer warpgroups. Each computes 64 query rows of the work tile, for one head.
-- Three producer warps. LOAD loads Q, K and V by TMA (mha_producer.py). SCHEDULE fetches work tiles
-  (mha_producer.py). CLEAR zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
-Scheduler: dynamic persistent. The heads of a group have adjacent work tiles, so that their K and V stay in
-the L2 cache. The longest work tiles of a group come first.
+- Three producer warps (mha_producer.py). LOAD loads Q, K and V by TMA. SCHEDULE computes work tiles. CLEAR
+  zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
+Scheduler: dynamic persistent. The heads of a group have adjacent work tiles, so that the group's K and V stay
+in the L2 cache. The longest work tiles of a group come first.
 Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
 Mainloop
 - A consumer warpgroup walks the KV blocks from last to first, so that the blocks that need a mask come
@@ -19,11 +19,11 @@ Mainloop
 - Consumer warpgroups issue their wgmmas in turns, ordered by named barriers.
 - The last O += P V of a work tile is issued together with the first S = Q K^T of the next work tile, so
   that the tensor cores do not idle in between.
-- row_max may lag behind the true maximum by RESCALE_THRESHOLD in log2, a factor of 2^8. O and row_sum are
-  rescaled only when the lag is larger.
-Selection: one bit per key (selection_bits_sm90.py). A lane holds 32 keys of a row of 128, which is one word.
-The word of the next block is loaded between the exponentials of the current block. The bits become
-predicates, seven at a time, for the maxima and the exponentials (mha_consumer.py).
+- The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2 (a factor of 2^8). O and row_sum are
+  rescaled only beyond this limit.
+Selection: one bit per key (selection_bits_sm90.py). A lane has 32 of the 128 scores of a row, and their bits are
+one word. The lane loads the word of the next block between the exponentials of the current block. The bits
+become predicates, seven at a time, for the maxima and the exponentials (mha_consumer.py).
 Epilogue: O goes through shared memory, so that rows are stored 128 contiguous bytes at a time
 (mha_consumer.py).
 Shared memory: q_stages x rows x D of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
@@ -32,7 +32,7 @@ Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The 
 consumer warpgroups and 160 with three. For D = 192, Q is in registers too (q_rmem): wgmma then reads less
 shared memory, and the stage of Q is released early.
 Roofline: power. At 4096 FLOP per cycle and SM an H200 drops to 1.5 GHz. cuBLAS has the same limit, and this
-kernel reaches 90% of its rate. Shared memory is busy for 112 of 128 bytes per cycle (D = DV = 128).
+kernel reaches 90% of cuBLAS's rate. Shared memory delivers 112 of at most 128 bytes per cycle (D = DV = 128).
 """
 
 import itertools
@@ -223,7 +223,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def consume(self, storage, out, lse, selection, scale, shared: list, tid, warp, lane):
-        """Run a consumer warpgroup: its 64 rows of every work tile of this CTA."""
+        """Run a consumer warpgroup, which computes its 64 rows of every work tile of this CTA."""
         (sq, sk, sv), score_mma, value_mma = shared, self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
         v_by_channel = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
@@ -246,7 +246,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-        # Prologue: S = Q K^T of the first work tile's first block.
+        # Prologue: S = Q K^T of the first work tile's first block. The last warpgroup first passes the turn to
+        # warpgroup 0.
         if warpgroup == self.cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
@@ -300,8 +301,8 @@ class MhaVarlenFwdSm90(MhaProducer):
                 # Load the next block's words between the exponentials, where the load costs no time.
                 if const_expr(self.selected):
                     self.load_words(words, addresses, known, key - self.keys)
-                # Wait inside each branch: ptxas would hoist a wait before the branch above most of the
-                # exponentials.
+                # Wait inside each branch. If there were one wait before the branch, ptxas would move it up, before
+                # most of the exponentials.
                 if rose:
                     cute.nvgpu.warpgroup.wait_group(0)
                     for i in cutlass.range_constexpr(self.value_dim // 2):
@@ -322,7 +323,7 @@ class MhaVarlenFwdSm90(MhaProducer):
             )
             self.load_q(rq, sq, q_state.stage, warp, lane)
             self.take_turn(warpgroup)
-            # After the last work tile this computes S from stale shared memory. No one reads that S.
+            # After the last work tile this computes S from stale shared memory. That S is never read.
             self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
             self.pass_turn(warpgroup)
             cute.nvgpu.warpgroup.wait_group(0)
@@ -348,9 +349,9 @@ class MhaVarlenFwdSm90(MhaProducer):
         warpgroup,
         lane,
     ):
-        """Wait for a work tile's Q and its first block of K, and load the block's selection words.
+        """Wait for a work tile's Q and first block of K, and load the block's selection words.
 
-        Return for how many keys `load_words` must read the words.
+        Return the number of keys for which `load_words` must read selection words.
         """
         known = Int32(0)
         if blocks > 0:
@@ -365,7 +366,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def take_turn(self, warpgroup):
-        """Wait until this warpgroup may issue its wgmmas."""
+        """Wait until it is this warpgroup's turn to issue wgmmas."""
         cute.arch.barrier(barrier_id=TURN + warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
@@ -444,8 +445,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
         for byte in cutlass.range_constexpr(self.keys // 32):
             for r in cutlass.range_constexpr(2):
-                # Byte 0 depends on the maximum, byte 1 on the row's first exponential, byte b on the row sum
-                # through byte b - 2.
+                # The mask of byte 0 depends on the row's maximum, that of byte 1 on the row's first exponential,
+                # that of a later byte b on the row sum up to byte b - 2.
                 ready = row_max[r] if byte == 0 else s[2 * r] if byte == 1 else before[r]
                 own[r] = after(words[r] if byte == 0 else own[r], ready, zero)
                 before[r] = row_sum[r]
@@ -471,7 +472,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
-        """As `cut_scores`, for selection words: clear the bits of keys that the lane's rows do not see."""
+        """Clear the selection bits of keys that the lane's rows do not see; `clear` is as in `cut_scores`."""
         if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for r in cutlass.range_constexpr(2):
@@ -492,9 +493,9 @@ class MhaVarlenFwdSm90(MhaProducer):
     def find_words(self, addresses, selection, work_tile: WorkTileInfo, own_row, warpgroup, lane) -> Int32:
         """Set `addresses` to the lane's first selection word of each of its two rows.
 
-        Return for how many keys `load_words` must read the words. This is 0 if every row of the warpgroup
-        sees at most `dense_keys` keys, since all of them are selected then. Otherwise it is the number of
-        keys that have words.
+        Return the number of keys for which `load_words` must read selection words. If every row of the warpgroup
+        sees at most `dense_keys` keys, all these keys are selected and the number is 0. Otherwise it is the number
+        of keys that a row of `bits` covers.
         """
         bits, dense_keys = selection
         for r in cutlass.range_constexpr(2):
@@ -509,7 +510,7 @@ class MhaVarlenFwdSm90(MhaProducer):
     def load_words(self, words, addresses, known, key):
         """Load the selection words of the block that begins at `key`, for the lane's two rows.
 
-        All bits are set unless 0 <= key < known.
+        Unless 0 <= key < known, set all bits and load nothing.
         """
         place = Uint32(key) // SELECTION_KEYS * (4 * SELECTION_WORDS)
         if const_expr(self.keys < SELECTION_KEYS):
@@ -531,8 +532,8 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     ctas).
 
     Tq, Tk > 0; scale > 0; tile_counter is 0. Rows of 16-bit tensors start at multiples of 16 bytes.
-    bits: from selection_bits_sm90.py, wide enough for the longest sequence. A warpgroup whose rows see at
-    most dense_keys keys does not read it.
+    bits: from selection_bits_sm90.py, with enough words per row for the longest sequence. A warpgroup whose rows
+    see at most dense_keys keys does not read `bits`.
     group: number of query heads, a multiple of H / Hk, whose work tiles are scheduled together.
     """
     kind = cute_dtype(dtype)

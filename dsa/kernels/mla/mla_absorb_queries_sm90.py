@@ -5,21 +5,21 @@ q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])]
 - Tiles: a CTA computes 128 of the 512 latent channels of one head. A warp has 32 of the head's nope
   channels, which are rows of W_UK: a block of 32 x 128 weights with one scale. The 128 heads of V3.2 make 512
   CTAs, four per SM, in one wave.
-- Weights: a warp reads its 4 KiB block once, straight to registers, with all loads in flight together. A
-  lane loads 16 adjacent latent channels of 8 rows, so that the four rows of an instruction are whole cache
-  lines. Bytes of two rows are interleaved into the channel pairs of an mma, scaled and rounded to bf16
-  (up_projection.py).
+- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A
+  lane loads 16 adjacent latent channels of 8 rows. So a load instruction of the warp reads 128 bytes of each of
+  four rows, which are whole cache lines. The lane interleaves bytes of two rows into the channel pairs of an
+  mma, scales them and rounds them to bf16 (up_projection.py).
 - Products: tokens are N of the mma, eight (an octet) at a time. A lane then has 16 latent channels of two
   tokens. The warps' sums are added in a fixed order through shared memory. So the bits of a token do not
   depend on the other tokens.
-- Pipeline: the sums of octets alternate between two buffers, which takes one barrier per octet. The queries
-  of the next octet are loaded after the products of the current one are issued.
+- Pipeline: the sums of octets alternate between two buffers, so one barrier per octet suffices. The queries of
+  the next octet are loaded after the products of the current octet are issued.
 - Rope: of a head's four CTAs, CTA c rotates the tokens t with t % 4 = c, one token per warp and one pair
   per lane, while the weights load.
 - Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its
   quarter of W_UK[h], which is contiguous, into the L2 cache.
 Shared memory: two buffers of (nope / 32) x 4736 bytes.
-Registers: 32 of FP8 weights, 64 of bf16 weights, 32 of sums.
+Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 32 of sums.
 Constraints: 512 latent and 64 rope channels; nope channels and rows per head are multiples of 32.
 Roofline: memory, W_UK once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched before the
 wait.
@@ -59,9 +59,9 @@ COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
 ROWS = 32  # rows of weights per warp
 OWN_ROWS = ROWS // 4  # rows of weights per lane
 PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # rope pairs per head
-READERS = OCTET // 2  # warps that add the slices' sums, two tokens each
-# Layout of a slice's (warp's) sums of an octet: pairs of tokens, with 16 channels of both contiguous. The
-# padding puts the 16-byte accesses of eight lanes in all banks.
+READERS = OCTET // 2  # number of warps that add the slices' sums, two tokens each
+# Layout of the sums of an octet of one slice (the rows of one warp), in elements: pairs of tokens, in which 16
+# channels of both tokens are contiguous. With the padding, the 16-byte accesses of eight lanes use all banks.
 CHUNK = 2 * VECTOR + 4
 OF_PAIR = BLOCK // VECTOR * CHUNK + 8
 OF_SLICE = READERS * OF_PAIR
@@ -150,7 +150,7 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch a quarter of the head's rows into the L2 cache, an equal part per warp."""
+        """Prefetch this CTA's quarter of the head's rows into the L2 cache, an equal part per warp."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
@@ -158,7 +158,9 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def load(self, q_nope, head, octet, queries, warp, lane):
-        """Load a token's channels for this lane's rows. Tokens past the end repeat the last one."""
+        """Load the nope channels of the lane's token that multiply this lane's rows. Past the end, load the last
+        token again.
+        """
         token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
         load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)
 

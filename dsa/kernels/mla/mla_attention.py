@@ -14,10 +14,10 @@ Pipelines
 - P, from the score warps to the output warps (mla_softmax.py).
 - During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
   cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
-- P has two halves of the keys. The first half is passed on before the second half is computed.
-Registers: score + 2 x output + load = 512, the register file divided by 128. Score needs 32 for S and 16 per
-chunk of Q; output needs 128 for O. A wgmma with 256 columns needs 128 accumulators, which does not compile
-for 512 threads, so O += P V runs in v chunks of 128 columns.
+- P is passed on in two halves of the tile's keys: the first half before the second half is computed.
+Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A
+score thread needs 32 for S and 16 per chunk of Q, an output thread 128 for O. A wgmma with 256 columns needs 128
+accumulators per thread, which does not compile for 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
 from enum import IntEnum
@@ -81,7 +81,7 @@ class MlaAttention:
     """Attention over keys of `head_dim` channels, 576 or 512, in the stages `kv`; `epilogue` writes the
     results.
 
-    A kernel may override `prefetch_q` and `prologue`, and adds how Q is loaded and which keys a row sees:
+    A kernel can override `prefetch_q` and `prologue`. It must define how Q is loaded and which keys a row sees:
 
     load_q(shared, q_rmem, state, warp, lane)
         Load the work tile's Q into registers and shared memory. Return the state after Q's stages, if Q comes
@@ -131,11 +131,17 @@ class MlaAttention:
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: QTile, warp, lane):
-        """Start loading Q of the next work tile, if it is known before the rest of the work tile."""
+        """Start loading Q of the next work tile before the work tile is published.
+
+        A no-op here; for pipelines that announce batch_idx early (AnnouncedWorkTilePipeline).
+        """
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
-        """Prepare `apply_mask`: which keys of a work tile the lane's rows, tile_row and tile_row + 8, see."""
+        """Set softmax.limits for `apply_mask`: how many keys the lane's rows, tile_row and tile_row + 8, see.
+
+        A no-op here, for kernels whose mask needs no limits.
+        """
 
     @cute.jit
     def score_mainloop(
@@ -150,7 +156,7 @@ class MlaAttention:
         warp,
         lane,
     ):
-        """Run the score warpgroup: all work tiles of this CTA."""
+        """Run the score warpgroup over all work tiles of this CTA."""
         pipeline, exchange = shared.pipeline, shared.exchange
         thr = mmas.qk.get_slice(tid)
         rq = mmas.qk.make_fragment_A(thr.partition_A(shared.q))
@@ -196,7 +202,7 @@ class MlaAttention:
 
     @cute.jit
     def start_scores(self, acc, mmas: TiledMmas, q_rmem, rq, rk, rr, pipeline: KvPipeline, state: KvState) -> KvState:
-        """Issue acc = Q K^T of the next tile, as the tile's parts arrive. Return the state after the tile."""
+        """Issue acc = Q K^T of the next tile, chunk by chunk as keys arrive. Return the state after the tile."""
         cute.nvgpu.warpgroup.fence()
         loaded = self.kv.tile_is_loaded(pipeline, KvState(pipeline.v.skip(state.v, V_CHUNKS - 1), state.rope))
         for n, chunk in enumerate(self.order):
@@ -235,7 +241,9 @@ class MlaAttention:
         lane,
         side,
     ):
-        """Run output warpgroup `side`: its half of the channels, all work tiles of this CTA."""
+        """Run output warpgroup `side` (0 or 1), which has this half of O's channels, over all work tiles of this
+        CTA.
+        """
         pipeline, exchange, v = shared.pipeline, shared.exchange, shared.kv.v
         thr = mma.get_slice(tid)
         values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
@@ -332,9 +340,10 @@ class MlaAttention:
     def store_staged(
         self, acc, upper, lower, results: Results, coords, left, exchange: Exchange, p_stage, side, warp, lane
     ):
-        """Store O of two rows per lane, of which those before row `left` exist.
+        """Store O of two rows per lane, staged in the memory of stage `p_stage` of P.
 
-        O is staged in the memory of stage `p_stage` of P, after both output warpgroups have read that stage.
+        left: number of valid rows from the lane's first row on. The barrier ensures that both output warpgroups
+        have read the stage of P before it is overwritten.
         """
         staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED

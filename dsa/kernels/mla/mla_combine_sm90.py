@@ -6,15 +6,15 @@ The sums run over the splits i in ascending order.
 
 Work: a CTA computes `columns` of the 512 channels, of `rows` rows of one sequence (dense) or query (sparse)
 and KV head. Each row has `groups` warps, which take the splits round-robin. With more than one group, the
-groups' sums are added in order in shared memory. A warp reads its row's LSEs while the first partial results
-are in flight.
-Splits: for dense decoding they come from the plan, where the i-th group of CTAs handles the i-th split
-sequence, or have fixed lengths, where it handles sequence i. Sparse attention finds them with its
-StreamKScheduler.
+warps of group 0 add the groups' sums in order, through shared memory. A warp reads its row's LSEs while the
+first partial results are in flight.
+Splits: in dense decoding the i-th group of CTAs combines the i-th split sequence of the plan or, with splits of
+fixed lengths, sequence i. In sparse attention it combines the i-th query after the full waves, whose splits
+follow from the StreamKScheduler.
 Warp roles: none, all warps do the same.
 Launch: programmatic dependent launch after the attention kernel. CTAs of sequences that are not split exit at
 once.
-Shared memory: sums of each row and group, and weights of each row. Constraints: at most MAX_PARTS splits.
+Shared memory: sums per row and group, and weights per warp. Constraints: at most MAX_PARTS splits.
 Roofline: L2 bandwidth, 2 KiB per row and split.
 """
 
@@ -37,14 +37,14 @@ from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-LSES = MAX_PARTS // WARP  # LSEs per lane
+LSES = MAX_PARTS // WARP  # LSEs of a row's splits per lane
 
 
 @dataclass(frozen=True)
 class MlaCombineConfig:
     """Tile shape of a variant.
 
-    groups   warps per row, which share its splits
+    groups   warps per row, which share the row's splits
     columns  channels per CTA
     """
 
@@ -53,19 +53,19 @@ class MlaCombineConfig:
 
 
 class SplitCombine:
-    """The part of combining that does not depend on where the splits come from.
+    """The code of dense and sparse combining that does not depend on where the splits come from.
 
-    A kernel adds:
+    A kernel defines:
 
-    coord(out, batch_idx, row, kv_head, kv_heads)  (sequence, query, head) of a row in the results
-    split_idx(first, split)                        the index of a split's partial result
+    coord(out, batch_idx, row, kv_head, kv_heads)  return (sequence, query, head) of a row in the results
+    split_idx(first, split)                        return the index of a split's partial result
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MlaCombineConfig):
         self.dtype, self.groups, self.columns = dtype, cfg.groups, cfg.columns
         self.rows = WARPS // cfg.groups
         self.vectors = cfg.columns // 128  # vectors of 4 channels per lane
-        self.unroll = 16 // self.vectors  # splits in flight
+        self.unroll = 16 // self.vectors  # splits per warp whose loads are in flight together
 
     def row_blocks(self, rows):
         """Return the number of CTAs for all rows and channels of a sequence or query and KV head."""
@@ -173,7 +173,7 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Load splits start, start + groups and so on."""
+        """Load up to `unroll` partial results into `values`: those of splits start, start + groups and so on."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
@@ -237,7 +237,8 @@ class MlaCombineSm90(SplitCombine):
         row_blocks: Int32,
     ):
         number, kv_head, row, column, warp, lane = self.coords(row_blocks)
-        # The plan may come from two launches ago; the attention kernel before this one has waited for it.
+        # The plan kernel can be the launch before the attention kernel. The wait for the attention kernel
+        # suffices, because that kernel has waited for the plan.
         wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:
@@ -307,7 +308,8 @@ class SparseMlaCombineSm90(SplitCombine):
     ):
         number, _, row, column, warp, lane = self.coords(row_blocks)
         wait_for_prerequisite_grids()
-        # The workers with the query's first and last tile.
+        # The query's splits are those of consecutive workers, from the worker with the query's first tile to the
+        # worker with its last tile.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
         query = scheduler.first_split() + number
@@ -366,8 +368,8 @@ FEW, SOME, MANY = MlaCombineConfig(1, HEAD_DIM_V), MlaCombineConfig(4, 256), Mla
 def choose_config(splits: int, rows: int) -> MlaCombineConfig:
     """Choose the configuration that gives about two CTAs per SM, which is fastest.
 
-    splits  estimated splits of a sequence
-    rows    rows of all sequences together
+    splits  estimated number of splits of a sequence
+    rows    number of rows of all sequences together
     """
     if splits < 8 or rows > 512:
         return FEW

@@ -5,14 +5,14 @@ o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and K
 q and k have 576 channels.
 
 Work: a CTA computes TILE_M rows. Its work tiles are sequences or splits of sequences (decode_producer.py),
-which it walks in tiles of TILE_N keys. If the number of row tiles is even, the two CTAs of a cluster have the
-same keys: each loads half of every tile and multicasts it to both.
+which the CTA computes in tiles of TILE_N keys. If the number of row tiles is even, two CTAs form a cluster and
+read the same keys: each CTA loads half of every tile and multicasts it to both.
 Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
 by TMA (decode_producer.py). The score warpgroup loads Q itself.
 Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). The
 load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
-Split-KV: a work tile that is a whole sequence writes out and lse. A split writes a normalised partial result,
-which mla_combine_sm90.py combines.
+Split-KV: the result of a work tile that is a whole sequence goes to out and lse. A split's result is a
+normalised partial result, which mla_combine_sm90.py combines with the others of the sequence.
 Shared memory: the chunks of Q that are not in registers, two stages of P, and V_STAGES x 16 KiB + ROPE_STAGES
 x 8 KiB of keys, which is two and a half tiles.
 Launch: programmatic dependent launch, as is the launch of the combine kernel.
@@ -62,9 +62,9 @@ V_STAGES, ROPE_STAGES = 10, 2
 class DecodeQTile(QTile):
     """Rows of a KV head, which are the query tokens x heads of a sequence.
 
-    queries  query tokens of a sequence
+    queries  number of query tokens of a sequence
     heads    query heads per KV head
-    causal   > 0: the last query sees `WorkTileInfo.seen` keys, each earlier query one key less
+    causal   > 0: the last query sees `WorkTileInfo.seen` keys, and each query one key less than the next query
     """
 
     queries: Int32
@@ -80,8 +80,8 @@ class DecodeQTile(QTile):
 class MlaDecodeSm90(MlaAttention):
     """Dense MLA decoding.
 
-    box      keys per TMA box; they are in one page
-    cluster  CTAs of a cluster, which share the keys
+    box      keys per TMA box; a box lies in one page
+    cluster  CTAs per cluster, which share the loads of keys
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], box: int, cluster: int):
@@ -197,17 +197,17 @@ class MlaDecodeSm90(MlaAttention):
             cute.arch.setmaxregister_increase(REGISTERS.output)
             self.output_mainloop(results, mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1)
         if const_expr(self.cluster > 1):
-            # The peer CTA may still write to this CTA's shared memory.
+            # Do not exit yet: the other CTA of the cluster can still write to this CTA's shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
-        """Start loading Q: the first k chunks to registers, the rest to shared memory.
+        """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the rest to shared memory.
 
-        The registers are loaded when first read. Shared memory is complete after `cp_async_wait_group(0)` and a
-        barrier. Rows past the last one are zeros. The loads come before the first keys are requested;
-        otherwise they would wait for those of the keys.
+        The first instruction that reads a register waits for its load. The chunks in shared memory are complete
+        after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. These loads are issued
+        before the first keys are requested, because otherwise they would wait for the loads of the keys.
         """
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
@@ -222,8 +222,8 @@ class MlaDecodeSm90(MlaAttention):
                 for n in cutlass.range_constexpr(Q_RMEM_CHUNKS, len(self.order)):
                     place = target + ((n - Q_RMEM_CHUNKS) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
                     load_16_or_zeros(place, source + self.order[n] * K_CHUNK, first_row + row < rows)
-            # Of each 16 channels a lane holds channel pairs lane % 4 and lane % 4 + 4, of its row and of the row 8
-            # further.
+            # Of each 16 channels a lane has channel pairs lane % 4 and lane % 4 + 4, in rows lane / 4 and
+            # lane / 4 + 8 of the warp's 16 rows.
             words = cute.make_tensor(
                 cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16 * Q_RMEM_CHUNKS))
             )

@@ -1,17 +1,19 @@
 """The epilogue of MLA attention without swap A/B: write LSE and O.
 
-A work tile that covers all keys of its query or sequence writes the result. A split writes a partial result,
-normalised by the split's own sum, and the split's LSE, from which the combine kernels compute weights.
+For a work tile that covers all keys of its query or sequence, the epilogue writes O and LSE to the results. For a
+split it writes a partial result, normalised by the sum over the split's keys, and the split's LSE, from which the
+combine kernels compute weights.
 
-The epilogue that casts O to FP8 for the next GEMM writes O, rotated back, in e4m3 with scales. O is rounded to
-q's dtype, as `Epilogue` stores it. Its last 64 channels are rotated by the negative angle of the query and
-rounded again. Every 128 channels of a row get a scale. The bits equal those of storing the result,
-`apply_rotary` by the negative angle and `per_token_cast_to_fp8`, but no 16-bit result goes through memory.
+`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales. It rounds O to
+q's dtype, in which `Epilogue` stores O, rotates the last 64 channels by the negative angle of the query's
+position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
+three kernels that store the result, run `apply_rotary` by the negative angle and run `per_token_cast_to_fp8`,
+but no 16-bit result goes through global memory.
 
-The four lanes of a quad hold a row. A lane has 32 of each 128 channels, as pairs 8 channels apart. The output
-warpgroup of the second half has all rotated channels, and both channels of a rotation pair are in one lane.
-Each step stages 64 channels of a warp's 16 rows in 1 KiB of P's memory, 64 bytes per row. The 16-byte chunk c
-of row r is at position c ^ (r / 2 % 4).
+A row is spread over the four lanes of a quad. A lane has 32 of each 128 channels, as pairs 8 channels apart. Output
+warpgroup 1, which has the upper half of the channels, has all rotated channels, and both channels of a rotation
+pair are in one lane. Each step stages 64 channels of a warp's 16 rows in 1 KiB of P's memory, 64 bytes per row.
+The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.
 """
 
 from dataclasses import dataclass
@@ -30,9 +32,9 @@ from dsa.kernels.mla.mla_roles import QTile, Results, WorkTileInfo
 from dsa.kernels.mla.mla_softmax import Exchange, SoftmaxState
 
 HALF_V = HEAD_DIM_V // 2  # channels per output warpgroup
-STAGED = 32  # channels of a row that are staged in shared memory at a time
-OWN = GROUP // 4  # channels per lane of a group of GROUP channels that share a scale
-ROW_BYTES = 64  # bytes of a row that are staged in shared memory at a time
+STAGED = 32  # channels of a row that `Epilogue` stages in shared memory at a time
+OWN = GROUP // 4  # channels per lane of each GROUP channels that share a scale
+ROW_BYTES = 64  # bytes of a row that `CastEpilogue` stages in shared memory at a time
 ROTATED = ROTATED_BACK // 4  # rotated channels of a row per lane
 
 
@@ -54,7 +56,10 @@ class Epilogue:
         tile_row,
         lane,
     ):
-        """Write LSE of row `tile_row`, the lane's r-th row, and pass the row's factor of O to the output warpgroups."""
+        """Write LSE of row `tile_row`, the lane's r-th row, and pass 1 / (sum of P) to the output warpgroups.
+
+        A row without keys has LSE +inf, or -inf in a split, so that the combine kernel gives the split weight 0.
+        """
         row = opaque(q_tile.first_row + tile_row)
         row_sum = state.whole_sum(r)
         inverse, lse = Float32(0.0), Float32(float("inf"))
@@ -81,11 +86,11 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc, upper, lower, results: Results, coords, rows, staging, side, lane):
-        """Write 16 rows x 256 channels of O, staged in 1 KiB of P's memory.
+        """Write a warp's 16 rows x 256 channels of O, staged in 1 KiB of P's memory.
 
         upper, lower  factors of the lane's two rows
         coords        (sequence, query, head) of the two rows
-        rows          valid rows from the lane's first row on
+        rows          number of valid rows from the lane's first row on
         """
         targets = [results.out[*coord, None] for coord in coords]
         vector = cute.make_rmem_tensor((8,), self.dtype)
@@ -114,7 +119,9 @@ class Epilogue:
 
     @cute.jit
     def store_partial(self, acc, upper, lower, targets, rows, side, lane):
-        """Write 16 rows x 256 channels to a partial result, in fp32."""
+        """Write a warp's 16 rows x 256 channels of a partial result, in fp32. Arguments are as in `store`; targets:
+        the lane's two rows of the partial result.
+        """
         pair = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(HALF_V // 8):
             for r in cutlass.range_constexpr(2):
@@ -127,11 +134,11 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class CastResults:
-    """The outputs of a kernel with this epilogue, which has no splits and writes no LSE.
+    """The outputs of a kernel with a CastEpilogue, which has no splits and writes no LSE, and its rotary tables.
 
     out          [G, T, h / G, 512] e4m3
     scale        [G, T, h / G, 4]
-    cos, sin     [T, 32]
+    cos, sin     [T, 32], inputs
     group_heads  h / G as a divisor
     sink         as in `Results`
     """
@@ -147,7 +154,7 @@ class CastResults:
 
 
 class CastEpilogue(Epilogue):
-    """Cast O, which attention has in `dtype`, to e4m3."""
+    """Round O to `dtype`, rotate it back and cast it to e4m3."""
 
     def __init__(self, dtype: type[cutlass.Numeric], use_ue8m0: bool):
         super().__init__(dtype)
@@ -183,10 +190,10 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
-        """Divide acc by its scales, and write the scales.
+        """Divide acc by the scales of its groups of channels, and write the scales.
 
         A quad has four groups of channels, two per row. Each of the four lanes computes the scale of one
-        group, because a division takes many registers.
+        group, because a division takes many registers: all four scales in every lane would spill.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
@@ -218,7 +225,7 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def rotate_back(self, acc, results: CastResults, token, lane):
-        """Rotate back the last ROTATED_BACK channels, which are pairs of neighbours. All rows belong to one token."""
+        """Rotate back the last ROTATED_BACK channels, in pairs of adjacent channels. All rows are of one token."""
         rotated = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * ROTATED), cute.make_layout(2 * ROTATED))
         for i in cutlass.range_constexpr(ROTATED // 2):
             pair = 4 * i + lane % 4

@@ -3,18 +3,17 @@
 Work: one CTA
 - All threads compute the prefix sum of the sequences' costs in shared memory. A cost is the number of tiles
   of TILE_N keys plus `overhead`, the fixed cost per work tile in tiles.
-- One warp then assigns sequences to parts, one part after the other. A part has a budget: the mean cost
-  plus `overhead`. It takes the whole sequences that fit, which the warp checks 32 at a time. It splits the
-  next sequence if more than `overhead` of the budget is left.
-- The rest of a split sequence costs `overhead` again. So every part takes at least the mean cost, and the
-  last part reaches the end.
+- One warp then assigns sequences to parts, one part after the other. A part has a budget: the mean cost per
+  part plus `overhead`. The part gets the next whole sequences that fit the budget, which the warp checks 32
+  at a time. If more than `overhead` of the budget is left, the part also gets a split of the next sequence.
+- The rest of a split sequence costs `overhead` again. The budget includes this `overhead`, so every part gets
+  at least the mean cost, and the last part reaches the end of the last sequence.
 - The other warps write 0 to the unused columns of the plan.
-- A split records only where a work tile begins. The last split of a sequence runs to the end that the
-  sequence has when the plan is used. So a plan made for other lengths is unbalanced but correct.
-- A length may be any int32. All sequences together count as at most MAX_TILES tiles, so sums fit in 32
-  bits.
+- The plan has no end for the last split of a sequence: that split runs to the end that the sequence has when
+  the plan is used. So a plan made for other lengths is unbalanced but correct.
+- A length may be any int32. All sequences together count as at most MAX_TILES tiles, so sums fit in 32 bits.
 Warp roles: none. Shared memory: MAX_BATCH + 1 sums. Constraints: at most MAX_BATCH sequences.
-Roofline: latency, as parts are planned one after the other: 26 us for 132 parts, 14 us for 66.
+Roofline: latency, because parts are planned one after the other: 26 us for 132 parts, 14 us for 66.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_N
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
-MAX_TILES = 2**30  # cap on the total of all sequences
+MAX_TILES = 2**30  # largest number of tiles that all sequences together count as
 
 
 class MlaPlanSm90:
@@ -80,8 +79,8 @@ class MlaPlanSm90:
         """Assign sequences to parts, and count partial results per sequence; called by one warp."""
         parts = plan.shape[0]
         payload = (total + parts - 1) // parts + overhead
-        # The next part begins at tile `tile` of `sequence`, as split `index` of it. `partials`: partial
-        # results so far.
+        # The next part begins at tile `tile` of `sequence`, with that sequence's split `index`. `partials` is
+        # the number of partial results so far, `split_sequences` the number of split sequences so far.
         sequence, tile, index, partials, split_sequences = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for part in cutlass.range(parts, unroll=1):
             first, first_tile, first_index = sequence, tile, index

@@ -1,9 +1,9 @@
-"""What the warp roles of an MLA kernel share: registers, work tiles, rows, shared memory, results.
+"""Data structures that the warp roles of an MLA kernel share: work tiles, rows, shared memory, results.
 
 A work tile is a range of consecutive tiles of TILE_N keys, of one query (sparse) or one sequence (dense). The
-load warps find work tiles from a plan or a scheduler and publish them to the other warps through a
-WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. It writes a
-partial result, which a combine kernel combines later.
+load warps compute work tiles from a plan or a scheduler and publish them to the other warps through a
+WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. The output and
+score warps write a split's partial result, and a combine kernel later combines the partial results.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class Thread:
 class Coord(NamedTuple):
     """A thread's position in its CTA.
 
-    first_head  first head of the CTA
-    heads       heads of a query
+    first_head  first head that the CTA computes
+    heads       number of heads of a query
     thread      the result of `SparseMlaKernel.thread`
     """
 
@@ -53,14 +53,14 @@ class Coord(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """What the other warps need to know of a work tile.
+    """A work tile, as the load warps publish it to the other warps.
 
     batch_idx   sequence or query; negative after the last work tile
     first_tile  first tile of keys
     tiles       number of tiles
     split_idx   index of the partial result to write; negative if the work tile is not a split
-    length      keys of the sequence (dense)
-    seen        keys that the last query of the sequence may see (dense)
+    length      number of keys of the sequence (dense)
+    seen        number of keys that the causal mask lets the sequence's last query see (dense)
     """
 
     batch_idx: Int32
@@ -78,9 +78,9 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class QTile:
-    """The rows of a CTA: first_row to first_row + TILE_M - 1 of the `rows` of a KV head.
+    """The rows of a CTA: first_row to first_row + TILE_M - 1 of the `rows` rows of a KV head.
 
-    A kernel adds `coord(batch_idx, row)`, which returns (sequence, query, head) of a row in the results.
+    A subclass adds `coord(batch_idx, row)`, which returns (sequence, query, head) of a row in the results.
     """
 
     rows: Int32
@@ -88,7 +88,7 @@ class QTile:
     kv_head: Int32
 
     def has_row(self, batch_idx: Int32, row: Int32):
-        """Whether a work tile has the row."""
+        """Whether the work tile of `batch_idx` has this row; rows past the last one are padding of the tile."""
         return row < self.rows
 
 
@@ -98,9 +98,9 @@ class MlaShared:
 
     pipeline  pipelines of work tiles and keys
     exchange  P and other data that score warpgroups pass to output warpgroups
-    kv        stages of keys: tensors, or the address of FP8 bytes
+    kv        stages of keys: tensors, or the address of the stages of FP8 keys
     q         the chunks of Q that are not in registers (without swap A/B)
-    staging   16 x head_tile elements per output warp (16-bit keys with swap A/B)
+    staging   memory to stage O: 16 x head_tile elements per output warp (16-bit keys with swap A/B)
     """
 
     pipeline: Any
@@ -112,14 +112,14 @@ class MlaShared:
 
 @dataclass(frozen=True)
 class Results:
-    """The outputs of a kernel, and the sinks in shared memory.
+    """The outputs of a kernel in global memory, and the attention sinks in shared memory.
 
     out          [B, s_q, h_q, 512]
     lse          [B, h_q, s_q]
     out_partial  [splits, h_k, rows, 512]
     lse_partial  [splits, h_k, rows]
     max_logits   [B, h_q], only with s_q = 1 and without splits
-    sink         in shared memory: the attention sinks of the CTA's rows, in log2
+    sink         in shared memory: the sinks of the CTA's rows, multiplied by log2(e)
     """
 
     out: cute.Tensor

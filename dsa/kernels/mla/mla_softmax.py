@@ -1,12 +1,12 @@
-"""Online softmax of a 64 x 64 tile of S without swap A/B, and what it passes to the output warpgroups.
+"""Online softmax of a 64 x 64 tile of S without swap A/B, and the data passed to the output warpgroups.
 
 row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers are in shared memory.
 
-- row_max may lag behind the true maximum by a factor of 2^RESCALE_THRESHOLD. So O is rescaled only when the
-  lag is larger, and the exponentials need not wait for the tile's maximum.
-- P has two halves of the keys. The first half is passed on before the second half is computed.
-A lane holds rows lane / 4 and lane / 4 + 8 of its warp's 16. Of every 8 columns it holds lane % 4 * 2 and the
-next one.
+- The true maximum can exceed row_max by up to RESCALE_THRESHOLD (in log2, so P is at most 2^8). O is rescaled
+  only beyond this threshold, and the exponentials need not wait for the tile's maximum.
+- P is passed on in two halves of the tile's keys: the first half before the second half is computed.
+A lane has scores of rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Of every 8 columns it has columns
+lane % 4 * 2 and lane % 4 * 2 + 1.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.kernels.mla.limits import TILE_M, TILE_N
 
 P_STAGES, P_PARTS = 2, 2
-RESCALE_THRESHOLD = 8.0  # largest lag of row_max behind the true maximum, in log2
+RESCALE_THRESHOLD = 8.0  # the true maximum can exceed row_max by this much, in log2
 NO_MAX = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
 HALF = TILE_N // 4  # scores per lane in one half of the keys
 
@@ -33,10 +33,10 @@ class Exchange:
 
     p           [TILE_M, TILE_N, P_STAGES]
     p_pipeline  pipeline of p, with one full barrier per half of a stage's keys
-    rescale     [TILE_M, P_STAGES]: factors for the rows of O, to apply before a tile; written before the
+    rescale     [TILE_M, P_STAGES]: factor of each row of O before the tile's P V is added; written before the
                 first half of P
-    scored      mbarrier: S of one more tile is done
-    inverse     [TILE_M]: factors for the rows of O at the end of a work tile
+    scored      mbarrier that completes a phase per tile, when the tile's S is computed
+    inverse     [TILE_M]: factor of each row of O at the end of a work tile, 1 / (sum of P)
     end         pipeline of inverse, one stage
     """
 
@@ -90,9 +90,10 @@ class ExchangeMemory:
 
 @cute.jit
 def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, tile_max):
-    """Raise row_max of the lane's two rows to tile_max where it lags too much, and rescale row_sum.
+    """Raise row_max to tile_max in those of the lane's two rows where tile_max exceeds row_max by more than
+    RESCALE_THRESHOLD, and rescale row_sum.
 
-    Set `factor` to the factors by which O must be multiplied. Return whether any row of the warp was raised.
+    Set `factor` to the factors by which O must be multiplied. Return whether any lane of the warp raised row_max.
     """
     factor.fill(1.0)
     rose = cute.arch.vote_any_sync(
@@ -111,7 +112,7 @@ def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tenso
 class SoftmaxState:
     """Softmax state of a lane's two rows.
 
-    limits      keys that each row sees, where a mask needs it
+    limits      number of keys that each row sees; only set if the kernel's mask needs it
     row_max     the maximum that P is relative to, in log2; NO_MAX before the first score
     row_sum     the lane's part of the sum of P
     max_logits  the true maximum, in log2
@@ -147,14 +148,14 @@ def write_p(
     lane,
     with_max_logits: cutlass.Constexpr,
 ):
-    """Write P of a tile's masked scores to its stage, and the factor by which O must be multiplied first.
+    """Write P of a tile's masked scores, and the factors by which O must be multiplied before P V is added.
 
-    with_max_logits: also track the true maxima.
+    p_state: the stage of P to write. with_max_logits: also track the true maxima.
     """
     row_max, row_sum = state.row_max, state.row_sum
     p = cute.make_rmem_tensor((HALF,), Float32)
-    # First half of P, relative to row_max of the previous tiles. It is recomputed below only if a row of
-    # the warp exceeds row_max by more than the threshold.
+    # Compute the first half of P relative to row_max of the previous tiles. It is recomputed below only if
+    # a row of the warp exceeds row_max by more than the threshold.
     powers(p, scores, 0, row_max, scale)
     tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     for r in cutlass.range_constexpr(2):

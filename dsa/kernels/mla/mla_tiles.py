@@ -1,9 +1,9 @@
-"""Tiles of latent keys in shared memory: their parts, and the rings of stages that hold them.
+"""Tiles of latent keys in shared memory: the parts of a tile, and the rings of stages for these parts.
 
-A tile has TILE_N keys. A key has four v chunks of 128 channels, which are also its value. A key of HEAD_DIM
-channels also has 64 rope channels, its rope part. v chunks and rope parts have separate rings, so that a tile
-can be loaded in part while the rest does not fit yet. A v chunk is two k chunks of 64 channels. A k chunk has
-rows of 128 bytes, the swizzle width, and is the unit of S = Q K^T.
+A tile has TILE_N keys. A key has four v chunks of 128 channels, which together are also its value. A key of
+HEAD_DIM channels also has 64 rope channels, its rope part. v chunks and rope parts have separate rings, so that
+the load warps can fill some chunks of a tile before the whole tile fits. A v chunk is two k chunks of 64
+channels. A k chunk has rows of 128 bytes, the swizzle width, and is the unit of S = Q K^T.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # index of the rope part among the k chunks
 # The order in which a tile's v chunks are loaded and scored. The chunks that output warpgroups read first
 # come first.
 V_CHUNK_ORDER = (0, 2, 1, 3)
-ROPE_AFTER = 2  # v chunks before the rope part
+ROPE_AFTER = 2  # number of v chunks that are loaded and scored before the rope part
 MASK_WORDS = 4
 K16 = 16  # K of a wgmma instruction with 16-bit operands
 
 
 def k_chunk_order(head_dim: int) -> list[int]:
-    """Return the k chunks in the load order of a key's v chunks, including the rope part if it has one."""
+    """Return the k chunks in the load order of a key's v chunks, including the rope part if the key has one."""
     order = [v_chunk * K_PER_V + c for v_chunk in V_CHUNK_ORDER for c in range(K_PER_V)]
     if head_dim > HEAD_DIM_V:
         order.insert(ROPE_AFTER * K_PER_V, ROPE_CHUNK)
@@ -42,7 +42,7 @@ def k_chunk_order(head_dim: int) -> list[int]:
 def tiled_mma(
     dtype: type[cutlass.Numeric], majors: str, shape: tuple[int, int], a_in_registers: bool = False, warpgroups: int = 1
 ) -> cute.TiledMma:
-    """Return a wgmma with `shape` (M, N) per warpgroup. majors: those of A and B, "K" or "MN"."""
+    """Return a wgmma with `shape` (M, N) per warpgroup. majors: the major modes of A and B, such as "K MN"."""
     a_major, b_major = (getattr(cute.nvgpu.OperandMajorMode, major) for major in majors.split())
     sources = cute.nvgpu.warpgroup.OperandSource
     source = sources.RMEM if a_in_registers else sources.SMEM
@@ -58,14 +58,14 @@ class KvState(NamedTuple):
 
 @dataclass(frozen=True)
 class KvPipeline:
-    """The rings' barriers, and the data that the load warps pass with them.
+    """The barriers of the rings of keys, and the valid masks and work tiles that the load warps write.
 
     v           ring of v chunks; each stage has one full barrier per k chunk
     rope        ring of rope parts; keys without rope use it for the valid mask only
-    valid_mask  [MASK_WORDS, rope stages]: which keys of the tile exist. Paged loads use one bit per box in
-                the first word. Top-k gathers use 16 bits per word, one per key. Query groups have MASK_WORDS
-                words per query
-    work        work tiles
+    valid_mask  [MASK_WORDS, rope stages]: which keys of the tile are valid. Paged loads use one bit per TMA box
+                in the first word. Top-k gathers use 16 bits per word, one per key. Query groups have
+                MASK_WORDS words per query
+    work        pipeline of work tiles
     """
 
     v: Pipeline
@@ -95,12 +95,12 @@ class KvTensors:
 class KvStages:
     """The rings of a CTA: `v_stages` stages of v chunks and `rope_stages` of rope parts.
 
-    cluster                      CTAs that load into each other's shared memory
-    v_producers, rope_producers  arrivals that fill a k chunk, a rope part
+    cluster                      number of CTAs that load into each other's shared memory (multicast)
+    v_producers, rope_producers  number of arrivals that complete the full barrier of a k chunk, of a rope part
     """
 
     has_rope = True
-    masks = 1  # valid masks per tile
+    masks = 1  # valid masks per tile; query groups have one per query
     v_producers, rope_producers = 1, 1
 
     def __init__(self, dtype: type[cutlass.Numeric], v_stages: int, rope_stages: int, cluster: int = 1):
@@ -140,7 +140,10 @@ class KvStages:
         return WorkTilePipeline.of(storage, WorkTileInfo)
 
     def tensor_storage(self) -> type:
-        """Return the struct of the stages in shared memory. Keys of 512 channels have no rope part."""
+        """Return the struct of the stages in shared memory.
+
+        Keys of 512 channels have no rope part, so `rope` is a placeholder of 8 elements.
+        """
         rope_size = cute.cosize(self.rope_layout()) if self.has_rope else 8
 
         @cute.struct
@@ -168,23 +171,22 @@ class KvStages:
         pipeline.work.init(consumers)
 
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
-        """Whether the whole tile has arrived, so that its chunks need no wait. last: its last v chunk and
-        rope part.
+        """Whether the whole tile has arrived, so that its chunks need no wait.
 
-        Always False here: TMA completes each chunk's barrier separately, and the chunk is visible to wgmma
-        after the wait.
+        last: the states of the tile's last v chunk and of its rope part. Always False here: after the wait for
+        a chunk's barrier the TMA's data are visible to wgmma, so there is no fence to save.
         """
         return False
 
     @cute.jit
     def fence(self):
-        """Make keys that this thread has waited for visible to wgmma. A no-op here: TMA writes through the
-        async proxy.
+        """Make keys that this thread has waited for visible to wgmma. A no-op here, because TMA writes and wgmma
+        reads through the async proxy.
         """
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """Release a stage of keys, in all CTAs that load into it; called by a warp, of which one lane arrives."""
+        """Release a stage of keys; called by a warp. One lane arrives in every CTA that loads into the stage."""
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)
         else:

@@ -1,25 +1,25 @@
-"""Project attended latents to values with W_UV, which is in FP8, and cast them to FP8, for small M (few tokens).
+"""Project attended latents to values with W_UV in FP8, and cast the values to FP8, for small M (few tokens).
 
 y[t, h] = W_UV[h] attended[t, h]
 
 - Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV and share a scale of the
   result. This is one head of V3.2 or half a head of GLM-5; both have 128 CTAs. Each of 16 warps has 32 rows x
   128 latent channels, with one scale.
-- Weights: a warp reads its 4 KiB block once, straight to registers, with all loads in flight together. 16
-  bytes of a row are the channels of four mma in storage order; they are scaled and rounded to bf16
-  (up_projection.py).
+- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. 16
+  adjacent bytes of a row are the channels of four mma instructions, in the order of memory. The lane scales them
+  and rounds them to bf16 (up_projection.py).
 - Products: tokens are N of the mma, eight (an octet) at a time. The sums of the four quarters of the latent
   channels are added in a fixed order through shared memory. So the bits of a token do not depend on the other
   tokens.
-- Epilogue: each of eight warps has one token, four channels per lane. It rounds y to bf16 and casts it like
-  `per_token_cast_to_fp8`. The two halves of the warps take alternate octets.
-- Pipeline: octets also alternate between two buffers, which takes one barrier per octet. The products of
+- Epilogue: eight warps handle the even octets and the other eight the odd octets. A warp has one token of the
+  octet, with four channels per lane. It rounds y to bf16 and casts it like `per_token_cast_to_fp8`.
+- Pipeline: octets alternate between two buffers of sums, so one barrier per octet suffices. The products of
   the next octet overlap with the cast. The latents of the next octet are loaded after the products of the
-  current one are issued.
+  current octet are issued.
 - Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its rows
   of W_UV, which are contiguous, into the L2 cache.
 Shared memory: two buffers of 16.5 KiB.
-Registers: 32 of FP8 weights, 64 of bf16 weights, 16 of latents, 8 of sums.
+Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 16 of latents, 8 of sums.
 Constraints: 512 latent channels; value channels are multiples of 128, rows per head of 32.
 Roofline: memory, W_UV once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched before the
 wait.
@@ -61,7 +61,7 @@ TILES = ROWS // 16  # mma tiles of 16 rows per warp
 STEPS = BLOCK // (4 * VECTOR)  # 16-byte loads per row by each of the four lanes that share the row
 WARPS = QUARTERS * (GROUP // ROWS)
 THREADS = WARPS * WARP
-OF_TOKEN = GROUP + 4  # a token's sums of a quarter, padded so that a warp's stores are in all banks
+OF_TOKEN = GROUP + 4  # elements of a token's sums of a quarter, padded so that a warp's stores use all banks
 OF_QUARTER = OCTET * OF_TOKEN
 
 
@@ -153,7 +153,9 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def load(self, attended, head, octet, latents, quarter, lane):
-        """Load a token's latent channels for this lane. Tokens past the end repeat the last one."""
+        """Load the latent channels of the lane's token that multiply this lane's weights. Past the end, load the
+        last token again.
+        """
         token = cutlass.min(octet * OCTET + lane // 4, attended.shape[0] - 1)
         for step in cutlass.range_constexpr(STEPS):
             for i in cutlass.range_constexpr(2):
@@ -162,7 +164,7 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def convert(self, raw, factor, zero) -> cute.Tensor:
-        """Return the mma operands [4, word, step, tile] of the weights."""
+        """Return the mma operands [4, word, step, tile] of the weights `raw`, scaled and rounded to bf16."""
         weights = cute.make_rmem_tensor((4, WORDS, STEPS, TILES), Uint32)
         for tile in cutlass.range_constexpr(TILES):
             for step in cutlass.range_constexpr(STEPS):

@@ -1,13 +1,13 @@
 """Turn lists of selected keys into bit masks, one bit per key.
 
-Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c].
+Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c], for i < 16, c < 4 and j < 2.
 
-A word holds what a lane needs for a row of 128 keys: the lane's columns of a wgmma accumulator are 8 i + 2 c
-+ j, with c = lane % 4.
+A word contains the bits that a lane needs for a row of 128 keys: in a wgmma accumulator the lane has columns
+8 i + 2 c + j, with c = lane % 4.
 
-Work: a CTA handles one query. It clears CHUNK words of shared memory, sets a bit with an atomicOr for each
-index that is a key of these words, and writes the words. It repeats this if there are more keys than CHUNK
-words cover.
+Work: a CTA handles one query. It clears CHUNK words of shared memory, sets the bit of each selected key that
+these words cover with an atomicOr, and writes the words to global memory. It repeats this if there are more keys
+than CHUNK words cover.
 Warp roles: none, all warps do the same. Shared memory: CHUNK words.
 Launch: programmatic dependent launch.
 Roofline: memory, 4 bytes per index and one bit per key.

@@ -1,29 +1,30 @@
-"""Find groups of neighbouring queries that share enough keys, and the union of a group's selected keys.
+"""Find groups of adjacent queries that share enough keys, and list the union of a group's selected keys.
 
 lists[g, :lengths[g]] = key | members << MEMBER_SHIFT
 
 Bit m of members is set if query g * size + m has selected the key.
 
-A group goes to the queue of single queries if its union exceeds MOST_UNION of the sum of its selections, or
-if a query lists a key twice. Otherwise it goes to the queue of groups.
+The queries of a group go to the queue of single queries if the union has more than MOST_UNION of the keys that
+the selections have in total, or if a query lists a key twice. Otherwise the group goes to the queue of groups.
 
 Work
 - A CTA handles one group. Its table in shared memory, TABLE_WORDS words, has `size` bits per key of a range
-  of keys: the key's members. Each index sets its query's bit with an atomicOr.
-- Then every index whose query is the lowest member of its key becomes an entry, so that each key is listed
-  once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a time.
-  Further ranges of keys take further rounds.
-- Before that, the CTA counts the keys that are multiples of SAMPLE in the same way. This rejects groups
-  that share too little for the price of reading their indices. A wrong estimate costs only time. A group that
-  selects only multiples of SAMPLE looks SAMPLE times as large and is never grouped. A group that selects none
-  of them is counted in full.
-- A round reads all indices three times, even if none is in its range. The table of the sample covers the
-  keys of SAMPLE rounds. So the op groups queries only among at most 2^21 keys (`dsa.ops.mla._shared_keys`).
-Order of a list: by range of keys, then by the warp that reads the index. It depends only on the group's
+  of keys: the key's members. For each index the CTA sets the bit of the index's query with an atomicOr.
+- Then the CTA makes an entry of every index whose query is the lowest member of the key, so that each key is
+  listed once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a
+  time. Each further range of keys takes a further round.
+- Before that, the CTA counts the keys that are multiples of SAMPLE in the same way. This rejects most groups
+  that share too little, and needs only one pass over their indices. A wrong estimate costs only time. The union
+  of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so the group is never
+  computed together. A group that selects no multiple of SAMPLE always passes, and its union is counted in full.
+- A round reads all indices three times, even if none is in the round's range. The table of the sample covers
+  the keys of SAMPLE rounds. So the op groups queries only among at most 2^21 keys
+  (`dsa.ops.mla._shared_keys`).
+Order of a list: by range of keys, then by the warp that reads the index. The order depends only on the group's
 selections.
 Warp roles: none, all warps do the same. Launch: programmatic dependent launch.
-Roofline: memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us; groups that are computed as one
-add 6000 cycles each.
+Roofline: memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us. Each group that passes the sample
+adds 6000 cycles.
 """
 
 from collections.abc import Callable
@@ -45,8 +46,8 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
-# Upper limit of a sampled union, in percent of its share of MOST_UNION. Above it the queries are computed one
-# by one.
+# Upper limit of the union that the sample predicts, in percent of the largest union that MOST_UNION allows. Above
+# this limit the queries are computed one by one.
 SLACK = 110
 UNROLL = 4
 
@@ -57,8 +58,8 @@ class Memory:
 
     table  [TABLE_WORDS]: `size` bits per key
     sums   [32]: counts per warp, 0 past the CTA's warps
-    found  [3]: valid indices, distinct keys of the sample or of the ranges so far, keys that a query lists
-           twice
+    found  [3]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of keys that
+           a query lists twice
     """
 
     table: cute.Tensor
@@ -183,7 +184,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def insert(self, indices, ends, first_query, keys, first, memory: Memory, warp, lane, sample: cutlass.Constexpr):
-        """Set the members' bits of the keys from `first` on, or of the sample, and update `found`."""
+        """Set the members' bits of the keys of the range from `first` on, or of the sample, and update `found`."""
         selected, different, repeated = Int32(0), Int32(0), Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -223,7 +224,10 @@ class SelectionUnionSm90:
 
     @cute.jit
     def append(self, lists, indices, ends, first_query, keys, first, group, length, memory: Memory, warp, lane):
-        """Append entries of the keys from `first` on to the `length` entries before. Return how many were added."""
+        """Append the entries of the keys of the range from `first` on to the group's list of `length` entries.
+
+        Return the number of new entries.
+        """
         own = Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -248,8 +252,8 @@ def compile_selection_union(size: int):
     """Compile f(indices [T, 1, K], counts [T] or [1], has_counts, keys, lists [g, 1, width], lengths [g],
     queued [2], groups [g], queries [T]), all int32, with g = ceil(T / size).
 
-    queued: zeros, which become the lengths of the two queues.
-    width: the longest list of a group that is computed as one, MOST_UNION of size * K, or `keys` if that is
+    queued: must be zeros; the kernel counts the items of the two queues in it.
+    width: the longest list of a group that is computed together: MOST_UNION of size * K, or `keys` if that is
     less.
     T, K > 0; 0 < keys < 2^MEMBER_SHIFT.
     """

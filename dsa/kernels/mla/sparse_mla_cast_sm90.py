@@ -2,13 +2,14 @@
 
 o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j]
 
-The last 64 channels of o are rotated by R(-t). The result is e4m3 with one scale per 128 channels.
+The last 64 channels of o are rotated by the negative angle of the query's position. The result is e4m3 with one
+scale per 128 channels.
 
-This is sparse_mla_sm90.py with another epilogue (mla_epilogue.py). Queries are never split.
-The result is grouped by heads, [G, T, h / G * 512]: the rows of the grouped GEMM that follows attention in
-DeepSeek-V4.
+This is sparse_mla_sm90.py with `CastEpilogue` (mla_epilogue.py). Queries are never split.
+The result is grouped by heads, [G, T, h / G * 512], as the grouped GEMM that follows attention in DeepSeek-V4
+reads it.
 Roofline: as without the cast. The epilogue has 500 more instructions per lane and writes half the bytes: 33
-KiB instead of 64 KiB per query and 64 heads. The separate pass that would read and cast the result is gone.
+KiB instead of 64 KiB per query and 64 heads. It saves the separate pass that would read and cast the result.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def compile_sparse_mla_cast(dtype: str, lists: int, use_ue8m0: bool):
     has_sink, cos, sin [T, 32], out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], scale * log2(e), workers,
     full_waves).
 
-    Arguments are as in `SparseMlaKernel`; full_waves * workers covers all queries.
+    Arguments are as in `SparseMlaKernel`. full_waves * workers must be at least T, so that no query is split.
     """
     kind = cute_dtype(dtype)
     queries, heads, groups, group_heads = (cute.sym_int() for _ in range(4))

@@ -3,18 +3,17 @@
 - sparse_mla_sm90.py: 16-bit keys, 64 heads per CTA
 - sparse_mla_swap_ab_sm90.py: 16-bit keys, up to 32 heads, swap A/B (heads are N of the wgmmas)
 - sparse_mla_fp8_kv_sm90.py: FP8 keys, 16, 32 or 64 heads per CTA, swap A/B
-Two variants compute the items of a queue (tile_scheduler.py), for up to 16 heads and 16-bit keys:
+Two more variants compute the items of a queue (tile_scheduler.py), for up to 16 heads and 16-bit keys:
 - sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
 - sparse_mla_queued_sm90.py: single queries, swap A/B
 
-Work: a CTA has `head_tile` heads. It walks the tiles of TILE_N keys of its queries, one query after the
-other.
+Work: a CTA computes `head_tile` heads of its queries, one query after the other, in tiles of TILE_N keys.
 Scheduler: StreamKScheduler. Full waves of whole queries come first. The queries that do not fill another wave
 are split, and mla_combine_sm90.py combines the partial results. The CTAs of one query's head tiles have
 adjacent indices, so the L2 cache serves them the same keys.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
-Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume these and
-produce P. The output warpgroups consume work tiles, keys and P.
+Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume work tiles,
+Q and keys, and produce P. The output warpgroups consume work tiles, keys and P.
 Launch: programmatic dependent launch.
 """
 
@@ -39,7 +38,7 @@ from dsa.kernels.mla.topk_gather import Selection, TopkGather
 
 
 class SparseMlaKernel:
-    """Sparse MLA attention.
+    """Sparse MLA attention. A variant's compile function returns:
 
     f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
     [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial
@@ -55,14 +54,14 @@ class SparseMlaKernel:
     be split.
 
     kv               stages of keys, and how they are loaded
-    exchange_memory  what the score warpgroups pass to the output warpgroups
-    all_heads        whether a CTA has all heads of a query
+    exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups
+    all_heads        whether a CTA computes all heads of a query
 
-    A variant has these methods, and may override `head_of_row` and `thread`:
+    A variant defines these methods, and can override `head_of_row` and `thread`. `group` is s_q as a divisor.
 
-    operand_storage()  the struct of Q and keys in shared memory
-    shared(storage)    the shared memory that the roles use, an MlaShared
-    tiled_mmas()       the tiled MMAs, which the host passes to the kernel
+    operand_storage()  return the struct of Q and keys in shared memory
+    shared(storage)    return the shared memory that the roles use, an MlaShared
+    tiled_mmas()       return the tiled MMAs, which the host passes to the kernel
     score(q, results, shared, mmas, group, scale, coord)  run a score warpgroup
     output(results, shared, mmas, group, coord)           run an output warpgroup
     """
@@ -79,7 +78,7 @@ class SparseMlaKernel:
     ):
         self.kv, self.exchange_memory = kv, exchange_memory
         self.head_tile, self.score_warpgroups, self.registers = head_tile, score_warpgroups, registers
-        # The first warp of a role; consumer warps come before the load warps.
+        # The first warp of the output role and of the load role.
         self.output_warp = 4 * score_warpgroups
         self.load_warp = self.output_warp + 8
 
@@ -88,9 +87,9 @@ class SparseMlaKernel:
         return first_head + row
 
     def thread(self, warp, lane) -> Thread | None:
-        """Return the thread's position in its role, or None if the roles compute it.
+        """Return the thread's position in its role, or None if the roles compute it themselves.
 
-        Computed here, before the roles branch, the position is in uniform registers.
+        The kernel calls this before the branches of the roles, so that the position is in uniform registers.
         """
         return None
 
@@ -142,8 +141,8 @@ class SparseMlaKernel:
     ):
         """Launch with arguments in the kernel's layouts.
 
-        queue  what to compute, if not all queries
-        items  an upper bound, exclusive, of the numbers in the queue
+        queue  the items to compute; None: compute all queries with a StreamKScheduler
+        items  an exclusive upper bound of the item numbers in the queue
         """
 
         @cute.struct
@@ -235,7 +234,7 @@ class SparseMlaKernel:
 
 @cute.jit
 def selections(caches, indices, counts, counted: Int32):
-    """Return the lists of keys; bit i of `counted` says whether list i uses its counts."""
+    """Return one Selection per list of keys; bit i of `counted` says whether list i uses its counts."""
     found = []
     for i, cache in enumerate(caches):
         page_size = cute.fast_divmod_create_divisor_v2(cache.shape[1])
@@ -245,8 +244,8 @@ def selections(caches, indices, counts, counted: Int32):
 
 @cute.jit
 def of_prefill(q, kv, indices, out, lse):
-    """Return prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] in the
-    kernel's layouts: one query per sequence, and all keys in one page.
+    """Convert prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] to the
+    kernel's layouts: one query per sequence, and all keys in one page. Return (q, [kv], [indices], out, lse).
     """
     q, out = (rearranged(x, (0, 3, 1, 2)) for x in (q, out))
     return q, [rearranged(kv, (1, 0, 2))], [rearranged(indices, (0, 2))], out, rearranged(lse, (0, 1, 2))

@@ -1,7 +1,8 @@
 """Sparse MLA prefill with up to 16 heads over selected 16-bit keys, for a queue of single queries.
 
-This is sparse_mla_swap_ab_sm90.py, except that a queue says which queries to compute: those that share too
-few keys with their neighbours, and those that sparse_mla_union_sm90.py could not compute.
+This is sparse_mla_swap_ab_sm90.py, except that a queue says which queries to compute: queries that share too
+few keys with the other queries of their group, and queries of groups for which sparse_mla_union_sm90.py got a
+non-finite sum.
 """
 
 from collections.abc import Callable

@@ -8,11 +8,11 @@ The sum runs over the selected keys j of query t. Each query has one or two list
 Work, warp roles, scheduler, launch: sparse_mla_kernel.py, with one score warpgroup and 64 heads per CTA.
 Consumers: mla_attention.py.
 Producer: the load warpgroup gathers keys by cp.async, 16 bytes per lane. It loads a tile's indices while it
-requests the keys of the previous tile (topk_gather.py). For an index that is no key it writes zeros and
-clears a bit of the valid mask, so that the score becomes -inf. Q comes through the same stages, as one tile
-before the query's keys, so that loads do not stall between queries.
+requests the keys of the previous tile (topk_gather.py). For an invalid index it writes zeros and clears a bit
+of the valid mask, so that the score becomes -inf. Q comes through the same stages, as one tile before the
+query's keys, so that loads do not stall between queries.
 Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of 16 KiB v chunks and a
-ring of rope parts, which hold two and a half tiles.
+ring of rope parts. The rings hold about two and a half tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: wgmma takes 2176 cycles per tile of 576 channels, and 2048 for 512. The L2 cache takes about 1700 to
 3000 cycles to deliver a tile, 72 KiB, to every SM, depending on how much of it comes from DRAM.
@@ -45,7 +45,7 @@ ROPE_STAGES = 2
 
 @dataclass(frozen=True)
 class SparseQTile(QTile):
-    """Heads of a query. queries: queries per sequence, as a divisor."""
+    """Rows that are the heads of a query. queries: queries per sequence, as a divisor."""
 
     queries: cute.FastDivmodDivisorV2
 
@@ -58,7 +58,7 @@ class SparseQTile(QTile):
 class SparseMlaSm90(MlaAttention, SparseMlaKernel):
     """Sparse MLA over keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue.
 
-    Q comes through the key stages, and the valid mask says which keys exist.
+    Q comes through the key stages, and the valid mask says which keys are valid.
     """
 
     q_in_ring = True
@@ -89,7 +89,9 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
-        """Copy Q, which came row by row as a tile of keys does, from its stages to registers and shared memory."""
+        """Copy Q, which the load warps have gathered like a tile of keys, from the key stages to registers and
+        shared memory.
+        """
         pipeline = shared.pipeline
         words = cute.make_tensor(
             cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, K_CHUNK // K16, Q_RMEM_CHUNKS))

@@ -5,15 +5,16 @@ o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. The kernel serves prefill
 and decoding.
 
-This is sparse_mla_sm90.py with swap A/B: S^T = K Q^T and O^T += V^T P^T. Keys and channels are M of the
-wgmmas, straight from shared memory; heads are N. The wgmmas of 16 heads take a quarter of the time of 64 heads.
-Work, scheduler, launch: sparse_mla_kernel.py; a CTA has all heads of a query.
+This is sparse_mla_sm90.py with swap A/B: S^T = K Q^T and O^T += V^T P^T. M of the wgmmas is keys (S^T) or
+channels (O^T), read from shared memory; N is heads. The wgmmas of 16 heads take a quarter of the time of 64
+heads.
+Work, scheduler, launch: sparse_mla_kernel.py; a CTA computes all heads of a query.
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py). The consumers' mainloops are in swap_ab_attention.py.
-Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. O^T is
-transposed through shared memory.
-Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts, which hold two to
-three tiles.
+Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps
+transpose O^T through shared memory.
+Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings hold two to
+three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to every
@@ -146,7 +147,10 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
 
     @cute.jit
     def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> None:
-        """Copy Q, which came row by row as tile `ring` of the ring, to its own memory, one k chunk after the other."""
+        """Copy Q from tile `ring` of the ring to the memory of Q, one k chunk after the other.
+
+        The load warps have gathered rows of Q into this tile in the same way as keys.
+        """
         pipeline, rope = shared.pipeline, state_at(ring, self.kv.rope_stages)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         target = cute.recast_ptr(shared.exchange.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
@@ -160,7 +164,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
                 pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
-            # Rows have 128 bytes: 8 vectors for each of 16 or 32 rows.
+            # A row of a chunk has 128 bytes, or 8 vectors. So each thread copies one vector of 32 rows; for 16
+            # rows half of the threads do.
             here = self.number(coord.thread) * 8
             if here < self.head_tile * K_CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)
@@ -173,12 +178,12 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
             self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
-        """Return the v chunk, counted in load order, of the k chunk that is n-th in load order."""
+        """Return the position in load order of the v chunk that contains the n-th k chunk in load order."""
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit
     def start_scores(self, operands: ScoreOperands, pipeline: KvPipeline, ring):
-        """Issue acc = K Q^T of tile `ring` of the ring, as the tile's parts arrive."""
+        """Issue acc = K Q^T of tile `ring` of the ring, chunk by chunk as keys arrive."""
         mma, acc = operands.mma, operands.acc
         rope = state_at(ring, self.kv.rope_stages)
         last = state_at(ring * V_CHUNKS + V_CHUNKS - 1, self.kv.v_stages)
@@ -214,7 +219,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        """As in `SwapAbAttention`; `state` is at the warpgroup's first v chunk of the tile."""
+        """See `SwapAbAttention`. `state` is the stage of the warpgroup's first v chunk of the tile."""
         pipeline, exchange = shared.pipeline, shared.exchange
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)
@@ -270,7 +275,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
 
     @cute.jit
     def store(self, flat, out, sequence, query, staging: cute.Pointer, coord: Coord):
-        """Store O through `head_tile` x 16 elements of the warp's shared memory."""
+        """Store O, transposed through the warp's staging memory of `head_tile` x 16 elements."""
         thread, lane = coord.thread, opaque(coord.thread.lane)
         own = staging + (thread.side * 4 + thread.warp) * (self.head_tile * 16)
         vector = cute.make_rmem_tensor((8,), self.dtype)

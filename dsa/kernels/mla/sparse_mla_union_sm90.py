@@ -1,4 +1,4 @@
-"""Sparse MLA prefill for query groups: up to 16 heads, 16-bit keys, neighbouring queries that share keys.
+"""Sparse MLA prefill for groups of adjacent queries that share keys, with up to 16 heads and 16-bit keys.
 
 o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
@@ -7,12 +7,12 @@ to compute.
 
 This is sparse_mla_sm90.py, except that M is the queries x heads of a group, one query after the other, and that
 the keys are the union of the group's selections. An entry of a group's list is a key and its members: one bit
-for each query of the group that has selected the key. An entry is above 0, so 0 marks no entry. Each key of the
-union is gathered once. The scores of queries that have not selected it are -inf. A tile of 64 keys costs as much
-as it does for one query with 64 heads.
-Fallback: if O of a group has a NaN or infinity, a key that only another query of the group has selected may
-have caused it, since 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries,
-which sparse_mla_queued_sm90.py computes afterwards.
+for each query of the group that has selected the key. An entry has at least one member, so it is never 0, and 0
+marks the places past the end of the list. Each key of the union is gathered once. The scores of queries that
+have not selected the key are -inf. A tile of 64 keys takes as long as it does for one query with 64 heads.
+Fallback: if O of a query has a NaN or infinity, the cause can be a key that only other queries of the group have
+selected, because 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries, which
+sparse_mla_queued_sm90.py computes afterwards.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: as sparse_mla_sm90.py, for the tiles of the union.
 """
@@ -57,8 +57,8 @@ def entry_members(entry: Int32) -> Uint32:
 class GroupResults(Results):
     """Results of groups.
 
-    lengths  lengths of the groups' lists
-    queries  the queue for queries of a group that must be recomputed one by one
+    lengths  [g]: lengths of the groups' lists; -1 once the group's queries are queued again
+    queries  the queue of single queries, for queries of a group with non-finite results
     """
 
     lengths: cute.Tensor | None = None
@@ -67,7 +67,7 @@ class GroupResults(Results):
 
 @dataclass(frozen=True)
 class GroupQTile(QTile):
-    """The rows of a query group, out of `queries` queries with `heads` heads each."""
+    """The rows of a group of `size` queries. There are `queries` queries in total, with `heads` heads each."""
 
     size: cutlass.Constexpr[int]
     queries: Int32
@@ -80,15 +80,15 @@ class GroupQTile(QTile):
 
     @cute.jit
     def has_row(self, group, row):
-        """Whether the group has the row."""
+        """Whether the row's query and head exist."""
         query, _, head = self.coord(group, row)
         return query < self.queries and head < self.heads
 
 
 class UnionGather(TopkGather):
-    """Gather for groups of `size` queries: a group's Q as one tile, then the keys of its list.
+    """Gather for groups of `size` queries: a group's Q as one tile, then the keys of the group's list.
 
-    An index is an entry of the list. The valid mask of a tile has MASK_WORDS words per query of the group.
+    An `index` is an entry of the list. The valid mask of a tile has MASK_WORDS words per query of the group.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int, size: int):
@@ -97,7 +97,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def locate_row(self, q, query, first_row, warp, lane):
-        """As `TopkGather.locate_row`; `query` is the number of a group."""
+        """Return the same as `TopkGather.locate_row`; `query` is the index of a group."""
         row = warp * WARP_KEYS + lane % WARP_KEYS
         token, head = query * self.size + member_of(row, self.size), head_of(row, self.size)
         valid = token < q.shape[0] and head < q.shape[2]
@@ -106,7 +106,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """Return the list entry of a tile's key, or 0 past the end of the list."""
+        """Return the list entry of key `key` of tile `tile` of a group, or 0 past the end of the list."""
         place = tile * TILE_N + key
         entry = Int32(0)
         if place < counts[0]:
@@ -210,13 +210,13 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         tile_row = tid // 32 * 16 + lane // 4
         for r in cutlass.range_constexpr(2):
             member = member_of(tile_row + 8 * r, q_tile.size)
-            # Rows 8 apart belong to one query if a query has 16 rows.
+            # If a query has 16 rows, rows 8 apart belong to the same query, so the first row's mask serves both.
             if const_expr(r == 0 or q_tile.size == TILE_M // 8):
                 cute.autovec_copy(masks[None, member, state.rope.stage], mask)
                 for i in cutlass.range_constexpr(MASK_WORDS):
                     mask[i] >>= Uint32(lane % 4 * 2)
             for i in cutlass.range_constexpr(TILE_N // 4):
-                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first
+                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first column
                 if (mask[i // 4] >> column) & 1 == 0:
                     scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
 
@@ -238,6 +238,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         lane,
     ):
         """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
+        # `zero` becomes NaN if any value is NaN or infinite. The exchange of the list's length for -1 ensures that
+        # only one warp queues the group.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)
@@ -250,7 +252,7 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         for r in cutlass.range_constexpr(2):
             query, _, head = q_tile.coord(group, row + 8 * r)
             if query < q_tile.queries and head < q_tile.heads:
-                left = Int32(8 * r + 1)
+                left = Int32(8 * r + 1)  # `store` writes the lane's r-th row if 8 r < left
             query, head = cutlass.min(query, q_tile.queries - 1), cutlass.min(head, q_tile.heads - 1)
             coords.append((query, Int32(0), head))
         self.store_staged(acc, upper, lower, results, coords, left, exchange, p_stage, side, warp, lane)

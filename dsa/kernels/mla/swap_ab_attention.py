@@ -1,11 +1,11 @@
 """The consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys: their mainloops and softmax.
 
 The score warpgroups take the tiles of keys in turns. The online softmax converts S^T of 64 keys x heads to P^T.
-The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile`.
-P is relative to row_max, which may lag behind the true maximum by a factor of 2^RESCALE_THRESHOLD. A barrier
-with an or-reduction tells whether the lag of any column is larger. Only then are the columns' true maxima
-computed, which takes an exchange between the warps. With two score warpgroups, the warpgroups read and update
-row_max in turns, in the order of the tiles. Each warpgroup has its own row_sum.
+The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile` of O^T.
+P is relative to row_max. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2. A barrier
+with an or-reduction tells whether any column exceeds this limit. Only then do the warps compute the columns'
+true maxima, for which they exchange data through shared memory. With two score warpgroups, the warpgroups read
+and update row_max in turns, in the order of the tiles. Each warpgroup has a row_sum of its own tiles.
 """
 
 import operator
@@ -26,14 +26,14 @@ from dsa.kernels.mla.sparse_mla_kernel import SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExchange, SwapAbExchangeMemory
 from dsa.kernels.mla.topk_gather import TopkGather
 
-# For FP8 caches P is scaled up by 2^RAISED. P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits in f16,
-# and a weight of 2^-31 of the largest does not underflow to 0.
+# For FP8 caches P is multiplied by 2^RAISED. P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits in f16, and
+# a weight that is 2^-31 of the largest weight does not underflow to 0.
 RAISED = 7.0
 
 
 @cute.jit
 def vote_any(condition: Boolean, barrier_id: Int32, threads: cutlass.Constexpr):
-    """Return whether the condition holds for any of the barrier's threads. All of them wait for each other."""
+    """Return whether the condition holds for any of the barrier's threads. The threads wait for each other."""
     own = Int32(1) if condition else Int32(0)
     found = cute.arch.inline_ptx(
         "{{ .reg .pred p, q; setp.ne.s32 q, {$r0}, 0; "
@@ -53,15 +53,15 @@ def power_of_two(exponent: Int32) -> Float32:
 
 @cute.jit
 def spread_key(row):
-    """Return which of eight keys is row `row` of the wgmmas.
+    """Return the index, among eight keys, of the key that is row `row` of the wgmma operand.
 
-    Neighbouring rows are keys four apart, which are in different banks.
+    Adjacent rows are keys four apart, so that lanes that read adjacent rows use different banks.
     """
     return (row >> 1) + ((row & 1) << 2)
 
 
 class ValueOperands(NamedTuple):
-    """Tiled MMA, V^T and P^T as wgmma operands, and the accumulators of O^T; `flat` is the same memory, flat."""
+    """Tiled MMA, V^T and P^T as wgmma operands, accumulators of O^T, and `flat`, their one-dimensional view."""
 
     mma: cute.TiledMma
     v: cute.Tensor
@@ -73,28 +73,29 @@ class ValueOperands(NamedTuple):
 class SwapAbAttention(SparseMlaKernel):
     """Sparse MLA with swap A/B, for `head_tile` heads of a query per CTA, 16, 32 or 64.
 
-    dtype             of Q and P; None for an FP8 cache. With an FP8 cache each key comes with a power of two,
-                      which multiplies P but not row_sum. Each eight keys are in the order of `spread_key`, and
-                      O is also divided by 2^F16_ROOM
+    dtype             dtype of Q and P; None for an FP8 cache. With an FP8 cache each key has a power of two, which
+                      multiplies P but not row_sum. In each eight keys the order is that of `spread_key`, and O
+                      is also divided by 2^F16_ROOM
     with_max_logits   also write the maximum logits
 
-    A kernel adds how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
+    A kernel defines how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
 
     load_q(operands, shared, ring, coord)
-        Copy the work tile's Q, which came as tile `ring` of the ring, to its own memory. Return what
-        `score_tile` needs to know of Q.
+        Copy the work tile's Q from tile `ring` of the ring of keys to the memory of Q. Return `q_power` for
+        `score_tile`: the power of two by which Q was divided, or None.
     score_tile(operands, shared, q_power, ring, tile_count, tile, max_logits, scale, thread)
-        Compute P^T of tile `tile` of the work tile, whose first tile has the position `ring` in the ring and
-        `tile_count` in P.
+        Compute P^T of tile `tile` of the work tile. The work tile's first tile is number `ring` of the ring of
+        keys and number `tile_count` of the tiles of P.
     skip_q(pipeline, state)
         Return the ring state after the stages with a work tile's Q, which an output warpgroup does not read.
     add_tile(operands, shared, state, tile_count, thread)
-        Compute O^T += V^T P^T of the next tile, after tile_count tiles of P. Return the state after it.
+        Compute O^T += V^T P^T of the next tile, which is number `tile_count` of the tiles of P. Return the
+        ring state after the tile.
     write(operands, results, shared, work, group, coord)
         Write O^T times `inverse` to the result, or to the partial result of a split.
     """
 
-    q_stages = 1  # stages of the ring that a work tile's Q takes
+    q_stages = 1  # stages of the ring that a work tile's Q occupies
     acc_channels = TILE_N  # channels of an accumulator of O^T
 
     def __init__(
@@ -112,11 +113,11 @@ class SwapAbAttention(SparseMlaKernel):
         self.columns, self.raised = head_tile // 4, RAISED if self.fp8_kv else 0.0  # columns (heads) per lane
 
     def key_of(self, row):
-        """Return which of eight keys is row `row` of the wgmmas."""
+        """Return the index, among eight keys, of the key that is row `row` of the wgmma operand."""
         return spread_key(row) if self.fp8_kv else row
 
     def number(self, thread: Thread):
-        """Return the thread's index among those of the score warpgroups."""
+        """Return the thread's index among the threads of all score warpgroups."""
         return thread.side * WARPGROUP + thread.tid
 
     def sync_warpgroup(self, thread: Thread):
@@ -135,11 +136,11 @@ class SwapAbAttention(SparseMlaKernel):
         scale,
         coord: Coord,
     ):
-        """Run a score warpgroup: all work tiles of this CTA."""
+        """Run a score warpgroup over its tiles of all work tiles of this CTA."""
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # Counts so far: tiles of the ring, work tiles, tiles of P.
+        # Number of tiles of the ring, of work tiles and of tiles of P so far.
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -188,13 +189,13 @@ class SwapAbAttention(SparseMlaKernel):
         thread: Thread,
     ):
         """Write P^T of a tile's scores `acc` to shared memory, and the factors by which O^T must be multiplied
-        first.
+        before V^T P^T is added.
 
         valid_mask  a bit for each of the warp's keys
         powers      exponents of the lane's two keys, if `fp8_kv`
-        exponents   the same as Float32, NaN if a key's scale is
+        exponents   `powers` as Float32; NaN for a key with a NaN scale
         max_logits  running maxima of the lane's columns, if `with_max_logits`
-        p_state     state of P
+        p_state     stage of P to write
         """
         scores, stage = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2)), p_state.stage
         lane, number = opaque(thread.lane), opaque(self.number(thread))
@@ -217,7 +218,8 @@ class SwapAbAttention(SparseMlaKernel):
                 at = c // 2 * 4 + c % 2
                 max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
         if const_expr(self.score_warpgroups > 1):
-            # Warpgroup 0 goes first.
+            # Wait for this warpgroup's turn to read row_max; warpgroup 0 is first. The other warpgroup's tile
+            # can have raised row_max.
             exchange.order.wait(p_state.phase ^ 1 ^ thread.side, stage)
             self.rescale_row_sum(exchange, stage ^ 1, thread)
         excess = -Float32(float("inf"))
@@ -266,7 +268,7 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def rescale_row_sum(self, exchange: SwapAbExchange, stage, thread: Thread):
-        """Rescale the thread's sums if the tile in stage `stage` of P changed row_max."""
+        """Rescale the thread's part of row_sum if the tile in stage `stage` of P raised row_max."""
         lane, number = opaque(thread.lane), opaque(self.number(thread))
         if exchange.rescaled[stage] != 0:
             row_sum = cute.make_rmem_tensor((4,), Float32)
@@ -278,7 +280,9 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
-        """Set row_max to the true maxima of the columns where it lags too much, and write the rescale factors."""
+        """Set row_max to the true maximum in the columns where this exceeds row_max by more than RESCALE_THRESHOLD,
+        and write the rescale factors.
+        """
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
             column_max.append(cute.arch.fmax(scores[c // 2 * 4 + c % 2], scores[c // 2 * 4 + 2 + c % 2]))
@@ -307,9 +311,9 @@ class SwapAbAttention(SparseMlaKernel):
         max_logits,
         coord: Coord,
     ):
-        """Write LSE of the work tile's heads, and the factors for O^T.
+        """Write LSE of the work tile's heads, and the factors `inverse` for O^T.
 
-        tile_count: tiles scored so far; end_state: state of `inverse`.
+        tile_count: number of tiles scored so far, including this work tile; end_state: stage of `inverse`.
         """
         thread, first, heads = coord.thread, coord.first_head, coord.heads
         tid, number = opaque(thread.tid), self.number(thread)
@@ -366,7 +370,8 @@ class SwapAbAttention(SparseMlaKernel):
     def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
         """Reduce the lanes' column values over the warp, and write the results to `by_warp`.
 
-        All columns are reduced together. One after the other, each would wait for three shuffles.
+        All columns are reduced together, so that their shuffles overlap. Reduced one after the other, each column
+        would wait for three shuffles.
         """
         lane = opaque(thread.lane)
         for log in cutlass.range_constexpr(2, 5):
@@ -377,18 +382,19 @@ class SwapAbAttention(SparseMlaKernel):
                 exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = values[c]
 
     def element(self, column: int, j: int) -> int:
-        """Return the index, in a lane's accumulators, of the j-th of its eight channels of a column: two per
-        accumulator.
+        """Return the index in `flat` of the lane's j-th channel of a column.
+
+        A lane has eight channels of a column, two of each 64 channels of O^T.
         """
         return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
 
     def head_of(self, column: int, lane):
-        """Return which of the CTA's heads a lane's column is."""
+        """Return the index, among the CTA's heads, of a lane's column."""
         return column // 2 * 8 + (lane & 3) * 2 + column % 2
 
     @cute.jit
     def rescale(self, acc, exchange: SwapAbExchange, p_stage, lane):
-        """Multiply O^T by the rescale factors of a stage of P, if there are any."""
+        """Multiply O^T by the rescale factors of a stage of P if the stage's tile raised row_max."""
         if exchange.rescaled[p_stage] != 0:
             for c in cutlass.range_constexpr(self.columns):
                 factor = exchange.rescale[self.head_of(c, lane), p_stage]
@@ -406,7 +412,7 @@ class SwapAbAttention(SparseMlaKernel):
         group,
         coord: Coord,
     ):
-        """Run an output warpgroup: its half of the channels, all work tiles of this CTA.
+        """Run an output warpgroup, which has half of the channels, over all work tiles of this CTA.
 
         v      V^T as a wgmma operand
         state  the warpgroup's first state in the ring of keys

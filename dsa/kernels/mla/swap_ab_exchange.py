@@ -1,6 +1,7 @@
-"""What score warpgroups pass to output warpgroups with swap A/B: S^T = K Q^T, O^T = V^T P^T.
+"""Shared memory through which score warpgroups pass P^T and factors to output warpgroups, with swap A/B.
 
-For FP8 caches this includes the scales of a tile's keys, in the layout that the products with P^T need.
+Swap A/B computes S^T = K Q^T and O^T = V^T P^T. For FP8 caches the score warpgroups also pass the scales of a
+tile's keys, in the layout that the products with P^T need.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
-F16_ROOM = 6  # log2: e4m3 times 2^7 fits in f16, and a key's largest scale is below 2 after division by 2^e
+# Values are multiplied by 2^F16_ROOM. A key's largest scale divided by 2^e (ScaleTable) is below 2, and e4m3
+# times 2^7 fits in f16.
+F16_ROOM = 6
 
 
 class NamedBarrier(IntEnum):
@@ -38,15 +41,16 @@ class SwapAbExchange:
     q           Q [heads, channels]
     p           P^T [heads, TILE_N, P_STAGES]
     p_pipeline  pipeline of p
-    rescale     [heads, P_STAGES]: factors for the columns of O^T, to apply before a tile if `rescaled` is not
-                0
-    rescaled    [P_STAGES]
-    inverse     [heads]: factors for the columns of O^T at the end of a work tile
+    rescale     [heads, P_STAGES]: factor of each column of O^T before a tile's V^T P^T is added; only valid if
+                the stage's `rescaled` is not 0
+    rescaled    [P_STAGES]: whether the tile's scores raised row_max
+    inverse     [heads]: factor of each column of O^T at the end of a work tile, 1 / (sum of P)
     end         pipeline of inverse, one stage
     order       mbarriers, one per stage: let the score warpgroups read and update row_max in turns
-    by_warp     [heads, score warps]: maxima or sums of the warps' columns
+    by_warp     [heads, score warps]: each warp's maximum or sum of a head's column, for reductions over warps
     row_max     [heads]: the maximum that P is relative to, in log2; NO_MAX before the first score
-    row_sum     [4, score threads, heads / 16]: each thread's sums of its columns over its keys
+    row_sum     [4, score threads, heads / 16]: each thread's sums of its columns over its keys; a thread has
+                heads / 4 columns
 
     Only kernels for FP8 caches use these:
     q_f16         the memory of Q as f16
@@ -82,7 +86,7 @@ class SwapAbExchange:
 class SwapAbExchangeMemory:
     """The layout of a SwapAbExchange in shared memory.
 
-    dtype             of Q and P; None for an FP8 cache, with Q in bf16 and f16 and P in f16
+    dtype             dtype of Q and P; None for an FP8 cache, where Q is in bf16 and f16, and P in f16
     head_dim          channels of a query
     head_tile         heads per CTA
     score_warpgroups  number of score warpgroups
@@ -151,13 +155,13 @@ class ScaleTable:
     """The factors that turn a tile's FP8 values into V in f16.
 
     A factor is a value's scale divided by 2^(e - F16_ROOM), where e is the exponent of the key's largest
-    scale. This uses the range of f16. P is multiplied by the key's 2^e instead. The factors of two keys are
-    adjacent, as in the wgmma operand.
+    scale. So the factors fit in the range of f16. The score warpgroups multiply P by the key's 2^e, and O is
+    divided by 2^F16_ROOM. The factors of two keys are adjacent, as the keys are in the wgmma operand.
 
-    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16: the rounded factor, and the rounding error.
-    d = 512: [8 blocks, 32 pairs of keys, 2 keys] f16, powers of two. The last block is bf16 values, and its
-    factor 2^(F16_ROOM - e) is stored as bf16. A group whose scale is below 2^-20 of the key's largest scale
-    loses accuracy, up to 2^-22 of that largest scale.
+    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16. The third mode is (rounded factor, rounding error).
+    d = 512: [8 blocks, 32 pairs of keys, 2 keys] f16, powers of two. The values of the last block are bf16,
+    and its factor 2^(F16_ROOM - e) is stored as bf16. A group whose scale is below 2^-20 of the key's largest
+    scale loses accuracy, up to 2^-22 of that largest scale.
     """
 
     def __init__(self, head_dim: int):
@@ -166,7 +170,10 @@ class ScaleTable:
         self.each = TILE_N // 2 * self.entry
 
     def place(self, table: Int32, group, key):
-        """Return the address of a key's factor for a group or block. The rounding error is 4 bytes further."""
+        """Return the address of a key's factor for a group (d = 576) or block (d = 512).
+
+        The rounding error of a group's factor is 4 bytes further.
+        """
         return table + group * self.each + key // 2 * self.entry + key % 2 * 2
 
     def of_block(self, table: Int32, block) -> Int32:
@@ -174,7 +181,7 @@ class ScaleTable:
         return table + (block // 2 if self.split else block) * self.each
 
     def pair(self, start: Int32, pair) -> list:
-        """Return the word with the factors of two keys, and the word with their rounding errors if there are any."""
+        """Return [word of the factors of two keys] and, for d = 576, also the word of their rounding errors."""
         if self.split:
             return list(load_8(start + pair * self.entry))
         return [load_4(start + pair * self.entry)]

@@ -1,7 +1,7 @@
 """The schedulers of sparse MLA attention: stream-K over all queries, and a queue of items.
 
-There are two queues: one of groups of queries (sparse_mla_union_sm90.py), and one of single queries that share
-too few keys (sparse_mla_queued_sm90.py).
+There are two queues. The items of one are groups of queries that share keys (sparse_mla_union_sm90.py), those
+of the other are single queries that share too few keys (sparse_mla_queued_sm90.py).
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from cutlass import Int32
 
 
 class SchedulerState(NamedTuple):
-    """Position of a worker.
+    """Position of a worker: the next work tile.
 
     query     next query of the full waves
     wave      next wave
     tile      the worker's first split tile, counted over all split queries; once split work has begun, the
               first tile of `query`
-    left      split tiles left for this worker
-    is_valid  whether there is any work left
+    left      number of split tiles left for this worker
+    is_valid  whether the worker has any work left
     """
 
     query: Int32
@@ -32,16 +32,16 @@ class SchedulerState(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamKScheduler:
-    """Stream-K over queries of at most `tiles` tiles, after full waves: the work of worker `worker` of `workers`.
+    """The work of worker `worker` of `workers`: whole queries in full waves, then stream-K over the rest.
 
-    In wave w of the `full_waves` waves a worker computes the whole query worker + w * workers. The tiles of the
-    remaining queries are divided evenly among the first `split_workers` workers, as if every query had `tiles`
-    tiles. split_workers is at most the number of these tiles.
+    A query has at most `tiles` tiles. In wave w of the `full_waves` waves a worker computes the whole query
+    worker + w * workers. The tiles of the remaining queries are divided evenly among the first `split_workers`
+    workers, as if every query had `tiles` tiles. split_workers is at most the number of these tiles.
 
-    So a query may be split between workers. A worker has at most two splits. The one with its query's first
-    tile is partial result 2 * worker + 1, the other one 2 * worker.
+    So a remaining query can be split between workers. A worker has at most two splits. A split that contains
+    its query's first tile writes partial result 2 * worker + 1, any other split writes 2 * worker.
 
-    The training family's StreamKScheduler differs: it splits all of its work, which consists of spans of
+    The StreamKScheduler of the training kernels differs: it splits all work, which consists of spans of
     unequal lengths.
     """
 
@@ -62,7 +62,7 @@ class StreamKScheduler:
 
     @cute.jit
     def split_begin(self, worker: Int32):
-        """Return the first of a worker's split tiles."""
+        """Return the first of a worker's split tiles, counted over all split queries."""
         return cutlass.min(worker, self.split_workers) * self.split_tiles() // self.split_workers
 
     @cute.jit
@@ -91,8 +91,8 @@ class StreamKScheduler:
     def advance(self, state: SchedulerState, query, tile, query_tiles):
         """Return (first tile, end tile, split_idx, next state) of the work tile at (query, tile).
 
-        query_tiles: number of tiles that the query really has. The next state's `query` is a guess where
-        split work begins; `locate` finds the real one.
+        query_tiles: number of tiles that the query really has. If the worker's split work begins next, the next
+        state's `query` is only a guess; `locate` returns the right query.
         """
         first, end, split_idx, following = Int32(0), query_tiles, Int32(-1), query + self.workers
         wave, left = state.wave, state.left
@@ -114,10 +114,10 @@ class StreamKScheduler:
 
 @dataclass(frozen=True)
 class Queue:
-    """The first counts[place] of `items` are to be computed, in any order.
+    """The first counts[place] entries of `items` are the groups or queries to compute, in any order.
 
-    counts  [2]: of groups, then of single queries
-    place   which of the two this queue is
+    counts  [2]: number of queued groups, number of queued single queries
+    place   index of this queue in `counts`
     """
 
     items: cute.Tensor
@@ -134,11 +134,11 @@ class Queue:
 
 @dataclass(frozen=True)
 class QueueScheduler:
-    """The work of worker `worker` of `workers` in a queue: items worker, worker + workers and so on, never
-    split.
+    """The work of worker `worker` of `workers` in a queue: the whole items at positions worker, worker + workers
+    and so on.
 
-    A state's `query` is an item and its `wave` a position in the queue. queries: an exclusive upper bound of
-    the items.
+    A state's `query` is an item, and the state's `wave` is a position in the queue. queries: an exclusive upper
+    bound of the items.
     """
 
     worker: Int32
@@ -165,5 +165,5 @@ class QueueScheduler:
 
     @cute.jit
     def advance(self, state: SchedulerState, query, tile, query_tiles):
-        """As `StreamKScheduler.advance`, with all tiles of the item and no split."""
+        """Return the same as `StreamKScheduler.advance`; the work tile has all tiles of the item and is no split."""
         return Int32(0), query_tiles, Int32(-1), self.at(state.wave + self.workers)

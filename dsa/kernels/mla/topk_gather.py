@@ -1,8 +1,8 @@
 """The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather).
 
 A query's tiles are its first list of keys in steps of 64, then its second list. The scheduler says which
-queries and tiles a CTA computes. For an index that is no key the load warpgroup writes zeros and clears the
-key's bit in the valid mask.
+queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and clears the key's bit
+in the valid mask.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
 the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
@@ -43,7 +43,7 @@ class Selection:
     """A list of keys for each query.
 
     cache       [pages, P, d]
-    indices     [T, K]; an index that is negative or beyond the cache is no key
+    indices     [T, K]; an index that is negative or beyond the cache is invalid
     counts      [T / group]: how many of the K indices are used, if has_counts > 0
     has_counts  whether `counts` is used
     page_size   P as a divisor
@@ -88,9 +88,9 @@ class TopkGather(KvStages):
         warp,
         lane,
     ):
-        """Run the load warpgroup: all work tiles of this CTA, then the end marker.
+        """Run the load warpgroup over all work tiles of this CTA, then publish the end marker.
 
-        lists             one Selection or two
+        lists             one or two Selections
         memory, pipeline  the stages and their barriers
         """
         kv_state, work_state = pipeline.start(), start()
@@ -116,11 +116,11 @@ class TopkGather(KvStages):
 
     @cute.jit
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> Boolean:
-        """Whether the whole tile has arrived; if so, fence it. last: its last v chunk and its rope part.
+        """Whether the whole tile has arrived; if so, fence it.
 
-        A lane's arrival at the last v chunk's barrier comes after all copies that the lane has started before
-        (cp.async.mbarrier.arrive), so this barrier stands for the tile. The rope ring's barrier also covers
-        the mask.
+        last: the states of the tile's last v chunk and of its rope part. A lane arrives at the last v chunk's
+        barrier only after all copies that the lane has started before are complete (cp.async.mbarrier.arrive),
+        so this barrier covers all v chunks of the tile. The rope ring's barrier also covers the mask.
         """
         loaded = pipeline.v.is_full(last.v, K_PER_V - 1)
         if loaded:
@@ -141,13 +141,13 @@ class TopkGather(KvStages):
 
     @cute.jit
     def locate_row(self, q, query, first_row, warp, lane):
-        """Return (address, whether the row exists) of row lane % 16 of the rows of Q that this warp gathers."""
+        """Return (address, whether the row exists) of row lane % 16 of the 16 rows of Q that this warp gathers."""
         row = first_row + warp * WARP_KEYS + lane % WARP_KEYS
         return q[query, 0, cutlass.min(row, q.shape[2] - 1), None].iterator.toint(), row < q.shape[2]
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """Return the index of a tile's key, or -1 past the end of the list."""
+        """Return the index of key `key` of tile `tile` of a query, or -1 past the end of the list."""
         place = tile * TILE_N + key
         index = Int32(-1)
         if place < counts[0]:
@@ -161,7 +161,7 @@ class TopkGather(KvStages):
 
     @cute.jit
     def locate(self, lists, ends, tile, index):
-        """Return (address, address of the scales, whether the key exists) of the tile's key with this index."""
+        """Return (address, address of the scales, whether the key is valid) of a tile's key with this index."""
         address, scales, valid = self.find(lists[0], index)
         if const_expr(len(lists) == 2):
             if tile >= ends[0]:
@@ -170,7 +170,7 @@ class TopkGather(KvStages):
 
     @cute.jit
     def find(self, selection: Selection, index):
-        """As `locate`, in one list."""
+        """Return the same as `locate`, for a key of the list `selection`."""
         page, offset = divmod(cutlass.max(index, 0), selection.page_size)
         valid = index >= 0 and page < selection.cache.shape[0]
         address = Int64(selection.cache.iterator.toint())
@@ -181,14 +181,14 @@ class TopkGather(KvStages):
 
     @cute.jit
     def addresses_of(self, selection: Selection, page, offset):
-        """Return the addresses of a key and of its scales, if they do not follow the key's values."""
+        """Return (address of a key, address of its scales). A 16-bit key has no scales: the second is a dummy."""
         return Int64(selection.cache[page, offset, None].iterator.toint()), Int64(selection.cache.iterator.toint())
 
     @cute.jit
     def spread(self, address: Int64, mask: Uint32, lane):
-        """From one address per key, make the addresses for 8 lanes per key, 16 bytes apart.
+        """Turn one address per lane (lane i < 16 has key i) into addresses for 8 lanes per key, 16 bytes apart.
 
-        Return (addresses, whether the keys exist), for the four keys of a lane.
+        Return (addresses, whether the keys are valid), for the four keys of a lane.
         """
         sources, valid = [], []
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
@@ -214,8 +214,10 @@ class TopkGather(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """Load the query's rows from first_row on as one tile, then the work tile's keys. Return the state
+        """Load 64 rows of Q from first_row on like a tile of keys, then the work tile's keys. Return the state
         after them.
+
+        Iteration first - 1 of the loop loads Q.
         """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
@@ -252,7 +254,7 @@ class TopkGather(KvStages):
     def selected(self, mask: Uint32, index: Int32, lane):
         """Return the bits of this warp's keys for `write_selected`.
 
-        mask: which of the keys exist; index: the index of the lane's key.
+        mask: which of the keys are valid; index: the index of the lane's key.
         """
         return mask
 

@@ -1,16 +1,17 @@
 """The up-projections W_UK and W_UV of a head as operands of mma.sync.
 
-FP8 weights are 16 rows (M), tokens are 8 columns (N).
+An mma has 16 rows of FP8 weights (M) and 8 tokens as columns (N).
 
 A weight becomes e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
-order of channels in a product is free, as long as weights and tokens agree. Both use their storage order.
+order of channels in a product is free, as long as weights and tokens have the same order. Here this is the order
+in memory.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-OCTET = 8  # tokens per octet: columns of an mma
+OCTET = 8  # tokens per octet, which are the columns of an mma
 BLOCK = 128  # rows and columns of weights that share a scale
 VECTOR, WORDS = 16, 4  # FP8 weights and 32-bit words in 16 bytes
 BF16_VECTOR = 8  # 16-bit elements in 16 bytes
@@ -31,8 +32,8 @@ def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
 def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
     """Return a zero that ptxas cannot fold, read from shared memory after a CTA barrier.
 
-    ptxas moves no load over the barrier. Without it, ptxas would place loads after conversions that wait for
-    the first loads.
+    ptxas moves no load over the barrier. Without the barrier, ptxas would place some loads after the conversions
+    that wait for the first loads.
 
     zeros: one word of shared memory per warp
     """
@@ -59,9 +60,10 @@ def behind(x: Float32, words, zero: Uint32) -> Float32:
 def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint32):
     """Compute acc += 16 rows of weights x 16 channels times 16 channels x 8 tokens.
 
-    acc        [4]: two adjacent tokens of a row among the first eight rows, and of the row 8 further
-    weights    [4] words of two channels: the first row, the second row, then both rows' next two channels
-    low, high  a token's words of the same channels
+    acc        [4]: two adjacent tokens of the lane's first row (0 to 7), then of its second row, 8 further
+    weights    [4]: words of two channels. Words 0 and 1 are of the lane's first and second row, words 2 and 3
+               of the same rows and the channels of `high`
+    low, high  a token's words of two channels; `low` multiplies words 0 and 1, `high` words 2 and 3
     """
     made = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -76,7 +78,7 @@ def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint
 
 @cute.jit
 def load_words(row: cute.Tensor, place, target: cute.Tensor):
-    """Load the 16 bytes number `place` of a row into four words."""
+    """Load 16 bytes of a row into four words. place: offset in the row, in units of 16 bytes."""
     source = cute.local_tile(row, (128 // row.element_type.width,), (place,))
     cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
 

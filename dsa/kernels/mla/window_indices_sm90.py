@@ -2,11 +2,13 @@
 
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
+Query t has position p in its sequence, whose first key is k0.
+
 Work
-- A warp handles one query. It finds the first and the last position, and its lanes write adjacent columns.
+- A warp handles one query. It computes the first and the last position, and its lanes write adjacent columns.
 - To find the sequence of a packed query, the warp compares the query with all boundaries, 32 at a time,
-  from the L1 cache. With hundreds of boundaries a binary search would compare fewer of them. But one wrong
-  boundary would mislead it for queries of other sequences, too.
+  from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But with a binary
+  search one wrong boundary would also give wrong results for queries of other sequences.
 - Each key's page number is loaded without a branch, so that several loads are in flight. Adjacent keys are
   mostly in the same page. A ring has no block table: page b belongs to sequence b.
 - Positions and slots use 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot that
@@ -50,7 +52,7 @@ def _launch(kernel, queries: Int32, stream) -> None:
 
 @cute.jit
 def _seen(lowest: Int64, last: Int64, window: Int32):
-    """Return (first, count) of the positions up to `last` in the window, none below `lowest` or 0."""
+    """Return (first, count) of the positions in the window that ends at `last`, without those below `lowest` or 0."""
     first = cutlass.max(cutlass.max(last - window + 1, lowest), Int64(0))
     return Int32(first), Int32(cutlass.max(last - first + 1, Int64(0)))
 
@@ -75,10 +77,10 @@ class WindowIndicesSm90:
 
     @cute.jit
     def sequence(self, q_starts: cute.Tensor, t, lane):
-        """Return the sequence of query t, or -1.
+        """Return the index of the sequence of query t, or -1.
 
-        Among the non-empty sequences that begin at or before t, this is the one that begins last, provided
-        that it ends after t. So wrong boundaries of one sequence take no queries from the sequences after it.
+        Of the non-empty sequences that begin at or before t, this is the one that begins last, if it ends after
+        t. So wrong boundaries of one sequence take no queries from the sequences after it.
         """
         own, begins = Int32(-1), Int32(LOWEST)
         for b in cutlass.range(lane, q_starts.shape[0] - 1, WARP, unroll=UNROLL):
@@ -91,7 +93,7 @@ class WindowIndicesSm90:
 
 
 class WindowSlotsSm90:
-    """`ring`: page b belongs to sequence b, and there is no block table."""
+    """Slots of window keys in a paged cache. ring: page b belongs to sequence b, and there is no block table."""
 
     def __init__(self, ring: bool):
         self.ring = ring
@@ -133,7 +135,8 @@ class WindowSlotsSm90:
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
         """Return the cache slot of the window's key number `column`, or -1."""
-        # Past the last key, use the last key's position again, or 0 if there is no key.
+        # Past the last key, use the last key's position again, or 0 if there is no key: the load of the page
+        # number then needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
         place, offset = divmod(position, pages)
         page, exists = b, column < count

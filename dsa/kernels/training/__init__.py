@@ -1,1 +1,1 @@
-"""CuTe DSL kernels that train the indexer: the warm-up stage, the sparse stage and their gradients."""
+"""CuTe DSL kernels for training: the indexer's warm-up and sparse stages, and the gradients of sparse MLA attention."""

@@ -1,14 +1,14 @@
 """Active bits: one bit per (query, head, key), 1 if q_h[t] . k[j] > 0. The indexer's gradients need only this bit of
 the product.
 
-A word holds the bits of one thread's 32 accumulators in a wgmma of 64 keys x 64 (query, head) columns. These are keys
-r and r + 8 with r = 16 * warp + lane / 4, and columns 8 j + 2 (lane % 4) + e with j from 0 to 7 and e 0 or 1. Byte
+A word contains the bits of one thread's 32 accumulators in a wgmma of 64 keys x 64 (query, head) columns. These are
+keys r and r + 8 with r = 16 * warp + lane / 4, and columns 8 j + 2 (lane % 4) + e with j from 0 to 7 and e 0 or 1. Byte
 2 * half + e of the word belongs to key r + 8 * half and to the columns with this e. The byte's highest bit is j = 0,
 its lowest bit is j = 7.
 
-A block of 64 x 64 has 128 words, 32 adjacent ones per warp. `word_place` orders a warp's words so that those of two
-neighbouring keys are adjacent. A consumer of the transposed product has columns as rows and pairs of keys in each
-register, so it reads both words with one load.
+A block of 64 x 64 has 128 words, 32 adjacent words per warp. `word_place` orders a warp's words so that the words of
+two adjacent keys are adjacent. In the query gradient, operand A has (query, head) columns as rows and a pair of keys in
+each register, so a lane reads the words of both keys with one load.
 """
 
 import cutlass
@@ -18,14 +18,14 @@ from cutlass import Float32, Int32, Uint32
 
 @cute.jit
 def word_place(lane: Int32) -> Int32:
-    """Position of a lane's word among its warp's 32. With key row 2 a + b of 8 and c = lane % 4, the order is (a, c,
-    b)."""
+    """Return the position of a lane's word among the warp's 32 words. With lane / 4 = 2 a + b (b 0 or 1) and c =
+    lane % 4, the words are in the order of (a, c, b): b changes fastest."""
     return ((lane >> 3) << 3) | ((lane & 3) << 1) | ((lane >> 2) & 1)
 
 
 @cute.jit
 def sign_bits(acc, block: cutlass.Constexpr) -> Uint32:
-    """Pack the sign bits of a block's accumulators, [column / 8][half][e], into a word. `block` counts 64 columns.
+    """Return a word of the sign bits of a block of accumulators, [column / 8][half][e]. block: index of the 64 columns.
 
     The accumulators hold -q . k, so the sign bit is 1 for an active head. A product of 0 is +0 and not active.
     """
@@ -43,8 +43,8 @@ def sign_bits(acc, block: cutlass.Constexpr) -> Uint32:
 
 @cute.jit
 def permute(a: Uint32, b: Uint32, selector) -> Uint32:
-    """Select four bytes: digits 0 to 3 of the selector name bytes of a, 4 to 7 bytes of b. A digit with 8 added
-    replicates the byte's sign bit."""
+    """Return a word of four selected bytes. Selector digits 0 to 3 are the bytes of a, digits 4 to 7 the bytes of b. A
+    digit with 8 added gives a byte that is filled with the sign bit of the selected byte."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, Uint32(selector)]
     )
@@ -52,15 +52,16 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
 
 @cute.jit
 def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
-    """Multiply two pairs of bf16, rounded to bf16."""
+    """Multiply two pairs of bf16 elementwise, and round the products to bf16."""
     return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 @cute.jit
 def negated_head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """sum_h w[h] relu(-acc[key, query * heads + h]) over this lane's heads, for its two keys [row, row + 8].
+    """Return sum_h w[h] relu(-acc[key, query * heads + h]) over this lane's heads, for the lane's two keys, row and
+    row + 8.
 
-    acc      this thread's accumulators, flat: [column / 8][key half][2 neighbouring columns]
+    acc      this thread's accumulators, flat: [column / 8][key half][2 adjacent columns]
     weights  w / 2 of this lane's columns, flat: [column / 8][2]
     """
     sums = [Float32(0.0), Float32(0.0)]
@@ -68,8 +69,8 @@ def negated_head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Cons
         column = query * (heads // 8) + j
         for c in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
-                # |x| - x is exactly 2 relu(-x), and w is halved. It runs on the FMA pipe, at twice the rate of a
-                # maximum.
+                # |x| - x is exactly 2 relu(-x), and w is halved. These instructions run on the FMA pipe, at twice the
+                # rate of a maximum.
                 x = acc[4 * column + 2 * half + c]
                 sums[half] = cute.math.fma(cute.math.absf(x) - x, weights[2 * column + c], sums[half])
     return sums

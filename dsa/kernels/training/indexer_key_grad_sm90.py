@@ -2,22 +2,22 @@
 
 Plan
 - GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the
-  sums of 128 keys, two tiles of 64 x D, in registers. It streams the queries through shared memory as operand B, which
-  all warpgroups share.
-- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. The scores kernel stored each word
-  of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A shift, a
-  byte permutation that replicates signs, and an AND mask two bf16 numbers. A transposing ldmatrix loads dI, with each
-  number in both halves of a word. Products with w are rounded to bf16.
+  sums of 128 keys, two tiles of 64 x D, in registers. It reads the queries from shared memory as operand B, which all
+  warpgroups share.
+- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. The scores kernel stores each word
+  of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane masks
+  two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix loads
+  dI, with each number in both halves of a word. The lane rounds products with w to bf16.
 - While a warpgroup computes one tile's operand A, the wgmma of its other tile or of another warpgroup runs.
-- Each CTA gets an equal range of all (key block, column block) pairs (key_block_scheduler.py, stream-K). A CTA adds a
-  key block that only it has directly to dk. For shared key blocks it writes partial sums, and a second kernel, the
-  fixup, adds them in a fixed order.
+- Each CTA gets an equal range of all (key block, column block) pairs (key_block_scheduler.py, stream-K). If a key block
+  is in the range of one CTA only, this CTA adds its sums to dk directly. If several CTAs share a key block, each of
+  them writes partial sums, and a second kernel, the fixup, adds these in a fixed order.
 - One producer warp loads q by TMA, and w, dI and bits by bulk copies. Columns after a span's last one are queries of
-  another sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
-Shared memory per stage: 64 x D x 2 bytes of q, 128 of w, 256 of dI per query and warpgroup, 1 KiB of bits per
-warpgroup.
-Registers at D = 64: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer warpgroups or
-160 with three.
+  another sequence. The producer overwrites these columns with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+Shared memory per stage: 64 x D x 2 bytes of q, 128 bytes of w, 256 bytes of dI per query and warpgroup, 1 KiB of bits
+per warpgroup.
+Registers per consumer thread: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer
+warpgroups or 160 with three.
 Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in this
 time.
 """
@@ -55,22 +55,23 @@ from dsa.kernels.training.q_tiles import BIT_BYTES, COLUMN_BLOCK, KEY_BLOCK, gra
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-TILE = 2 * KEY_BLOCK  # keys per warpgroup
+TILE = 2 * KEY_BLOCK  # keys per consumer warpgroup
 FIXUP_THREADS = 256
 
 
-# Words of a CTA's row of `fixup`, which describe its partial sums.
+# Words of a CTA's row of `fixup`, which describe the CTA's partial sums.
 # TAIL: 1 if the CTA has partial sums of the key block in which its range ends.
-# TAIL_KEY, TAIL_KEYS: the block's first key and number of keys.
-# HEAD: 1 if the CTA has partial sums of the key block in which its range begins.
-# HEAD_ENDS: 1 if this block's last pair is in the range.
+# TAIL_KEY, TAIL_KEYS: the first key and the number of keys of that key block.
+# HEAD: 1 if the CTA has partial sums of the key block in which its range begins, and another CTA has the block's
+# beginning.
+# HEAD_ENDS: 1 if the last pair of that key block is in the CTA's range.
 TAIL, TAIL_KEY, TAIL_KEYS, HEAD, HEAD_ENDS = range(5)
 FIXUP_WORDS = 8
 
 
 @dataclass(frozen=True)
 class IndexerKeyGradConfig:
-    """warpgroups: number of consumer warpgroups. stages: of 64 columns each."""
+    """Configuration of a variant. warpgroups: number of consumer warpgroups. stages: number of stages of 64 columns."""
 
     warpgroups: int
     stages: int
@@ -80,7 +81,8 @@ class IndexerKeyGradConfig:
         return TILE * self.warpgroups
 
 
-# Per (heads, channels). If a stage is small, a third warpgroup shares its queries. As many stages as fit, at most 12.
+# Keyed by (heads, channels). If stages are small, a third warpgroup fits and shares the queries. As many stages as fit,
+# at most 12.
 CONFIGS = {
     (8, 64): IndexerKeyGradConfig(3, 12),
     (8, 128): IndexerKeyGradConfig(2, 9),
@@ -97,9 +99,9 @@ class IndexerKeyGradSm90:
     def __init__(self, heads: int, dim: int, cfg: IndexerKeyGradConfig):
         self.heads, self.dim, self.warpgroups, self.stages, self.keys = heads, dim, cfg.warpgroups, cfg.stages, cfg.keys
         self.threads, self.consumer_warps = (cfg.warpgroups + 1) * WARPGROUP, 4 * cfg.warpgroups
-        self.queries = COLUMN_BLOCK // heads  # per column block
-        self.tile_bytes = self.queries * TILE * 2  # of dI per warpgroup and stage
-        # Per stage.
+        self.queries = COLUMN_BLOCK // heads  # queries per column block
+        self.tile_bytes = self.queries * TILE * 2  # bytes of dI per warpgroup and stage
+        # Bytes per stage.
         self.q_bytes, self.w_bytes = COLUMN_BLOCK * dim * 2, COLUMN_BLOCK * 2
         self.di_bytes, self.active_bytes = cfg.warpgroups * self.tile_bytes, cfg.warpgroups * 2 * BIT_BYTES
         self.scheduler = KeyBlockScheduler(heads, cfg.keys)
@@ -196,7 +198,7 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
-        """Number of a key block's tiles of 128 keys that a span's column block sees."""
+        """Return how many of a key block's tiles of 128 keys a span's column block sees."""
         count = Int32(0)
         for tile in cutlass.range_constexpr(self.warpgroups):
             key = key_block * self.keys + tile * TILE
@@ -222,7 +224,7 @@ class IndexerKeyGradSm90:
         own,
         lane,
     ):
-        """The producer warp: load the stages of every work tile of this CTA."""
+        """Run the producer warp: load q, w, dI and bits of every work tile of this CTA."""
         state, landed_phase = start(), Int32(0)
         next_tile = self.scheduler.first(q_tiles, own, lane)
         while next_tile.is_valid:
@@ -283,15 +285,15 @@ class IndexerKeyGradSm90:
         warp,
         lane,
     ):
-        """The mainloop of a consumer warpgroup: its 128 keys of every key block in the CTA's range."""
+        """Run a consumer warpgroup over its 128 keys of every key block in the CTA's range."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sq)))
         operands, words = zip(*(operand_a(thr, (KEY_BLOCK, COLUMN_BLOCK), BFloat16) for _ in range(2)))
         accs, flats = zip(*(accumulator(thr, (KEY_BLOCK, self.dim)) for _ in range(2)))
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
-        # Each lane gives ldmatrix one row address. Lane / 8 is the matrix: lane bit 3 selects the half of 16 keys; bit
-        # 4 selects the tile of 64 keys, or the query if a column block has several.
+        # Each lane gives ldmatrix one row address. Lane / 8 is the matrix: bit 3 of the lane selects the half of 16
+        # keys. Bit 4 selects the tile of 64 keys or, if a column block has several queries, the query.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -308,7 +310,8 @@ class IndexerKeyGradSm90:
             for acc in flats:
                 acc.fill(0.0)
             key = key_block * self.keys + tile * TILE
-            # The first column block that sees the warpgroup's first tile of 64 keys, and the second one.
+            # The first column block that sees the warpgroup's first tile of 64 keys, and the first one that also sees
+            # the second tile.
             seen_from, both_from = self.seen_from(span, key, end), self.seen_from(span, key + KEY_BLOCK, end)
             for at in cutlass.range(column_block, end, unroll=1):
                 columns.consumer_wait(state)
@@ -345,16 +348,17 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def seen_from(self, span, key, end):
-        """The first column block that sees a key, or `end` if none does."""
+        """Return the first column block that sees a key, or `end` if no column block does."""
         return self.scheduler.first_column_block(span.q_tile, key) if key < span.visible else end
 
     @cute.jit
     def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, active_at):
-        """Accumulate a stage's columns into the warpgroup's first tile (blocks = 1) or into both (2)."""
+        """Add the products of a stage's columns to the sums of the warpgroup's first tile (blocks = 1) or of both tiles
+        (blocks = 2)."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = active_at + stage * self.active_bytes
-        # All row addresses of a matrix are the same 16 bytes. So lane l gets pair l % 4 of these 8 numbers, or, with
-        # the transposing load, number l / 4 twice.
+        # The eight row addresses of a matrix are equal. So lane l gets pair l % 4 of the 8 numbers at this address or,
+        # with the transposing load, number l / 4 twice.
         w = [*load_matrices(w_here), *load_matrices(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_matrices_transposed(di_here)
@@ -379,8 +383,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def store(self, flat, half: cutlass.Constexpr, row, add: cutlass.Constexpr, lane):
-        """The epilogue of a key block: store a row's sums, pairs of columns 8 apart. add: add the row's old values
-        first."""
+        """Store the lane's sums of a key, pairs of channels that are 8 apart, to `row`. add: add them to the row's
+        old values."""
         pairs = cute.local_tile(row, (2,), (None,))
         pair = cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(self.dim // 8):
@@ -395,8 +399,9 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """The fixup. CTA x adds the partial sums of the key block in which range x ends: those of range x, then those
-        of the following ranges up to the block's end."""
+        """Add the partial sums to dk (the fixup). CTA x handles the key block in which range x ends, if other CTAs
+        share this block: it adds the partial sums of range x, then those of the following ranges up to the block's
+        end."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid
@@ -421,9 +426,9 @@ class IndexerKeyGradSm90:
 
 @cached
 def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig):
-    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, q_tiles [S, 8], di bf16 [S, N, 2, 64, 128],
-    active uint32 [S, 2 H, 2 N, 128], dk [Tk, D] fp32, partial_sums [ctas, 2, keys, D] fp32, fixup int32 [ctas, 8]); S
-    up to 1024. Rows of q begin at multiples of 16 bytes."""
+    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, q_tiles int32 [S, 8], di bf16 [S, N, 2, 64, 128],
+    active uint32 [S, 2 H, 2 N, 128], dk [Tk, D] fp32, partial_sums [ctas, 2, keys, D] fp32, fixup int32 [ctas, 8]).
+    S is at most 1024. Rows of q begin at multiples of 16 bytes."""
     ctas, block = cute.sym_int(), config.keys * dim
     return compile_sm90(
         IndexerKeyGradSm90(heads, dim, config),
@@ -438,5 +443,5 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_indexer_key_grad, (*shape, config)) for shape, config in CONFIGS.items()]

@@ -3,21 +3,21 @@ dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 
 Plan
 - GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of the scores), N is channels, K is keys. A
-  consumer warpgroup keeps the sums of BLOCKS blocks, BLOCKS x 64 x D, in registers. It streams all keys that the
-  blocks see through shared memory, 128 per stage, as operand B, which all warpgroups share.
+  consumer warpgroup keeps the sums of BLOCKS blocks, BLOCKS x 64 x D, in registers. It reads all keys that the
+  blocks see from shared memory, 128 per stage, as operand B, which all warpgroups share.
 - Operand A is dI where a head is active and 0 elsewhere, computed in registers. A lane loads the words of bits of two
-  neighbouring keys (active_bits.py), selects its row's bytes from both, and expands the signs to masks of 16 bits.
-  ldmatrix loads pairs of dI, which are the same for all heads of a query.
+  adjacent keys (active_bits.py), selects the bytes of the lane's row from both words, and expands the bits to masks of
+  16 bits. ldmatrix loads pairs of dI, which are the same for all heads of a query.
 - While a warpgroup computes one block's operand A, the wgmma of its other block or of another warpgroup runs.
-- In the prologue of a work tile each warp copies its rows of q to shared memory, for dw. In the epilogue dq leaves
-  through the same memory. dw needs no second product, since sum_j dI relu(q . k) = q . g.
+- In the prologue of a work tile each warp copies its rows of q to shared memory, for dw. In the epilogue the warp
+  stages dq in the same memory. dw needs no second product, because sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
-  sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+  sequence. The producer overwrites these keys with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
 - Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tiles.py).
-Shared memory per stage: 128 x D x 2 bytes of k, 256 of dI per query, 1 KiB of bits per block. 128 x D bytes per block
-for q and dq.
-Registers: BLOCKS x D / 2 sums, BLOCKS x 16 for operand A, 8 or 16 for dI, of 232 with two consumer warpgroups or 112
-with four. The producer warpgroup has 40 or 32.
+Shared memory: per stage 128 x D x 2 bytes of k, 256 bytes of dI per query and 1 KiB of bits per block. Also 128 x D
+bytes per block for q and dq.
+Registers: per consumer thread BLOCKS x D / 2 sums, BLOCKS x 16 for operand A and 8 or 16 for dI, of 232 with two
+consumer warpgroups or 112 with four. A producer thread has 40 or 32.
 Roofline: tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in that time.
 """
 
@@ -64,13 +64,13 @@ from dsa.kernels.training.q_tiles import (
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-ROWS = 16  # per warp
+ROWS = 16  # (query, head) rows per warp and block
 
 
 @dataclass(frozen=True)
 class IndexerQueryGradConfig:
-    """warpgroups: number of consumer warpgroups. blocks: of 64 (query, head) rows, per warpgroup. stages: of 128 keys
-    each."""
+    """Configuration of a variant. warpgroups: number of consumer warpgroups. blocks: number of blocks of 64 (query,
+    head) rows per warpgroup. stages: number of stages of 128 keys."""
 
     warpgroups: int
     blocks: int
@@ -78,12 +78,12 @@ class IndexerQueryGradConfig:
 
     @property
     def column_blocks(self) -> int:
-        """Blocks of 64 (query, head) pairs per work tile."""
+        """Number of blocks of 64 (query, head) pairs per work tile."""
         return self.warpgroups * self.blocks
 
 
-# The fastest measured per (heads, channels). Four warpgroups best hide the work between two wgmma, if their registers
-# suffice. As many stages as fit, at most 8.
+# The fastest measured configurations, keyed by (heads, channels). Four warpgroups are fastest if the sums fit in their
+# registers, because they best hide the work between two wgmma. As many stages as fit, at most 8.
 CONFIGS = {
     (8, 64): IndexerQueryGradConfig(4, 1, 6),
     (8, 128): IndexerQueryGradConfig(2, 2, 3),
@@ -101,12 +101,12 @@ class IndexerQueryGradSm90:
         self.heads, self.dim, self.cfg, self.blocks, self.stages = heads, dim, cfg, cfg.blocks, cfg.stages
         self.column_blocks, self.consumer_warps = cfg.column_blocks, 4 * cfg.warpgroups
         self.block_q = cfg.column_blocks * COLUMN_BLOCK // heads
-        # Per stage.
+        # Bytes per stage.
         self.k_bytes, self.di_bytes = K_TILE * dim * 2, self.block_q * K_TILE * 2
         self.active_bytes = cfg.column_blocks * 2 * BIT_BYTES
         self.scheduler = QTileScheduler(self.block_q)
-        self.chunks = dim // 8  # of 16 bytes, per row
-        self.staged = ROWS * dim * 2  # bytes of a warp's rows, per block
+        self.chunks = dim // 8  # chunks of 16 bytes per row of q
+        self.staged = ROWS * dim * 2  # bytes of a warp's rows of q per block
 
     @cute.jit
     def __call__(
@@ -199,7 +199,7 @@ class IndexerQueryGradSm90:
         keys: ZeroFillPipeline,
         lane,
     ):
-        """The producer warp: take work tiles and load their stages."""
+        """Run the producer warp: take work tiles, and load their keys, dI and bits."""
         state, work_state, landed_phase = start(), start(), Int32(0)
         number = Int32(0)
         while number >= 0:
@@ -223,7 +223,7 @@ class IndexerQueryGradSm90:
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if valid < K_TILE:
-                        # The other rows belong to the next sequence.
+                        # Rows from `valid` on belong to the next sequence.
                         k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
                         landed_phase = keys.zero_rows(landed_phase, k_tile, valid, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
@@ -247,7 +247,7 @@ class IndexerQueryGradSm90:
         warp,
         lane,
     ):
-        """The mainloop of a consumer warpgroup: its column blocks of every work tile of this CTA."""
+        """Run a consumer warpgroup over its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sk)))
         operands, words = zip(*(operand_a(thr, (COLUMN_BLOCK, KEY_BLOCK), BFloat16) for _ in range(self.blocks)))
@@ -260,8 +260,8 @@ class IndexerQueryGradSm90:
         di_at = Int32(di_start.toint()) + own // self.heads * (K_TILE * 2) + (lane >> 3) * 16
         word_at = Int32(active_start.toint()) + side * (self.blocks * 2 * BIT_BYTES)
         word_at += (lane & 3) * 32 + (lane >> 3) * 8
-        # The permutation selects the bytes with this lane's columns from two keys' words. The shift moves the warp's
-        # bits to the top of each byte.
+        # The permutation `taken` selects the bytes with the bits of this lane's rows from the words of two keys. The
+        # shift moves the warp's bits to the top of each byte.
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
         state, work_state = start(), start()
@@ -293,13 +293,14 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, di_here, word_here, taken, shift):
-        """Accumulate 64 keys of a stage into this warpgroup's blocks."""
+        """Add the products of half b of a stage, 64 keys, to the sums of this warpgroup's blocks."""
         halves = 2 if self.heads < 16 else 1
         for i in cutlass.range_constexpr(self.blocks):
             own = words[i]
             pairs = []
             for half in cutlass.range_constexpr(halves):
-                # All row addresses of a matrix are the same 16 bytes, so lane l gets pair l % 4 of these 8 numbers.
+                # The eight row addresses of a matrix are equal, so lane l gets pair l % 4 of the 8 numbers at this
+                # address.
                 address = di_here + (i * COLUMN_BLOCK + 8 * half) // self.heads * (K_TILE * 2)
                 pairs.append([*load_matrices(address), *load_matrices(address + 64)])
             for step in cutlass.range_constexpr(KEY_BLOCK // 16):
@@ -315,19 +316,19 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def staged_offset(self, row, chunk):
-        """Byte offset of chunk `chunk`, 16 bytes, of a warp's row. The swizzle puts a chunk of eight rows in different
-        banks."""
+        """Return the byte offset of 16-byte chunk `chunk` of a warp's row. With the swizzle, the same chunk of eight
+        adjacent rows is in different banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
     def lane_offset(self, first: cutlass.Constexpr, lane):
-        """Byte offset of chunk first + lane, counted over all rows."""
+        """Return the byte offset of chunk first + lane, counted over all of the warp's rows."""
         return self.staged_offset(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
     def load_q(self, q, flat_row, end, staged, lane):
-        """Start loading this warp's rows of q, with zeros for missing rows: 16 heads of one query, or 8 heads of
-        two."""
+        """Start loading this warp's rows of q to shared memory, with zeros for rows from `end` on. The rows are 16
+        heads of one query, or 8 heads of two queries."""
         source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.blocks):
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
@@ -340,7 +341,7 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def epilogue(self, flats, weights, dq, dw, flat_row, end, staged, lane):
-        """Store dw and dq of this warp's rows."""
+        """Store dw and dq of this warp's rows, block by block."""
         for i in cutlass.range_constexpr(self.blocks):
             if flat_row + i * COLUMN_BLOCK < end:
                 self.store_block(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
@@ -386,7 +387,7 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tile_counter int32 [1] initially 0, ctas).
     Rows of q, k and dq begin at multiples of 16 bytes."""
     rows = cute.sym_int()
-    # Offsets in q may exceed 32 bits.
+    # The strides are 64-bit, because offsets in q can exceed 32 bits.
     q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1)) for n in (rows, cute.sym_int(), rows))
     w, dw = (fake_line(Float32, rows) for _ in range(2))
     return compile_sm90(
@@ -397,5 +398,5 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_indexer_query_grad, (*shape, config)) for shape, config in CONFIGS.items()]

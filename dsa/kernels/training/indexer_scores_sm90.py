@@ -1,22 +1,23 @@
 """Lightning-indexer scores in training: scores[t, j] = sum_h w[t, h] relu(q_h[t] . k[j]) in fp32, from bf16 q and k and
-fp32 w. Also one active bit per (query, head, key): whether q_h[t] . k[j] > 0, all that the gradients need of the
-product.
+fp32 w. The kernel also stores one active bit per (query, head, key): whether q_h[t] . k[j] > 0. The gradients need no
+more of the product.
 
 Plan
-- Like the FP8 scores of inference: the M rows of a wgmma tile are 64 keys, its N columns the heads of N / H queries. So
-  the sum over heads is FMAs in registers and a reduce-scatter over the quad. Consumer warpgroups alternate key tiles,
-  and a tile's epilogue overlaps the next tile's wgmma.
-- The keys arrive negated, so the accumulators hold -q . k. Their sign bit is 1 exactly for an active head, and 0 for a
-  product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
-- One producer warp loads by TMA: double-buffered queries, and one ring of 64-key stages per consumer warpgroup.
+- As in the FP8 scores of inference, the M rows of a wgmma tile are 64 keys, and the N columns are the heads of N / H
+  queries. So the sum over heads is FMAs in registers and a reduce-scatter over the quad. Consumer warpgroups alternate
+  key tiles, and a tile's epilogue overlaps the next tile's wgmma.
+- The keys arrive negated, so the accumulators hold -q . k. The sign bit of an accumulator is 1 exactly for an active
+  head, and 0 for a product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
+- One producer warp loads by TMA: queries in two stages, and one ring of 64-key stages per consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
   them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
-Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). The
-producer warpgroup has 40 or 32.
+Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). A thread of
+the producer warpgroup has 40 or 32.
 Roofline: tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator, add about
-one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, 12 bytes per (query, key) are written.
+one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, the kernel writes 12 bytes per (query, key): 4 of
+scores and 8 of bits.
 """
 
 from dataclasses import dataclass
@@ -55,15 +56,16 @@ Q_STAGES = 2
 
 @dataclass(frozen=True)
 class IndexerScoresConfig:
-    """columns: N. warpgroups: number of consumer warpgroups. stages: key tiles in flight per warpgroup."""
+    """Configuration of a variant. columns: N of the wgmma. warpgroups: number of consumer warpgroups. stages: number of
+    stages of 64 keys per consumer warpgroup."""
 
     columns: int
     warpgroups: int
     stages: int
 
 
-# Per (heads, channels). With fewer heads a tile has more queries, and their reductions need registers. So tiles are
-# smaller, and there is a third warpgroup. As many stages as fit, at most 6.
+# Keyed by (heads, channels). With fewer heads a tile has more queries, and the reductions per query need registers. So
+# tiles are smaller, and there is a third warpgroup. As many stages as fit, at most 6.
 CONFIGS = {
     (8, 64): IndexerScoresConfig(128, 3, 6),
     (8, 128): IndexerScoresConfig(128, 3, 3),
@@ -176,7 +178,7 @@ class IndexerScoresSm90:
         keys: Pipeline,
         lane,
     ):
-        """The producer warp: take work tiles, load their queries and keys."""
+        """Run the producer warp: take work tiles, and load their queries and keys."""
         q_state, k_state, work_state = start(), start(), start()
         warpgroup, number = Int32(0), Int32(0)
         while number >= 0:
@@ -215,7 +217,7 @@ class IndexerScoresSm90:
         warp,
         lane,
     ):
-        """The mainloop of a consumer warpgroup: compute the scores and active bits of its key tiles."""
+        """Run a consumer warpgroup: compute the scores and active bits of its key tiles."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc, flat = accumulator(thr_mma, (KEY_BLOCK, self.n))
@@ -228,7 +230,8 @@ class IndexerScoresSm90:
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
         q_state, k_state, work_state = start(), start(), start()
-        # The warpgroups alternate tiles across work tiles, so their numbers of tiles differ by at most one.
+        # The warpgroups also alternate tiles across work tiles, so their total numbers of tiles differ by at most one.
+        # `mine` is this warpgroup's next tile in the current work tile.
         mine = warp // 4
         number = Int32(0)
         while number >= 0:
@@ -236,8 +239,8 @@ class IndexerScoresSm90:
             work_state = work_tiles.release(work_state)
             number, row, tiles = work_tile.q_tile, work_tile.row, cute.ceil_div(work_tile.visible, KEY_BLOCK)
             if number >= 0 and tiles > 0:
-                # A lane stores the scores of every fourth query, for both of its keys. With two queries per tile, it
-                # stores one query's score of one key.
+                # Per tile, a lane stores the scores of every fourth query for both of the lane's keys. With two queries
+                # per tile, the lane stores the score of one query for one key.
                 own_scores = scores[number, None, row + quad, own_key].iterator
                 if const_expr(self.block_q == 2):
                     own_scores = scores[number, None, row + (quad >> 1), own_key + 8 * (quad & 1)].iterator
@@ -273,8 +276,8 @@ class IndexerScoresSm90:
 
     @cute.jit
     def epilogue(self, sums, words, own_scores, own_active, word_stride, tile, quad):
-        """Store a tile's words of bits. Reduce-scatter the sums over heads across the quad and store each lane's
-        scores. tile: -1 if there is none."""
+        """Store a tile's words of bits. Reduce-scatter the sums over heads across the quad, and store each lane's
+        scores. tile: index of the tile; -1 before the first tile, to store nothing."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         if tile >= 0:
             for block in cutlass.range_constexpr(self.words):
@@ -291,9 +294,9 @@ class IndexerScoresSm90:
 
 @cached
 def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
-    """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H], q_tiles [S, 8], scores [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], tile_counter int32 [1] initially 0, ctas). Tq, Tk, S, N > 0. Rows of q and minus_k
-    begin at multiples of 16 bytes."""
+    """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H] fp32, q_tiles int32 [S, 8], scores [S, N, 128, 128]
+    fp32, active uint32 [S, 2 H, 2 N, 128], tile_counter int32 [1] initially 0, ctas). Tq, Tk, S, N > 0. Rows of q and
+    minus_k begin at multiples of 16 bytes."""
     return compile_sm90(
         IndexerScoresSm90(heads, dim, config),
         fake(BFloat16, (cute.sym_int(), dim), (dim, 1)),
@@ -304,5 +307,5 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_indexer_scores, (*shape, config)) for shape, config in CONFIGS.items()]

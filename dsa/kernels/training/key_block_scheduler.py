@@ -1,17 +1,18 @@
 """The stream-K scheduler of the key gradient. A CTA accumulates the gradient of a block of keys over all queries that
 see them.
 
-- A *span* is one sequence's q tiles of a launch. They are adjacent and have 128 queries each; the last one may have
-  fewer.
+- A *span* is the q tiles of one sequence in a launch. These q tiles are adjacent and have 128 queries each; the last
+  one can have fewer.
 - A *column block* is 64 of the span's flattened (query, head) pairs.
-- A *key block* is `width` keys. All column blocks from its first one (`first_column_block`) on see it.
-- The work is the list of all (key block, column block) pairs, ordered by span, then key block. Each CTA gets an equal
-  range of the list, whatever the lengths of the sequences are.
-- A work tile is the part of a CTA's range that belongs to one key block. A key block that several CTAs share gets
-  partial sums: at most two per CTA, at the beginning and at the end of its range.
+- A *key block* is `width` keys. The column blocks from a first one (`first_column_block`) to the last one see it.
+- The work is the list of all (key block, column block) pairs in which the column block sees the key block, ordered by
+  span, then key block. Each CTA gets an equal range of the list, whatever the lengths of the sequences are.
+- A work tile is the part of a CTA's range that belongs to one key block. If several CTAs share a key block, each of
+  them writes partial sums of it. A CTA writes at most two sets of partial sums, for the first and the last key block of
+  its range.
 
-The StreamKScheduler of dsa/kernels/mla is simpler: its queries all have the same number of tiles, and it splits only
-the queries after its full waves.
+The StreamKScheduler of dsa/kernels/mla is simpler: all queries have the same number of tiles, and it splits only the
+queries after its full waves.
 """
 
 from typing import NamedTuple
@@ -27,14 +28,14 @@ from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, QTile, load_q_t
 
 
 class Span(NamedTuple):
-    """One sequence's q tiles of a launch.
+    """The q tiles of one sequence in a launch.
 
-    first, end       the q tiles first to end - 1
-    q_tile           the first one
+    first, end       the span has q tiles first to end - 1
+    q_tile           the span's first q tile
     columns          number of (query, head) pairs
     column_blocks    number of column blocks
-    visible          number of keys that its last query sees
-    key_blocks       number of key blocks up to `visible`
+    visible          number of keys that the span's last query sees
+    key_blocks       number of key blocks of these `visible` keys
     """
 
     first: Int32
@@ -49,10 +50,10 @@ class Span(NamedTuple):
 class SchedulerState(NamedTuple):
     """The next work tile of a CTA.
 
-    first         the first q tile of its span
-    key_block     its key block
-    column_block  its first column block, or -1 for the first one that sees the key block
-    left          number of pairs left in the range
+    first         index of the first q tile of the work tile's span
+    key_block     key block of the work tile
+    column_block  first column block of the work tile, or -1 for the first one that sees the key block
+    left          number of pairs left in the CTA's range
     """
 
     first: Int32
@@ -62,7 +63,7 @@ class SchedulerState(NamedTuple):
 
     @property
     def is_valid(self):
-        """Whether there is a work tile."""
+        """Whether any work tile is left."""
         return self.left > 0
 
 
@@ -76,7 +77,8 @@ class WorkTileInfo(NamedTuple):
 
 
 class KeyBlockScheduler:
-    """heads: index heads, a power of two up to 64. width: keys of a key block."""
+    """The scheduler described above. heads: number of index heads, a power of two up to 64. width: keys per key
+    block."""
 
     def __init__(self, heads: int, width: int):
         self.heads, self.width = heads, width
@@ -84,12 +86,13 @@ class KeyBlockScheduler:
 
     @cute.jit
     def first_column_block(self, q_tile: QTile, key):
-        """The first column block that sees `key`, if any does. Column blocks are counted from a q tile on."""
+        """Return the first column block that sees `key`, counted from the first column block of `q_tile`. The result is
+        meaningless if no column block sees the key."""
         return cutlass.max(key - q_tile.seen + 1, 0) * q_tile.step * self.heads // COLUMN_BLOCK
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
-        """Load the span whose first q tile is `first`. Called by a whole warp."""
+        """Load and return the span whose first q tile is `first`. Called by a whole warp."""
         count = q_tiles.shape[0]
         q_tile = load_q_tile(q_tiles, cutlass.min(first, count - 1))
         end, found = first, Int32(WARP)
@@ -98,7 +101,7 @@ class KeyBlockScheduler:
             same = Int32(0)
             if own < count:
                 same = Int32(1) if q_tiles[own, SEQUENCE] == q_tile.sequence else Int32(0)
-            # The q tiles of this span are in the lowest lanes.
+            # The span's q tiles are contiguous, so the lowest lanes have them.
             found = cute.arch.popc(cute.arch.vote_ballot_sync(same == 1))
             end += found
         last = load_q_tile(q_tiles, cutlass.max(end - 1, 0))
@@ -118,11 +121,13 @@ class KeyBlockScheduler:
 
     @cute.jit
     def cta_range(self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane):
-        """Find the range of CTA `cta` in the list of pairs. Called by all threads of the CTA. -> (the first q tile of
-        the span in which the range begins; its first pair, counted in the span's part of the list; its number of
-        pairs).
+        """Compute the range of CTA `cta` in the list of pairs. Called by all threads of the CTA. -> (the first q tile
+        of the span in which the range begins; the range's first pair, counted from the span's first pair; the range's
+        number of pairs).
 
-        before, sums, found  scratch in shared memory, Int32: one per q tile; [32], zeroed; at least [2]
+        before  Int32 scratch in shared memory, one number per q tile
+        sums    Int32 [32] scratch in shared memory, zeroed by the caller
+        found   Int32 scratch in shared memory, at least [2]
         """
         count = q_tiles.shape[0]
         total = Int32(0)
@@ -135,7 +140,7 @@ class KeyBlockScheduler:
                     key_blocks = cute.ceil_div(q_tile.visible(q_tile.rows - 1), self.width)
                     own = key_blocks * cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
                     if key_blocks > 0:
-                        # The q tile's first rows may not see its last key block.
+                        # The column blocks of the q tile's first rows need not see the last key block.
                         own -= self.first_column_block(q_tile, (key_blocks - 1) * self.width)
             ahead, of_all = block_exclusive_scan(own, sums, lane, warp)
             if index < count:
@@ -171,10 +176,11 @@ class KeyBlockScheduler:
 
     @cute.jit
     def first(self, q_tiles, own, lane) -> SchedulerState:
-        """The state before the first work tile. own: the CTA's range. Called by a whole warp, like `work_tile`."""
+        """Return the state before the first work tile. own: the result of `cta_range`. Called by a whole warp, like
+        `work_tile`."""
         first, left, length = own
         span = self.load_span(q_tiles, first, lane)
-        # All column blocks see the key blocks that the span's first query sees.
+        # All column blocks see the first `whole` key blocks, because the span's first query sees a part of each.
         whole = span.key_blocks
         if span.q_tile.step > 0:
             whole = cutlass.min((cutlass.max(span.q_tile.seen, 0) + self.width - 1) // self.width, span.key_blocks)
@@ -195,7 +201,8 @@ class KeyBlockScheduler:
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
-        """The work tile of a state: the key block's column blocks to the last, or as many as the range still has."""
+        """Return the work tile of a state: column blocks of the state's key block up to the last one, or as many as are
+        left in the range."""
         span = self.load_span(q_tiles, state.first, lane)
         first_seen = self.first_column_block(span.q_tile, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block
@@ -205,7 +212,7 @@ class KeyBlockScheduler:
 
     @cute.jit
     def advance(self, q_tiles, state: SchedulerState, work_tile: WorkTileInfo) -> SchedulerState:
-        """The state after a work tile."""
+        """Return the state after a work tile."""
         span, left = work_tile.span, state.left - (work_tile.end - work_tile.column_block)
         first, key_block = span.first, work_tile.key_block + 1
         if key_block >= span.key_blocks:

@@ -9,15 +9,15 @@ MLA_CHANNELS, MLA_V_CHANNELS = (576, 512), 512
 # The warm-up loss, whose target is attention summed over heads: channels per attention head.
 WARMUP_CHANNELS = 64, 128, 192, 576
 
-# The indexer's tensors: sizes that its kernels accept without padding.
+# Sizes of the indexer's tensors that the kernels accept without padding.
 INDEX_HEADS, INDEX_CHANNELS = (8, 16, 32, 64), (64, 128)
 MAX_INDEX_HEADS = max(INDEX_HEADS)
 Q_TILE = 128  # queries per q tile
 K_TILE = 128  # keys per score tile
 Q_TILE_FIELDS = 8
-MAX_Q_TILES = 1024  # per launch of the key gradient
+MAX_Q_TILES = 1024  # q tiles per launch of the key gradient
 
-# The sparse stage: selected keys and heads per CTA tile.
+# The sparse stage: dtypes, selected keys and heads per CTA tile, and largest numbers of heads and selected keys.
 SPARSE_DTYPES = "bfloat16", "float16"
 SPARSE_KEY_TILE, SPARSE_HEAD_TILE = 64, 64
 MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # for the loss; attention's gradients accept any number

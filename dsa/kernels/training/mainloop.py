@@ -1,4 +1,4 @@
-"""Steps that the prologues and mainloops of this family's kernels share: thread indices, TMA tiles, wgmma products, and
+"""Steps that the prologues and mainloops of the training kernels share: thread indices, TMA tiles, wgmma products, and
 releases of pipeline stages."""
 
 import cutlass
@@ -15,7 +15,7 @@ K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.M
 
 @cute.jit
 def thread_indices():
-    """-> (thread, warp, lane). The warp is uniform for the compiler."""
+    """-> (thread in the CTA, warp in the CTA, lane). The compiler knows that the warp index is uniform in a warp."""
     tid, _, _ = cute.arch.thread_idx()
     return tid, cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
@@ -31,8 +31,8 @@ def finish_prologue():
 
 @cute.jit
 def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
-    """The operands of TMA copies into `stages` [rows, columns, stage]. -> (stages, tiles of x from `offset` on). The
-    tiles have `shape`; a None in `coordinate` is an index of the result."""
+    """Make the operands of TMA copies into `stages` [rows, columns, stage]. -> (stages, tiles of x from `offset` on).
+    The tiles have `shape`. A None in `coordinate` keeps this index of the tiles in the result."""
     tiles = cute.local_tile(cute.domain_offset(offset, x), shape, coordinate)
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2)
@@ -41,7 +41,8 @@ def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
 
 @cute.jit
 def load_stage(pipeline: Pipeline, state: PipelineState, size: cutlass.Constexpr, atom, tile, stages) -> PipelineState:
-    """Load a tile of `size` bytes by TMA. atom, tile, stages: from `tma_tiles`. -> the next state."""
+    """Wait for an empty stage, and load a tile of `size` bytes into it by TMA. tile, stages: from `tma_tiles`. -> the
+    next state."""
     pipeline.producer_acquire(state, size)
     barrier = pipeline.producer_barrier(state)
     cute.copy(atom, tile, stages[None, state.stage], tma_bar_ptr=barrier)
@@ -55,8 +56,8 @@ def tiled_mma(
     from_registers: bool = False,
     warpgroups: int = 1,
 ) -> cute.TiledMma:
-    """A product of `shape` [rows per warpgroup, columns] with fp32 sums. majors: of A and B. from_registers: A is in
-    registers."""
+    """Return a tiled MMA of `shape` [rows per warpgroup, columns] with fp32 accumulators. majors: the major modes of A
+    and B. from_registers: A is in registers."""
     source = cute.nvgpu.warpgroup.OperandSource
     return sm90.make_trivial_tiled_mma(
         *(dtype, dtype, *majors, Float32, (warpgroups, 1, 1), shape, source.RMEM if from_registers else source.SMEM)
@@ -64,22 +65,23 @@ def tiled_mma(
 
 
 def smem_layout(rows: int, columns: int, dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
-    """[rows, columns, stages] in TMA's and wgmma's widest swizzle, with contiguous rows."""
+    """Return a shared-memory layout [rows, columns, stages], row-major, in the widest swizzle of TMA and wgmma that
+    fits."""
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, rows, columns), dtype, stages)
 
 
 def swap_modes(x: cute.Tensor) -> cute.Tensor:
-    """View stages [rows, columns, stage] as [columns, rows, stage]."""
+    """Return a view [columns, rows, stage] of stages [rows, columns, stage]."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))
 
 
 def flatten(x: cute.Tensor) -> cute.Tensor:
-    """View a contiguous tensor as one-dimensional."""
+    """Return a one-dimensional view of a contiguous tensor."""
     return cute.make_tensor(x.iterator, cute.make_layout(cute.size(x)))
 
 
 def words_of(x: cute.Tensor, *shape: int) -> cute.Tensor:
-    """View a contiguous tensor as 32-bit words of a compact shape."""
+    """Return a view of a contiguous tensor as 32-bit words [*shape]; the first index changes fastest."""
     return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(shape))
 
 
@@ -100,7 +102,7 @@ def operand_a(
 @cute.jit
 def add_product(mma, acc, a, b, b_stage, first: cutlass.Constexpr = 0):
     """Issue acc += a b as one group of wgmma. a: fragment [atom, rows, steps], in registers. b: fragment [atom, rows,
-    steps, stages], of which the steps from `first` on are used. `mma` accumulates."""
+    steps, stages], of which the steps from `first` on are used. The caller has set ACCUMULATE of `mma`."""
     cute.nvgpu.warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
         cute.gemm(mma, acc, a[None, None, step], b[None, None, first + step, b_stage], acc)
@@ -109,7 +111,7 @@ def add_product(mma, acc, a, b, b_stage, first: cutlass.Constexpr = 0):
 
 @cute.jit
 def multiply_and_wait(mma, acc, a, b, b_stage):
-    """Compute acc = a b and wait for it. a, b: as in `add_product`."""
+    """Compute acc = a b and wait for the result. a, b: as in `add_product`."""
     cute.nvgpu.warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
@@ -120,7 +122,7 @@ def multiply_and_wait(mma, acc, a, b, b_stage):
 
 @cute.jit
 def release(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
-    """Release `count` stages from `state` on. -> the state after them."""
+    """Release `count` stages from `state` on. -> the state after these stages."""
     for _ in cutlass.range_constexpr(count):
         pipeline.consumer_release(state)
         state = pipeline.advance(state)
@@ -129,8 +131,8 @@ def release(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr =
 
 @cute.jit
 def skip(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
-    """Skip `count` stages that another warpgroup reads. Every warp waits for every stage, so that it cannot confuse two
-    phases."""
+    """Skip `count` stages that another warpgroup reads. The warp still waits for every stage, because a parity wait
+    cannot tell phases apart that differ by two. -> the state after these stages."""
     for _ in cutlass.range_constexpr(count):
         pipeline.consumer_wait(state)
         state = release(pipeline, state)

@@ -1,9 +1,9 @@
-"""Splits ragged sequences into q tiles of 128 queries on the device, for the kernels of the indexer's warm-up.
+"""Split ragged sequences into q tiles of 128 queries on the device, for the kernels of the indexer's warm-up.
 
 Plan
-- One CTA. It sanitizes cu_seqlens into `bounds`, which ascend within the tensors, so the other kernels need no checks.
-  An entry outside the tensor or below an earlier entry is replaced by the entry before it. An entry outside the tensor
-  changes only the two sequences that it separates.
+- One CTA. It turns cu_seqlens into valid `bounds`, which ascend and lie within the tensors, so the other kernels need
+  no checks. The CTA replaces an entry outside the tensor, or below an earlier entry, by the bound before it. An entry
+  outside the tensor changes only the two sequences that it separates.
 - The threads scan the sequences' numbers of q tiles. Then each thread finds the sequence of its q tile by binary
   search, and the threads scan the q tiles' numbers of key tiles.
 Constraints: any number of sequences. Roofline: latency, 2 us for four sequences of 2048.
@@ -104,7 +104,8 @@ class QTilePlanSm90:
 
     @cute.jit
     def ascend(self, cu_seqlens, bounds, end, maxima, tid, lane, warp):
-        """Set bounds[i] to the highest of cu_seqlens[0] to cu_seqlens[i] that is in [0, end], or to 0 if none is."""
+        """Set bounds[i] to the highest of cu_seqlens[0] to cu_seqlens[i] that is in [0, end], or to 0 if none is in
+        it."""
         highest, count = Int32(0), bounds.shape[0]
         for base in cutlass.range(0, count, THREADS, unroll=1):
             own = Int32(0)
@@ -120,7 +121,7 @@ class QTilePlanSm90:
 
     @cute.jit
     def q_tile(self, bounds, number, sequence, first_number, causal, most) -> QTile:
-        """Q tile `number` of a sequence whose first q tile is `first_number`."""
+        """Return q tile `number`, in a sequence whose first q tile is `first_number`."""
         begin, end = bounds[0, sequence], bounds[0, sequence + 1]
         first_key = bounds[1, sequence]
         own_keys = bounds[1, sequence + 1] - first_key
@@ -136,10 +137,10 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA). One
-    barrier.
+    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA). All
+    threads pass one barrier.
 
-    maxima  scratch, like `sums` of `block_exclusive_scan`
+    maxima  scratch in shared memory, like `sums` of `block_exclusive_scan`
     """
     scanned = own
     for log in cutlass.range_constexpr(5):
@@ -157,9 +158,9 @@ def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
 @cached
 def compile_q_tile_plan():
     """-> f(cu_queries [B + 1], cu_keys [B + 1], bounds [2, B + 1], before [B], q_tiles [S, 8], key_tiles [S + 1],
-    causal, queries, keys, most); int32, contiguous; B > 0, S at least queries // 128 + B. bounds: of queries and of
-    keys. before: number of q tiles in the earlier sequences. key_tiles: number of key tiles in the earlier q tiles.
-    most: maximum of key tiles per q tile.
+    causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds: row 0 of
+    queries, row 1 of keys. before: number of q tiles in the earlier sequences. key_tiles: number of key tiles in the
+    earlier q tiles. most: largest number of key tiles per q tile.
     """
     bounds = cute.sym_int()
     return compile_sm90(
@@ -171,5 +172,5 @@ def compile_q_tile_plan():
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_q_tile_plan, ())]

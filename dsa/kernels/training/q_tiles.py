@@ -1,16 +1,16 @@
 """Q tiles: 128 consecutive queries of a sequence, the unit of work of the kernels that train the indexer.
 
 `q_tiles` is int32 [S, 8], one row per q tile: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. The q
-tile's sequence begins at key first_k, and row i sees its keys j < clamp(seen + step * i, 0, keys). The scores of a q
-tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused.
+tile's sequence has `keys` keys from key first_k on, and row i sees the first clamp(seen + step * i, 0, keys) of them.
+The scores of a q tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused.
 
 The gradient kernels split a q tile's flat (query, head) columns into blocks of 64, and a score tile's keys into two
 blocks of 64.
 
-QTileScheduler is the dynamic persistent scheduler of the query-major kernels. Its work tile is a few neighbouring
-queries of a q tile with all keys that at least one of them sees. CTAs take work tiles from a tile counter
+QTileScheduler is the dynamic persistent scheduler of the query-major kernels. A work tile is a few adjacent queries of
+a q tile with all keys that at least one of these queries sees. CTAs take work tiles from a tile counter
 (dsa.cute.tile_counter). Later queries come first: in a causal batch they see the most keys, so the short work tiles
-come last and all CTAs end at about the same time. A CTA's producer warp takes the work tile and passes its WorkTileInfo
+come last and all CTAs end at about the same time. A CTA's producer warp takes the work tile and passes a WorkTileInfo
 to the consumers through a WorkTilePipeline.
 """
 
@@ -26,13 +26,13 @@ from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS
 
-COLUMN_BLOCK = 64  # (query, head) columns
-KEY_BLOCK = 64  # keys
-BIT_BYTES = 4 * WARPGROUP  # of active bits per (key block, column block)
+COLUMN_BLOCK = 64  # (query, head) columns per block
+KEY_BLOCK = 64  # keys per block
+BIT_BYTES = 4 * WARPGROUP  # bytes of active bits per (key block, column block)
 
 
 class QTile(NamedTuple):
-    """A row of `q_tiles`."""
+    """A row of `q_tiles`; see the docstring of this file."""
 
     first_q: Int32
     rows: Int32
@@ -45,19 +45,19 @@ class QTile(NamedTuple):
 
     @staticmethod
     def unused() -> "QTile":
-        """A q tile without rows, in no sequence."""
+        """Return a q tile without rows, of no sequence."""
         return QTile(*[Int32(0)] * (Q_TILE_FIELDS - 1), Int32(-1))
 
     @cute.jit
     def visible(self, row):
-        """Number of keys that a row sees in the q tile's key tiles. It is too low if the sequence is longer than the
-        caller's maximum, which limits key_tiles."""
+        """Return the number of keys that a row sees in the q tile's key tiles. The number is too low if the sequence is
+        longer than the caller's maximum length, which limits key_tiles."""
         end = cutlass.min(self.keys, self.key_tiles * K_TILE)
         return cutlass.max(cutlass.min(self.seen + self.step * row, end), 0)
 
     @cute.jit
     def visible_to(self, row, count):
-        """Number of keys that the last valid one of the rows `row` to `row` + count - 1 sees; 0 if none is valid."""
+        """Return the number of keys that the last valid row of `row` to `row` + count - 1 sees; 0 if none is valid."""
         last = cutlass.min(row + count, self.rows) - 1
         result = Int32(0)
         if last >= row:
@@ -83,13 +83,13 @@ def store_q_tile(q_tiles: cute.Tensor, index: Int32, q_tile: QTile):
 
 @cute.jit
 def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
-    """Pointer to dI of row `row` of a tile. Rows 0 to 63 are contiguous, and so are rows 64 to 127."""
+    """Return the pointer to dI of row `row` of a tile. Rows 0 to 63 are contiguous, and so are rows 64 to 127."""
     return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
 
 
 class WorkTileInfo(NamedTuple):
-    """q_tile: index of the q tile, or -1 if no work tile is left. row: the work tile's first row in the q tile.
-    first_q, rows: fields of the q tile. visible: number of keys that the work tile's last query sees."""
+    """A work tile. q_tile: index of the q tile, or -1 if no work tile is left. row: the work tile's first row in the q
+    tile. first_q, rows: fields of the q tile. visible: number of keys that the work tile's last query sees."""
 
     q_tile: Int32
     row: Int32
@@ -99,7 +99,7 @@ class WorkTileInfo(NamedTuple):
 
 
 class QTileScheduler:
-    """queries: per work tile, a divisor of 128."""
+    """The scheduler described above. queries: number of queries per work tile, a divisor of 128."""
 
     def __init__(self, queries: int):
         self.queries, self.work_tiles_a_q_tile = queries, Q_TILE // queries
@@ -107,7 +107,8 @@ class QTileScheduler:
     @cute.jit
     def advance(self, work_tiles: WorkTilePipeline, tile_counter, q_tiles, state: PipelineState, lane):
         """Take the next work tile that has rows, and pass it to the consumers. Called by the producer warp.
-        -> (index of the q tile, -1 if no work tile is left; the q tile; the first row; the next state)."""
+        -> (index of the q tile, or -1 if no work tile is left; the q tile; the work tile's first row in it; the next
+        state)."""
         count = q_tiles.shape[0]
         number, row, found = Int32(-1), Int32(0), Int32(0)
         while found == 0:

@@ -6,21 +6,21 @@ G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];
 Plan
 - A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
   The producer warpgroup gathers the keys and their d_scores, 16 bytes per lane, into a pipeline of tiles. A query's q
-  and w stay for all of its tiles.
-- The query warpgroup multiplies heads x keys. Where the product is positive it keeps d_scores as operand A in
-  registers, and it accumulates G over the query's tiles.
-- Two key warpgroups alternate tiles and multiply keys x heads. Repeating the product in this orientation costs less
-  than transposing the operand. The second product, with g w q in bf16 from the warpgroup's buffer, is a tile's dk. The
-  warpgroup adds it to global memory from registers. The columns of g w q are permuted so that a lane holds four
-  neighbouring channels.
-- `fixed_point`: dk is accumulated in 64-bit integers, multiples of a power of two, so the sum does not depend on the
-  order. A lane's two neighbouring columns are then four channels apart, so a quad's four lanes hold four neighbouring
+  is loaded once for all tiles of the query.
+- The query warpgroup computes the products of heads x keys. Its operand A, in registers, is d_scores where a product is
+  positive and 0 elsewhere. It accumulates G over the query's tiles.
+- Two key warpgroups alternate tiles and compute the products of keys x heads. To repeat the product in this orientation
+  costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's buffer, is the
+  tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so that a lane has
+  four adjacent channels.
+- `fixed_point`: dk is accumulated in 64-bit integers, in multiples of a power of two, so the sum does not depend on the
+  order. Then a lane's two adjacent columns are four channels apart, so the four lanes of a quad have four adjacent
   channels.
 Shared memory: KEY_STAGES tiles of keys, two queries, two buffers of g w q.
 Constraints: bf16; up to 64 heads of 64 or 128 channels.
 Roofline: L2 reductions. wgmma takes 1024 cycles per tile of 64 heads x 128 channels. The reductions of dk, 32 KiB per
-tile, take 2650 cycles at 2.8 TB/s, the rate that the peers' times suggest. Measured: 2650 with 2048 selected of 8192
-keys, and 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
+tile, take 2650 cycles at 2.8 TB/s, a rate derived from the times of other implementations. Measured: 2650 cycles with
+2048 selected of 8192 keys, and a rate of 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
 """
 
 from dataclasses import dataclass
@@ -73,15 +73,16 @@ from dsa.kernels.training.topk_gather import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
-KEY_GRADIENT_WARP, CONSUMER_WARPS = 4, 12  # first warp of the two key warpgroups; the next warp is the first producer
+# First warp of the two key warpgroups, and number of consumer warps, which is the first producer warp.
+KEY_GRADIENT_WARP, CONSUMER_WARPS = 4, 12
 QUERY_REGISTERS, KEY_REGISTERS, PRODUCER_REGISTERS = 168, 144, 48
 KEY_STAGES, QUERY_STAGES = 6, 2
-KEY_GRADIENT_BARRIER = 1  # a named barrier per key warpgroup: + the warpgroup's number
+KEY_GRADIENT_BARRIER = 1  # key warpgroup i uses named barrier KEY_GRADIENT_BARRIER + i
 
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Stages of d_scores [64, KEY_STAGES], of keys and of queries."""
+    """Stages in shared memory: of d_scores [64, KEY_STAGES], of keys and of queries."""
 
     d_scores: cute.Tensor
     keys: cute.Tensor
@@ -90,7 +91,7 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K'], g [T]"""
+    """The inputs: q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K'], g [T]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -122,7 +123,7 @@ class SparseIndexerGradSm90:
     ):
         scores_mma = tiled_mma(BFloat16, (TILE, TILE))
         rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
-        # One TiledMma per role: a role's ACCUMULATE setting must not leak into another role.
+        # One TiledMma per role: an ACCUMULATE that one role sets would be stale in another role.
         query_mma, key_mma = (
             tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )
@@ -164,7 +165,7 @@ class SparseIndexerGradSm90:
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
-        # Stages of keys with their d_scores, and of the q rows of a query's heads.
+        # Pipelines of keys with their d_scores, and of the q rows of a query's heads.
         keys, queries = Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
         shared = SharedTensors(
             storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
@@ -201,7 +202,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """The producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
+        """Run the producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
         keys_start, queries_start = Int32(shared.keys.iterator.toint()), Int32(shared.queries.iterator.toint())
         scores_start = Int32(shared.d_scores.iterator.toint())
         rows = own_rows(warp, lane)
@@ -225,7 +226,7 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
-        """Keep each half of a word whose product is positive, and zero the other."""
+        """Return `word` with a 16-bit half set to 0 if the half's product, `low` or `high`, is not positive."""
         keep = Uint32(0)
         if low > 0.0:
             keep = Uint32(0xFFFF)
@@ -248,7 +249,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """The mainloop of the query warpgroup: compute dq and dw."""
+        """Run the query warpgroup: compute dq and dw."""
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
@@ -284,7 +285,7 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def epilogue(self, inputs: Inputs, dq, dw, q_rmem, sums, query, warp, lane):
-        """Compute a query's dq and dw from G. A lane holds the same elements of G and q."""
+        """Compute a query's dq and dw from G. A lane has the same elements of G and of q in registers."""
         halves = cute.make_tensor(q_rmem.iterator, cute.make_layout((2, 2, 2, self.channels // 16)))
         scale = inputs.g[query]
         for r in cutlass.range_constexpr(2):
@@ -323,7 +324,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """The mainloop of key warpgroup `side`: compute dk of every second tile."""
+        """Run key warpgroup `side`: compute dk of every second tile."""
         tid = warp * 32 + lane
         thr, sum_thr = scores_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))
@@ -375,7 +376,7 @@ class SparseIndexerGradSm90:
         source = Int32(queries.iterator.toint()) + stage * (self.chunks * CHUNK_BYTES)
         target = Int32(weighted.iterator.toint()) + side * (self.chunks * CHUNK_BYTES)
         for i in cutlass.range_constexpr(2):
-            row, column = i * (TILE // 2) + (tid >> 2), (tid & 3) * 2  # the first of two vectors of 8 channels
+            row, column = i * (TILE // 2) + (tid >> 2), (tid & 3) * 2  # column: the first of two vectors of 8 channels
             weight = Float32(0.0)
             if row < inputs.q.shape[1]:
                 weight = inputs.w[query, row] * inputs.g[query]
@@ -397,7 +398,7 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
-        """Add a tile's rows to dk in global memory."""
+        """Add the lane's part of two rows of a tile's dk to dk in global memory. found: the keys of these rows."""
         start, stride = Int64(dk.iterator.toint()), Int64(dk.stride[0]) * (dk.element_type.width // 8)
         for r in cutlass.range_constexpr(2):
             if found[r] >= 0:
@@ -416,10 +417,10 @@ class SparseIndexerGradSm90:
 @cached
 def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     """-> f(q [T, H, di], k [Tk, di], w [T, H] fp32, indices [T, K], d_scores [T, K'], g [T] fp32, fixed_scale [1] fp32
-    or None, dq [T, H, di], dw [T, H] fp32, dk [Tk, di], ctas); q, k, d_scores and dq bf16, rows at multiples of 16
-    bytes
+    or None, dq [T, H, di], dw [T, H] fp32, dk [Tk, di], ctas). q, k, d_scores and dq are bf16, with rows that start at
+    multiples of 16 bytes; indices are int32.
 
-    The kernel adds to dk, which is fp32, or with `fixed_point` int64 in multiples of 1 / fixed_scale. H is at most 64
+    The kernel adds to dk, which is fp32 or, with `fixed_point`, int64 in multiples of 1 / fixed_scale. H is at most 64
     and K at least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.
     """
     queries, heads, keys = (cute.sym_int() for _ in range(3))
@@ -440,5 +441,5 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_sparse_indexer_grad, (channels, fixed)) for channels in INDEX_CHANNELS for fixed in (False, True)]

@@ -1,30 +1,31 @@
-"""The sparse stage's indexer loss: the KL divergence of the attention's and the indexer's distributions over each
-query's selected keys.
+"""The indexer loss of the sparse stage: the KL divergence between the attention's and the indexer's distributions over
+each query's selected keys.
 
 p[j] = sum_h exp(scale q_h . kv[j] - lse_h), normalised over j;  I[j] = sum_i w_i relu(q_idx_i . k_idx[j])
 kl = sum_j p[j] log(p[j] / softmax(I)[j]);  d_scores[j] = softmax(I)[j] - p[j], for j of a query's selected keys
 
 Plan
-- A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's keys. The
-  products' rows are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
+- A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's keys. The rows of
+  the products are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
   (RMEM_CHUNKS chunks of 64 channels) and in shared memory (the other chunks). Operand B is the keys, in shared memory.
-- Two attention warpgroups. With more than 64 heads, each has 64 heads and every tile. With at most 64, each has all
-  heads and they alternate tiles. One computes exponentials while the other multiplies. They pass sums over a warp's 16
-  heads to the index warpgroup through a pipeline.
-- The index warpgroup computes the indexer's scores of every tile and adds up the
-  attention's sums. After a query's last tile it normalises, reduces and stores, while the attention warpgroups start
-  the next query.
-- The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks,
-  index keys into a pipeline of tiles. A query's q rows use the same pipelines, before its keys.
-- Exponents are shifted up by RAISED. The LSE may include a window and a sink, so all of a head's keys may lie far below
-  it. Terms down to 2^(-126 - RAISED), e^-128, still count.
+- Two attention warpgroups. With more than 64 heads, each has 64 heads and computes every tile. With at most 64 heads,
+  each has all heads and they alternate tiles. One computes exponentials while the other multiplies. Each warp sums the
+  exponentials over its 16 heads and passes the sums to the index warpgroup through a pipeline.
+- The index warpgroup computes the indexer's scores of every tile and adds up the attention's sums. After a query's last
+  tile it normalises, reduces and stores, while the attention warpgroups start the next query.
+- The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks, index keys into a pipeline of tiles.
+  A query's q rows go through the same pipelines, before the query's keys.
+- RAISED is added to the exponents (in log2). The caller's LSE can include a window and a sink, so the scores of all
+  selected keys of a head can be far below the LSE. Terms down to 2^(-126 - RAISED), e^-128, still count.
 Shared memory: stages of keys, index keys and sums; the chunks of Q that are not in registers; p and I of a query.
-Registers: ATTENTION_REGISTERS x 2 + INDEX_REGISTERS + PRODUCER_REGISTERS = 512 per lane of the four warpgroups.
+Registers: 2 x ATTENTION_REGISTERS + INDEX_REGISTERS + PRODUCER_REGISTERS = 512, the register file divided by the 128
+threads of a warpgroup.
 Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; up to
 MAX_SPARSE_KEYS keys.
-Roofline: per tile of 128 heads x 576 and 64 index heads x 128, wgmma takes 2560 cycles and shared memory 2240.
-Measured: 4190. With 64 heads measured 3200, where attention's forward pass takes 3140 and gathers four fifths as
-much. The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads, 0.82 to 1.21 with 64.
+Roofline: per tile of 128 heads x 576 channels and 64 index heads x 128 channels, wgmma takes 2560 cycles and shared
+memory 2240. Measured: 4190. With 64 heads 3200 were measured; there attention's forward pass takes 3140 and gathers
+four fifths as many bytes. Compared with attention's forward pass, the kernel takes 0.65 to 0.72 times as long with 128
+heads and 0.82 to 1.21 times as long with 64.
 """
 
 from dataclasses import dataclass
@@ -74,21 +75,23 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
 INDEX_STAGES, SUM_STAGES = 2, 4
-ATTENTION_WARPS, INDEX_WARPS, PRODUCER_WARP = 8, 4, 12  # the last is the first producer warp
-INDEX_BARRIER, ATTENTION_BARRIER = 1, 2  # named barriers, one per warpgroup: + the attention warpgroup's number
+# Numbers of attention and index warps, and the index of the first producer warp.
+ATTENTION_WARPS, INDEX_WARPS, PRODUCER_WARP = 8, 4, 12
+INDEX_BARRIER, ATTENTION_BARRIER = 1, 2  # named barriers; attention warpgroup i uses ATTENTION_BARRIER + i
 NOTHING = -3e38  # finite, so that NOTHING - NOTHING is not NaN
 SMALLEST = 2.0**-126
 INFINITY = float("inf")
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # chunks of Q in registers
-KEY_STAGES = {576: 17, 512: 19}  # chunks of keys, per number of channels
+KEY_STAGES = {576: 17, 512: 19}  # stages, each for a chunk of a tile of keys; keyed by the number of channels
 RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released while the next group runs
-RAISED = 60.0  # in powers of two; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite
+RAISED = 60.0  # in log2; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite in fp32
 
 
 @dataclass(frozen=True)
 class Pipelines:
-    """keys: chunks of q or kv rows. index: tiles of index rows. sums: the attention's sums of exponentials per tile."""
+    """The pipelines of a CTA. keys: chunks of q or kv rows. index: tiles of index q or k rows. sums: the attention's
+    sums of exponentials of a tile."""
 
     keys: Pipeline
     index: Pipeline
@@ -97,9 +100,10 @@ class Pipelines:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """
+    """Tensors in shared memory, apart from the operands of wgmma.
+
     sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over each attention warp's heads
-    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads
+    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads; two buffers
     target, scores  [MAX_SPARSE_KEYS]: p before normalisation, and I
     parts           [12]: partial results that the index warps exchange in a query's epilogue
     """
@@ -113,7 +117,8 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse [T, H]"""
+    """The inputs: q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse
+    [T, H]."""
 
     q: cute.Tensor
     kv: cute.Tensor
@@ -125,16 +130,16 @@ class Inputs:
 
 
 def sums_state(tile: Int32) -> PipelineState:
-    """State of the pipeline of sums at key tile `tile`, counted over all queries of the CTA."""
+    """Return the state of the pipeline of sums at key tile `tile`, counted over all queries of the CTA."""
     return PipelineState(tile & (SUM_STAGES - 1), (tile >> SUM_STAGES.bit_length() - 1) & 1)
 
 
 @cute.jit
 def sum_rows(values, lane):
-    """Sums over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
+    """Sum over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
 
-    values[2 j + e]: the lane's value of column 8 j + 2 (lane % 4) + e. -> the sums of columns 2 lane and 2 lane + 1. A
-    reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
+    values[2 j + e]: the sum of the lane's two rows in column 8 j + 2 (lane % 4) + e. -> [the sum of column 2 lane, the
+    sum of column 2 lane + 1]. This is a reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
     """
     for log in cutlass.range_constexpr(4, 1, -1):
         upper = (lane >> log) & 1 != 0
@@ -151,7 +156,8 @@ def exp(x: Float32):
 
 
 class SparseIndexerTargetSm90:
-    """channels: per key. row_tiles: 1 or 2, for up to 64 or 128 heads. index_channels: per index key."""
+    """The kernel. channels: channels per key. row_tiles: 1 or 2, for up to 64 or 128 heads. index_channels: channels
+    per index key."""
 
     def __init__(self, channels: int, row_tiles: int, index_channels: int):
         self.channels, self.row_tiles, self.index_channels = channels, row_tiles, index_channels
@@ -253,8 +259,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def produce(self, inputs: Inputs, pipelines: Pipelines, keys, index, schedule: QuerySchedule, warp, lane):
-        """The producer warpgroup: load the q rows and then the keys of every query of this CTA. keys, index: the stages
-        of chunks and of index tiles in shared memory."""
+        """Run the producer warpgroup: load the q rows and then the keys of every query of this CTA. keys, index: the
+        stages of chunks and of index tiles in shared memory."""
         keys_start, index_start = Int32(keys.iterator.toint()), Int32(index.iterator.toint())
         count = inputs.kv.shape[0]
         rows = own_rows(warp, lane)
@@ -305,7 +311,7 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """The mainloop of attention warpgroup `side`: compute exponentials and sum them over heads."""
+        """Run attention warpgroup `side`: compute exponentials and sum them over heads."""
         tid = warp * 32 + lane
         thr = smem_mma.get_slice(tid)
         q_smem = smem_mma.make_fragment_A(thr.partition_A(sq))
@@ -349,7 +355,7 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume 64 rows of the query from the pipeline. If they are this warpgroup's, keep them in registers and
+        """Consume 64 rows of the query from the pipeline. If this warpgroup needs them, copy them to registers and
         shared memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -373,8 +379,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def multiply(self, acc, mmas, queries, rk, pipeline: Pipeline, state: PipelineState, side) -> PipelineState:
-        """acc = Q K^T of the next tile, chunk by chunk. A group's stages are released after the next group is
-        issued."""
+        """Compute acc = Q K^T of the next tile, chunk by chunk. The stages of a group of chunks are released after the
+        next group is issued. -> the state after the tile."""
         (smem_mma, rmem_mma), (q_smem, q_rmem) = mmas, queries
         released = state
         cute.nvgpu.warpgroup.fence()
@@ -401,7 +407,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def sum_heads(self, flat, offsets, pipelines: Pipelines, shared: SharedTensors, scale, tile, warp, lane):
-        """Sum a tile's exponentials over the warp's heads, and pass the sums on. tile: counted over all queries."""
+        """Sum a tile's exponentials over the warp's heads, and pass the sums to the index warpgroup. tile: index of the
+        tile, counted over all queries of the CTA."""
         values = []
         for i in cutlass.range_constexpr(TILE // 4):
             at = i // 2 * 4 + i % 2
@@ -429,10 +436,11 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """The mainloop of the index warpgroup: compute the indexer's scores of every tile and add up the attention's
-        sums. Then compute a query's distributions, loss and d_scores."""
+        """Run the index warpgroup: for every tile compute the indexer's scores and add up the attention's sums. After a
+        query's last tile compute the query's distributions, loss and d_scores."""
         tid = warp * 32 + lane
-        mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)  # its ACCUMULATE must not leak into another role
+        # A TiledMma of this role: an ACCUMULATE that one role sets would be stale in another role.
+        mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index_keys))
         q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.index_channels)), BFloat16)
@@ -452,8 +460,8 @@ class SparseIndexerTargetSm90:
             load_tile(words, self.index_chunks, source, state, warp, lane)
             cute.arch.sync_warp()
             state = release(pipelines.index, state)
-            # Warps 0 and 1 keep the target's sum of their column. Warps 2 and 3 keep the highest score and the sum of
-            # exponentials relative to it.
+            # Each thread handles one column of every tile. In warps 0 and 1 row_sum is the sum of the target. In warps
+            # 2 and 3 row_max is the highest score and row_sum the sum of exponentials relative to row_max.
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
@@ -493,7 +501,7 @@ class SparseIndexerTargetSm90:
         values = []
         for i in cutlass.range_constexpr(TILE // 4):
             at = i // 2 * 4 + i % 2
-            # x + |x| is exactly 2 relu(x), and the weights are halved. NaN propagates.
+            # x + |x| is exactly 2 relu(x), and the weights are halved. Unlike max(x, 0), it keeps NaN.
             upper, lower = (x + cute.math.absf(x) for x in (flat[at], flat[at + 2]))
             values.append(cute.math.fma(lower, weights[1], upper * weights[0]))
         sums = cute.make_rmem_tensor((2,), Float32)
@@ -502,13 +510,14 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
-        """Compute the query's distributions, KL and d_scores. row_sum, row_max: the thread's results for its column."""
+        """Compute the query's distributions, KL and d_scores. row_sum, row_max: the thread's results over its column of
+        all tiles."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
             other = cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
             higher = cute.arch.fmax(row_max, other_max)
-            # In the target's warps all maxima are NOTHING, so the factors are 1.
+            # In warps 0 and 1, which have the target, all maxima are NOTHING, so the factors are 1.
             row_sum = row_sum * exp(row_max - higher) + other * exp(other_max - higher)
             row_max = higher
         shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
@@ -533,13 +542,14 @@ class SparseIndexerTargetSm90:
                 p, log_student = target[i] * inverse, scores[i] - lse
                 kept[i] = exp(log_student) - p
                 term = p * (cute.math.log2(p, fastmath=True) * LN2 - log_student)
-                # log2 takes p below SMALLEST for 0. NaN is not below it and enters the loss.
+                # log2 treats p below SMALLEST as 0, so the term would be infinite or NaN. A NaN p is not below SMALLEST
+                # and enters the loss.
                 loss += Float32(0.0) if p < SMALLEST else term
             stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
             cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
         shared.parts[8 + warp] = warp_reduce_sum(loss)
-        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: they are
-        # written after that tile's barrier, which thread 0 reaches only after it has read them.
+        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: a warp
+        # overwrites them only after that tile's barrier, which thread 0 reaches after it has read them.
         cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
         if tid == 0:
             kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])
@@ -547,11 +557,11 @@ class SparseIndexerTargetSm90:
 
 @cached
 def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels: int):
-    """-> f(q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi] fp32, indices [T, K], lse [T, H]
-    fp32, kl [T] fp32, d_scores [T, K'], scale * log2(e), ctas); all others bf16
+    """-> f(q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi] fp32, indices [T, K] int32, lse
+    [T, H] fp32, kl [T] fp32, d_scores [T, K'], scale * log2(e), ctas). The tensors without a dtype here are bf16.
 
-    H up to 64 * row_tiles, Hi up to 64, K from 1 to MAX_SPARSE_KEYS; K' is K rounded up to a multiple of 64, and all of
-    d_scores is written. Rows of q, kv, q_idx and k_idx start at multiples of 16 bytes.
+    H is at most 64 * row_tiles, Hi at most 64, and K is 1 to MAX_SPARSE_KEYS. K' is K rounded up to a multiple of 64;
+    the kernel writes all of d_scores. Rows of q, kv, q_idx and k_idx start at multiples of 16 bytes.
     """
     queries, heads, index_heads, keys = (cute.sym_int() for _ in range(4))
     q, kv = fake_rows(BFloat16, queries, heads, channels), fake_rows(BFloat16, keys, channels)
@@ -566,7 +576,7 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_sparse_indexer_target, (channels, row_tiles, index_channels))
         for channels in MLA_CHANNELS

@@ -2,7 +2,7 @@
 shared memory, pipelines, tile scheduler.
 
 A work tile is 64 heads of a query with all of the query's keys, in tiles of 64 keys. The producer takes work tiles,
-loads their Q and dO by TMA, and gathers their selected keys, 16 bytes per lane.
+loads the Q and dO of a work tile by TMA, and gathers the query's selected keys, 16 bytes per lane.
 """
 
 from dataclasses import dataclass
@@ -22,28 +22,29 @@ from dsa.kernels.training.limits import MLA_V_CHANNELS, SPARSE_HEAD_TILE, SPARSE
 from dsa.kernels.training.mainloop import tma_tiles
 
 TILE, HEADS = SPARSE_KEY_TILE, SPARSE_HEAD_TILE
-CHUNK = 64  # channels
+CHUNK = 64  # channels per chunk
 VALUE = MLA_V_CHANNELS
 CHUNKS = VALUE // CHUNK
 HALF, HALF_CHUNKS = VALUE // 2, CHUNKS // 2
 ROPE_HALF = 32
-CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the first producer
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # warp CONSUMER_WARPS is the first producer warp
 KEY_ROW_STAGES = 4
 HEAD_TERM_BYTES = HEADS * 8
 WARP_KEYS = TILE // 4  # keys of a tile per warp
 
 
 class BackwardConfig:
-    """
-    channels      per key
-    ordered       store each part of dKV to a separate row instead of adding it
+    """Configuration of a variant of the kernel.
+
+    channels      channels per key
+    ordered       store each tile's dKV to separate rows instead of adding it to the rows of the keys
     rope          whether keys have a rope part
     strip         channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with
                   a rope part and 5% more without it
-    query_chunks  the chunks of Q and dO in the order in which a query's last key tile releases them. CHUNKS is the rope
-                  part of Q
-    k_parts       number of parts in half of a key tile's channels. In the order of arrival and use: HALF_CHUNKS chunks,
-                  then half of the rope part as part HALF_CHUNKS
+    query_chunks  the chunks of Q and dO in the order in which the owner of a query's last key tile releases them.
+                  Chunk number CHUNKS is the rope part of Q
+    k_parts       number of parts in half of a key tile's channels. In the order of arrival and use these are
+                  HALF_CHUNKS chunks, then half of the rope part
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
@@ -55,14 +56,15 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """
-    k           [64, 64, 8]: chunks of 64 channels
-    k_rope      [64, 32, 2]: the rope part of k
-    k_half      [64, 256, 2]: the same memory as k
+    """A CTA's shared memory.
+
+    k           [64, 64, 8]: a tile of keys in chunks of 64 channels
+    k_rope      [64, 32, 2]: the rope part of the keys
+    k_half      [64, 256, 2]: a view of k as two halves of the channels
     q, do       [64, 64, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's rope part last
     ds          [keys, heads, 2]: dS of each consumer warpgroup's tile
-    head_terms  address of l / ln 2 and e of each head
-    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 if it is invalid
+    head_terms  address of the pairs (l / ln 2, e) of the heads
+    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 for an invalid key
     """
 
     k: cute.Tensor
@@ -76,15 +78,21 @@ class SharedTensors:
 
 
 class WorkTileInfo(NamedTuple):
-    """number: index of the work tile. After the last work tile it is at least the number of work tiles."""
+    """A work tile. number: index of the work tile. After the last work tile a number that is not below the number of
+    work tiles follows, as the end marker."""
 
     number: Int32
 
 
 @dataclass(frozen=True)
 class BackwardPipelines:
-    """q: a one-stage ring per chunk of Q and dO, and one for Q's rope part. k: a one-stage ring per half of a key
-    tile's channels, which arrives in `k_parts` parts. ds_full: signals that a key tile's dS is in shared memory."""
+    """The pipelines of a CTA.
+
+    work_tiles  work tiles, from the producer to all warps
+    q           a one-stage ring per chunk of Q and dO, and one for Q's rope part
+    k           a one-stage ring per half of a key tile's channels; a half arrives in `k_parts` parts
+    ds_full     mbarrier that completes when a key tile's dS is in shared memory
+    """
 
     work_tiles: WorkTilePipeline
     q: Pipeline
@@ -103,16 +111,17 @@ class BackwardPipelines:
         self.ds_full.init(4)
 
     def q_chunk(self, chunk: int) -> Pipeline:
-        """The ring of a chunk of Q and dO. CHUNKS is the rope part of Q."""
+        """Return the ring of a chunk of Q and dO; chunk number CHUNKS is the rope part of Q."""
         return self.q.ring(chunk, 1)
 
     def k_half(self, half: int | Int32) -> Pipeline:
-        """The ring of a half of a key tile's channels."""
+        """Return the ring of half `half` of a key tile's channels."""
         return self.k.ring(half, 1)
 
 
-# Each role keeps one register `count`: its number of work tiles so far and, in the lowest two bits, its number of key
-# tiles so far, modulo 4. The functions below give the pipeline states at a count.
+# Each role keeps one register `count`. Its lowest two bits are the role's number of key tiles so far, modulo 4; the
+# upper bits are the role's number of work tiles so far. The functions below return the pipeline states at a count, and
+# the next counts.
 
 
 def work_tile_state(count: Int32) -> PipelineState:
@@ -137,10 +146,14 @@ def next_work_tile(count: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """A dynamic persistent scheduler. A CTA's first work tile is its block index. While it works on a tile, its
-    producer takes the next one from a tile counter in global memory and passes the index on in a WorkTilePipeline.
+    """A dynamic persistent scheduler. The index of a CTA's first work tile is the CTA's block index. While the CTA
+    computes a work tile, its producer takes the next index from a tile counter in global memory and passes it to the
+    consumers through a WorkTilePipeline.
 
-    work_tiles: number over all queries. key_tiles: number per query. head_tiles: blocks of 64 heads per query.
+    work_tiles  number of work tiles of all queries
+    key_tiles   number of key tiles per query
+    ctas        number of CTAs
+    head_tiles  number of blocks of 64 heads per query, as a divisor
     """
 
     work_tiles: Int32
@@ -150,7 +163,7 @@ class TileScheduler:
 
     @cute.jit
     def coordinates(self, number):
-        """(query, first head) of a work tile."""
+        """-> (query, first head) of a work tile."""
         query, head_tile = divmod(number, self.head_tiles)
         return query, head_tile * HEADS
 
@@ -171,8 +184,8 @@ class BackwardProducer:
         warp,
         lane,
     ):
-        """Load all work tiles of this CTA. atoms, sources: TMA atoms and tensors of q and dout. inputs: q, kv, dout,
-        head_terms, indices, tile_counter."""
+        """Run the producer warpgroup: load all work tiles of this CTA. atoms, sources: TMA atoms and TMA tensors of q
+        and dout. inputs: q, kv, dout, head_terms, indices, tile_counter."""
         q, kv, dout, head_terms, indices, tile_counter = inputs
         work_tiles = pipelines.work_tiles
         count = Int32(0)
@@ -202,7 +215,8 @@ class BackwardProducer:
                 if warp == 0:
                     if tile == 0:
                         self.load_q(atoms, sources, head_terms, scheduler, shared, pipelines, count)
-                    # Late, so that a slow CTA does not take a work tile that another CTA could begin sooner.
+                    # Take the next work tile late, after three quarters of the key tiles, so that a slow CTA does not
+                    # take a work tile that another CTA could begin sooner.
                     if tile == (3 * scheduler.key_tiles) >> 2:
                         following = WorkTileInfo(scheduler.ctas + draw(tile_counter, lane))
                         work_tiles.publish(work_tile_state(next_work_tile(count)), following)
@@ -225,7 +239,7 @@ class BackwardProducer:
 
     @cute.jit
     def index_of(self, indices, query, position):
-        """Entry `position` of a query's list of indices, -1 after the last one."""
+        """Return entry `position` of a query's list of indices, or -1 past the end of the list."""
         index = Int32(-1)
         if position < indices.shape[1]:
             index = indices[query, position]
@@ -242,8 +256,8 @@ class BackwardProducer:
         pipelines: BackwardPipelines,
         count,
     ):
-        """Load Q, dO and the terms of 64 heads, each chunk as soon as the consumers release the previous work tile's.
-        Heads after the last one are zeros, and their terms give P = 0."""
+        """Load Q, dO and the head terms of 64 heads, chunk by chunk as the consumers release the chunks of the previous
+        work tile. Q and dO of heads after the last one are zeros, and the terms of these heads give P = 0."""
         query, first = scheduler.coordinates(pipelines.work_tiles.read(work_tile_state(count)).number)
         state = q_state(count)
         strip_width = self.cfg.strip
@@ -280,8 +294,8 @@ class BackwardProducer:
         warp,
         lane,
     ):
-        """Gather half of the channels of this warp's 16 keys, 16 bytes per lane, 8 lanes per key. address: of key
-        lane % 16. valid_mask: one bit per key."""
+        """Gather half of the channels of this warp's 16 keys, 16 bytes per lane, 8 lanes per key. address: address of
+        key lane % 16. valid_mask: one bit per key."""
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
         own, vector = warp * WARP_KEYS + (lane >> 3), lane & 7
         sources, valid = [], []
@@ -299,7 +313,7 @@ class BackwardProducer:
                 gather_16(target, sources[i] + 2 * CHUNK * chunk, valid[i])
             arrive_when_gathered(pipeline.producer_barrier(state, part))
         if const_expr(self.cfg.rope):
-            # Rows have 64 bytes, four lanes per key, so 8 of the 16 keys at a time.
+            # Half of a key's rope part is 64 bytes, which four lanes copy. So a warp copies 8 of its 16 keys at a time.
             start = Int32(shared.k_rope.iterator.toint()) + half * (2 * TILE * ROPE_HALF)
             for i in cutlass.range_constexpr(WARP_KEYS // 8):
                 key = 8 * i + (lane >> 2)

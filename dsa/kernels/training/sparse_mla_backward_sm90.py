@@ -3,39 +3,40 @@
 P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale * (dO[h] . k[j, :512]) + e[h])
 dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
 
-for a query and its selected keys j. l and e include the attention sink and the gradient of lse. They come from
-sparse_mla_backward_sums_sm90.py, which also converts the sums of dKV to the result.
+The sums run over a query's selected keys j (dQ) and over the heads h of the queries that select j (dKV). l and e
+include the attention sink and the gradient of lse. sparse_mla_backward_sums_sm90.py computes them. It also converts the
+sums of dKV to the result.
 
 Warp roles
-- Two consumer warpgroups alternate key tiles: each tile has an owner. The producer warpgroup gathers keys, loads Q and
-  dO by TMA, and takes work tiles (sparse_mla_backward_producer.py). A work tile is 64 heads of a query with all of its
-  keys.
-- The scheduler is dynamic and persistent: a CTA takes its next work tile from a tile counter while it still works on
-  one. L2 reductions are not equally fast from all SMs. With a static schedule the fastest SMs finish 5% before the
-  slowest.
+- Two consumer warpgroups alternate key tiles; the warpgroup that computes the scores of a tile is the tile's owner. The
+  producer warpgroup gathers keys, loads Q and dO by TMA, and takes work tiles (sparse_mla_backward_producer.py). A work
+  tile is 64 heads of a query with all of the query's keys.
+- The scheduler is dynamic and persistent: a CTA takes its next work tile from a tile counter while it still computes
+  the current one. L2 reductions are not equally fast from all SMs. With a static schedule the fastest SMs finish 5%
+  before the slowest.
 Pipeline
 - Q and dO of a work tile stay in shared memory, together with one tile of 64 keys.
-- The owner of a key tile has keys as rows: S^T = K Q^T and dP^T = K dO^T. So P^T lies in its registers as operand A of
-  dKV = P^T dO + dS^T Q. dS goes through shared memory to both consumers. Each keeps half of the channels of dQ += dS K
-  in registers for the whole work tile.
+- The owner of a key tile has keys as rows: S^T = K Q^T and dP^T = K dO^T. So P^T is in the owner's registers in the
+  layout of operand A of dKV = P^T dO + dS^T Q. The owner passes dS to both consumers through shared memory. Each
+  consumer keeps half of the channels of dQ += dS K in registers for the whole work tile.
 - Then the consumers release the keys, and the producer gathers the next tile. Meanwhile, the owner computes one strip
   of dKV's channels at a time and adds it to global memory by vector reductions from registers. The other consumer
   computes the next tile's scores.
-- In a query's last key tile, each chunk of Q and dO is released as soon as its dKV is computed. So the other consumer
-  can start the scores of the next query's first tile.
+- In a query's last key tile, the owner releases each chunk of Q and dO as soon as the chunk's dKV is computed. So the
+  other consumer can start the scores of the next query's first tile.
 Sums of dKV
-- The sums are in fp32, in the threads' register order: of 16 consecutive numbers, lane q of four holds 2q, 2q + 1,
-  2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to separate rows instead, which are later summed in
-  order.
-- Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes hold a line.
-- An invalid index gives a row of zeros in shared memory and P = 0. Its dKV is added to the CTA's padding row after the
-  keys.
-Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per owner. The epilogue stages dQ in the dS.
+- The sums are in fp32, in the threads' register order: of each 16 channels, lane q of four has channels 2q, 2q + 1,
+  2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to separate rows
+  instead, and another kernel sums these rows in order.
+- Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes have a line.
+- For an invalid index the key is a row of zeros in shared memory and P = 0. Its dKV is added to a padding row per CTA,
+  after the rows of the keys.
+Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per owner. The epilogue stages dQ in the memory of dS.
 Registers per consumer thread, of 232:
 - d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
 - d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
 Roofline: L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2 cache adds
-(it stores 4.6 TB/s). wgmma takes 5504 cycles, the reads of its operands in shared memory about 6000.
+(for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver its operands.
 """
 
 import cutlass
@@ -99,16 +100,17 @@ class SparseMlaBackwardSm90:
     def __init__(self, cfg: BackwardConfig):
         self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
         self.rope, self.strip = cfg.rope, cfg.strip
-        # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
+        # dP is computed in this many parts of the heads: with a rope part, S and dQ leave too few registers for all of
+        # dP.
         self.dp_parts = 2 if cfg.rope else 1
 
     def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
-        """A product of 64 rows x columns. Make it where it is used: a TiledMma that is set inside a loop or branch
-        cannot be used after it."""
+        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new one: a TiledMma that is set inside a loop or
+        branch cannot be used after that loop or branch."""
         return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
-        """[64, columns, count], with rows of `columns` elements."""
+        """Return a shared-memory layout [64, columns, count], with rows of `columns` elements."""
         return smem_layout(64, columns, self.dtype, count)
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
@@ -237,7 +239,7 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """The mainloop of consumer warpgroup `side`, over all work tiles of this CTA."""
+        """Run consumer warpgroup `side` over all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = (
@@ -249,6 +251,7 @@ class SparseMlaBackwardSm90:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
+                # `score` waits for Q and dO only in a query's first tile, which the other warpgroup owns. So wait here.
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
@@ -267,7 +270,8 @@ class SparseMlaBackwardSm90:
                     )
                 count = next_key_tile(count)
             if (count & 1) != side:
-                # This warpgroup owned the last tile. dQ may overwrite its dS only after both consumers have read it.
+                # This warpgroup owned the last tile. dQ may overwrite the tile's dS only after both consumers have read
+                # dS; then both have released the keys.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:
@@ -295,21 +299,21 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """Compute P^T of a tile in 16 bits into p, an operand in registers. Store dS to shared memory and, with a rope
-        part, dS^T into ds."""
+        """Compute P^T of a tile into p, a 16-bit operand in registers. Store dS to shared memory and, with a rope part,
+        also dS^T into ds, an operand in registers."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(shared.k)), mma.make_fragment_B(thr.partition_B(shared.q))
         rk_rope = mma.make_fragment_A(thr.partition_A(shared.k_rope))
         s, flat_s = accumulator(thr, (TILE, HEADS))
-        # If ptxas knew the addresses, it would keep the descriptors of all chunks in registers from S until dP. The
-        # opaque zero prevents that.
+        # An index offset of 0 that ptxas cannot fold. If ptxas knew the addresses, it would keep the descriptors of all
+        # chunks in registers from S until dP.
         zero = opaque(count & 1) >> 1
         for half in cutlass.range_constexpr(2):
             for part in cutlass.range_constexpr(self.cfg.k_parts):
                 is_rope = part == HALF_CHUNKS
                 chunk = CHUNKS if is_rope else half * HALF_CHUNKS + part
-                if const_expr(not is_rope or half == 0):  # both halves of the keys' rope part use one chunk of Q
+                if const_expr(not is_rope or half == 0):  # one chunk of Q serves both halves of the keys' rope part
                     if tile == 0:
                         pipelines.q_chunk(chunk).consumer_wait(q_state(count))
                 wait_for_wgmma(pipelines.k_half(half), k_state(count), part)
@@ -381,7 +385,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
-        """Issue dP^T = K dO^T for a part of the heads."""
+        """Issue dP^T = K dO^T for part `part` of the heads."""
         shape = HEADS // self.dp_parts, self.strip, VALUE // self.strip
         rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(shared.do, shape, (part, 0, 0))))
         zero = opaque(count & 1) >> (2 + part)
@@ -393,12 +397,14 @@ class SparseMlaBackwardSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     def step_of(self, fragment, zero, channel: int):
-        """The 16 channels from `channel` on of an operand that is stored in strips."""
+        """Return the 16 channels from `channel` on of a fragment of an operand that is stored in strips. zero: an
+        opaque 0."""
         return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
     def head_terms_of(self, shared: SharedTensors, j: cutlass.Constexpr, lane):
-        """l / ln 2 and e of the lane's first head among heads 8 j to 8 j + 7, then of its second one."""
+        """Return [l / ln 2, e] of the lane's first head among heads 8 j to 8 j + 7, then [l / ln 2, e] of the lane's
+        second head, as one list."""
         return cute.arch.inline_ptx(
             "ld.shared.v4.f32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
             write_only_types=[Float32] * 4,
@@ -407,7 +413,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_dq(self, flat, flat_rope, shared: SharedTensors, pipelines: BackwardPipelines, count, tid, side):
-        """dQ += dS K for this warpgroup's half of the channels. Then release this half of the keys."""
+        """Compute dQ += dS K for this warpgroup's half of the channels. Then release this half of the keys."""
         mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
         thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
         ds = swap_modes(shared.ds)
@@ -449,10 +455,11 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among all tiles, for `ordered`.
-        last: whether it is the query's last tile, which releases Q and dO."""
+        """Compute dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among the tiles of all work
+        tiles, for `ordered`. last: whether this is the work tile's last tile; then release Q and dO."""
         lane = opaque(lane)
-        # Lanes l and l ^ 4 hold neighbouring rows. The eight lanes of both quads add to one row at a time, 128 bytes.
+        # Lanes l and l ^ 4 have adjacent rows (keys). The eight lanes of their two quads add 128 bytes to one row at a
+        # time.
         odd = (lane >> 2) & 1
         pair = warp * 16 + (lane >> 3) * 2
         start, stride = Int64(dkv.iterator.toint()) + ((lane & 3) * 16), 4 * self.channels
@@ -467,7 +474,8 @@ class SparseMlaBackwardSm90:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # The lane adds the first half of 32 numbers of its own row, and the second half of the other row's.
+                # In each 32 numbers of a row, a lane adds the first half to the row of its own quad and the second half
+                # to the row of the other quad.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):
@@ -477,7 +485,7 @@ class SparseMlaBackwardSm90:
         rds = with_ds.make_fragment_A(thr.partition_A(shared.ds)) if not self.rope else None
         acc, flat = accumulator(thr, (TILE, self.strip))
         zero = opaque(stage) >> 2
-        # The rope part first: the producer reloads the chunks of Q and dO in this order (`query_chunks`).
+        # Start with the rope part, because the producer reloads the chunks of Q and dO in the order of `query_chunks`.
         for first in [*range(VALUE, self.channels, self.strip), *range(0, VALUE, self.strip)]:
             strip, valued = zero + first // self.strip, first < VALUE
             cute.nvgpu.warpgroup.fence()
@@ -499,7 +507,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_columns(self, flat, first: cutlass.Constexpr, targets, odd):
-        """Add a strip, channels `first` and on, to the lane's rows and their neighbours."""
+        """Add a strip of dKV, channels `first` and on, to the rows of the lane and to those of lane ^ 4."""
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
@@ -518,9 +526,9 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
-        """The epilogue: store dQ of this warp's 16 heads and its half of the channels. The warp stages dQ in 1 KiB of
-        shared memory, its keys' rows of its warpgroup's dS. It leaves other rows alone: another warp may still
-        multiply with its rows for dKV, or already compute the next query's."""
+        """Store dQ of this warp's 16 heads and its warpgroup's half of the channels. The warp stages dQ in 1 KiB of
+        shared memory: in the warpgroup's dS, the rows of the 16 keys whose dS this warp writes. It must not use other
+        rows: another warp can still read its rows for dKV, or already write them for the next query."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)
@@ -549,14 +557,16 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def staging_offset(self, row, vector):
-        """Offset of vector `vector`, 8 elements, in a row of the 16 x 32 staging buffer."""
+        """Return the offset, in elements, of vector `vector` (8 elements) in a row of the 16 x 32 staging buffer. The
+        swizzle avoids bank conflicts."""
         return row * STAGED_CHANNELS + (vector ^ ((row >> 1) & 3)) * 8
 
 
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
-    """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas)."""
+    """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128] fp32, indices [T, K] int32,
+    dq [T, H, d], dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas). With
+    `ordered`, dkv has one row per (work tile, selected key), padded to whole key tiles."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
     q, dout, dq = (fake_rows(kind, queries, heads, width) for width in (channels, VALUE, channels))
@@ -569,7 +579,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_sparse_mla_backward, (dtype, channels, ordered))
         for dtype in SPARSE_DTYPES

@@ -1,18 +1,19 @@
-"""Kernels before and after the gradients of sparse MLA attention (sparse_mla_backward_sm90.py).
+"""Kernels before and after the kernel of sparse MLA's gradients (sparse_mla_backward_sm90.py).
 
-Before: delta[t, h] = out[t, h] . dout[t, h], and from delta the two terms per head that the softmax's gradient needs:
+Before: delta[t, h] = out[t, h] . dout[t, h], and from delta the two terms per head, l and e, that the gradient of the
+softmax needs:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
-After: one kernel converts dKV's fp32 sums, stored in the threads' register order, to 16 bits. With `ordered`, a kernel
-with one CTA per key first adds up the key's list of rows in the list's order.
+After: one kernel converts dKV's fp32 sums, stored in the threads' register order, to 16 bits. With `ordered`, another
+kernel with one CTA per key first adds up the key's list of rows in the list's order.
 
 Plan
 - delta: one warp per head, 16 channels per lane. Heads that pad the last block of 64 get l = inf, so they contribute
   nothing. Heads without keys get l = inf, too.
-- A share below 2^-64 is replaced by 2^-64. Then dlse / share stays finite, and P, which is share * exp(z - lse), has an
-  error below 2^-64.
-- Of 16 consecutive numbers of dKV, quarter q holds channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16 numbers and
-  reorders them.
+- A share below 2^-64 is replaced by 2^-64. Then dlse / share stays finite, and P = share * exp(z - lse), with z the
+  scaled score, has an error below 2^-64.
+- In each 16 consecutive numbers of dKV, numbers 4q to 4q + 3 are channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16
+  numbers and reorders them.
 Roofline: memory: out and dout once; dKV's sums once; a list's rows once.
 """
 
@@ -38,7 +39,8 @@ PREFETCHED = 4  # rows of a list in flight per thread
 
 
 class BackwardInputsSm90:
-    """Without dlse, the gradient of lse is 0. Without sink, there is no dsink."""
+    """The kernel before: delta, the head terms and dsink. Without dlse, the gradient of lse is 0. Without sink, there
+    is no dsink."""
 
     @cute.jit
     def __call__(
@@ -80,7 +82,7 @@ class BackwardInputsSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tid & (WARP - 1)
-        # The warp count is a multiple of 64 and so of WARPS: every warp has a head.
+        # The number of warps, one per (query, padded head), is a multiple of 64 and so of WARPS: every warp has a head.
         query, head = divmod(block * WARPS + (tid >> 5), padded)
         own = cutlass.min(head, out.shape[1] - 1)
         wait_for_prerequisite_grids()
@@ -95,7 +97,7 @@ class BackwardInputsSm90:
         if lane == 0:
             result, slope, of_sink = Float32(float("inf")), Float32(0.0), Float32(0.0)
             value = lse[query, own]
-            # False for NaN and both infinities: such a head keeps l = inf and contributes nothing.
+            # The condition is false for NaN and both infinities: such a head keeps l = inf and contributes nothing.
             if head < out.shape[1] and cute.math.absf(value) < Float32(float("inf")):
                 share = Float32(1.0)
                 if const_expr(sink is not None):
@@ -190,7 +192,8 @@ class SumListsSm90:
 @cached
 def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
     """-> f(out [T, H, 512], dout [T, H, 512], lse [T, H], dlse [T, H] or None, sink [H] or None, scale, head_terms
-    [T, ceil(H / 64), 128], dsink [T, H] or None). head_terms: pairs of l / ln 2 and e, one per head."""
+    [T, ceil(H / 64), 128], dsink [T, H] or None). head_terms: a pair (l / ln 2, e) per head. out and dout are of
+    `dtype`, the other tensors are fp32."""
     queries, heads = cute.sym_int(), cute.sym_int()
     out, dout = (fake_rows(cute_dtype(dtype), queries, heads, VALUE) for _ in range(2))
     lse, dlse, dsink = (fake_numbers(queries, heads) for _ in range(3))
@@ -203,17 +206,17 @@ def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
 
 @cached
 def compile_reorder_sums(dtype: str, channels: int):
-    """-> f(sums [at least Tk, d] fp32, out [Tk, d]); rows of out start at multiples of 16 bytes."""
+    """-> f(sums [at least Tk, d] fp32, out [Tk, d] of `dtype`). Rows of out start at multiples of 16 bytes."""
     sums, out = (fake_rows(kind, cute.sym_int(), channels) for kind in (Float32, cute_dtype(dtype)))
     return compile_sm90(ReorderSumsSm90(), sums, out, fake_stream())
 
 
 @cached
 def compile_sum_lists(channels: int):
-    """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d]): sums[k] +=
-    rows[order[i] + b * stride] over bounds[k] <= i < bounds[k + 1] and b < blocks. The order of the sum is fixed:
-    groups of PREFETCHED values of i, then b, then i within the group."""
-    # 64-bit strides: lists of 28,000 keys or more make parts of at least 2^31 numbers.
+    """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d] fp32), which
+    computes sums[k] += rows[order[i] + b * stride], summed over bounds[k] <= i < bounds[k + 1] and b < blocks. The
+    order of the sum is fixed: groups of PREFETCHED values of i, then b, then i within the group."""
+    # The strides are 64-bit, because with 28,000 selected keys per query or more `rows` can have 2^31 numbers.
     rows, sums = (fake_rows(Float32, cute.sym_int(), channels) for _ in range(2))
     return compile_sm90(
         *(SumListsSm90(), rows, fake_line(Int32), fake_line(Int32), Int32(1), Int32(0), sums, fake_stream())
@@ -221,7 +224,7 @@ def compile_sum_lists(channels: int):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     either = False, True
     return [
         *((compile_backward_inputs, arguments) for arguments in itertools.product(SPARSE_DTYPES, either, either)),

@@ -2,7 +2,8 @@
 and the schedule of queries of the sparse stage.
 
 A tile is a list of chunks of 64 channels, [64 rows, 128 bytes] each, with the 128-byte swizzle. A producer warpgroup
-gathers it, 16 rows per warp. A lane copies 16 bytes of every chunk of four rows, 4 i + lane / 8.
+gathers a tile, 16 rows per warp. In every chunk a lane copies 16 bytes of four rows: rows 4 i + lane / 8 of its warp's
+16 rows, i from 0 to 3.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. PTX requires a fence.proxy.async
 between the two. The consumers execute the fence after they wait for a stage (`wait_for_wgmma`), so the producer does
@@ -31,8 +32,8 @@ STEPS = CHUNK // 16  # wgmma instructions per chunk
 
 @dataclass(frozen=True)
 class QuerySchedule:
-    """The CTA's work tiles are the queries first, first + step, ... below `queries`. key_tiles: tiles of selected keys
-    per query."""
+    """The schedule of a CTA, whose work tiles are the queries first, first + step, ... below `queries`. key_tiles:
+    number of tiles of selected keys per query."""
 
     first: Int32
     step: Int32
@@ -47,20 +48,21 @@ class QuerySchedule:
 
 @cute.jit
 def wait_for_wgmma(pipeline: Pipeline, state: PipelineState, part=0):
-    """Wait until wgmma can read a part of a stage that cp.async has written. Called by every lane."""
+    """Wait until wgmma can read part `part` of a stage that cp.async has written. Called by every lane."""
     pipeline.consumer_wait(state, part)
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit
 def own_rows(warp, lane):
-    """The rows of a tile that a lane copies parts of."""
+    """Return the indices of the tile's rows of which this lane copies parts."""
     return [warp * WARP_ROWS + 4 * i + (lane >> 3) for i in range(LANE_ROWS)]
 
 
 @cute.jit
 def selected(indices: cute.Tensor, first, rows, keys):
-    """The keys that a lane's rows select, indices[first + row]; -1 if the index is out of range."""
+    """Return the selected key of each of the lane's rows, indices[first + row]. A key past the end of `indices`, or
+    outside [0, keys), gives a negative number."""
     found = []
     for row in rows:
         index = Int32(-1)
@@ -74,7 +76,7 @@ def selected(indices: cute.Tensor, first, rows, keys):
 
 @cute.jit
 def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
-    """`row_addresses` of heads first + rows of a query of x [T, H, d], a 16-bit dtype."""
+    """Return `row_addresses` of the heads first + rows of a query of x [T, H, d], which has a 16-bit dtype."""
     heads = []
     for row in rows:
         head = first + row
@@ -85,23 +87,24 @@ def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
 
 @cute.jit
 def key_rows(x: cute.Tensor, indices, lane):
-    """`row_addresses` of the rows `indices` of x [Tk, d], a 16-bit dtype."""
+    """Return `row_addresses` of the rows `indices` of x [Tk, d], which has a 16-bit dtype."""
     return row_addresses(Int64(x.iterator.toint()), 2 * Int64(x.stride[0]), indices, lane)
 
 
 @cute.jit
 def row_addresses(start: Int64, stride: Int64, rows, lane):
-    """-> (address of the lane's 16 bytes in each row, valid mask). Negative rows are invalid."""
+    """-> (for each row, the address of the lane's 16 bytes of it; for each row, whether it is valid). Negative rows are
+    invalid."""
     sources = [start + cutlass.max(row, 0) * stride + (lane & 7) * 16 for row in rows]
     return sources, [row >= 0 for row in rows]
 
 
 @cute.jit
 def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, lane):
-    """Copy the lane's part of a chunk to shared memory at `target`, with zeros for invalid rows."""
+    """Start copying the lane's part of a chunk to shared memory at `target`, with zeros for invalid rows."""
     start = target + 2 * CHUNK * (warp * WARP_ROWS + (lane >> 3))
     for i in cutlass.range_constexpr(LANE_ROWS):
-        row = 4 * (i % 2) + (lane >> 3)  # within the swizzle's 8 rows
+        row = 4 * (i % 2) + (lane >> 3)  # row modulo 8, the period of the swizzle
         gather_16(start + 2 * (4 * i * CHUNK + ((lane & 7) ^ row) * 8), sources[i] + 2 * CHUNK * chunk, valid[i])
 
 
@@ -116,8 +119,8 @@ def gather_tile(
     warp,
     lane,
 ) -> PipelineState:
-    """Gather a tile of `chunks` chunks into an empty stage, and signal the consumers. start: address of the first
-    stage. -> the next state."""
+    """Gather a tile of `chunks` chunks into an empty stage, and signal the consumers when the copies are complete.
+    start: address of the first stage. -> the next state."""
     for chunk in cutlass.range_constexpr(chunks):
         gather_chunk(start + (state.stage * chunks + chunk) * CHUNK_BYTES, sources, valid, chunk, warp, lane)
     arrive_when_gathered(pipeline.producer_barrier(state))
@@ -126,7 +129,7 @@ def gather_tile(
 
 @cute.jit
 def load_chunk(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane):
-    """Load a warp's 16 rows of a chunk from shared memory as operand A: words [4, STEPS, chunks]."""
+    """Load a warp's 16 rows of a chunk from shared memory to registers, as operand A. words: [4, STEPS, chunks]."""
     for step in cutlass.range_constexpr(STEPS):
         address = source + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4))
         for i, word in enumerate(load_matrices(Int32(address.toint()))):
@@ -135,6 +138,7 @@ def load_chunk(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane
 
 @cute.jit
 def load_tile(words, chunks: cutlass.Constexpr, source: cute.Pointer, state: PipelineState, warp, lane):
-    """Load a warp's 16 rows of a stage of `chunks` chunks, as `load_chunk`. source: the first stage."""
+    """Load a warp's 16 rows of a stage of `chunks` chunks to registers, as `load_chunk` does. source: the first
+    stage."""
     for chunk in cutlass.range_constexpr(chunks):
         load_chunk(words, chunk, source + (state.stage * chunks + chunk) * (TILE * CHUNK), warp, lane)

@@ -1,10 +1,10 @@
-"""Fills the rows of ragged results that belong to no sequence, which the other kernels do not write, with a constant.
+"""Fill the rows of ragged results that the other kernels do not write with a constant.
 
 Plan
 - `bounds` ascend within the rows of the tensors (q_tile_plan_sm90.py). Rows before the first and after the last bound
-  belong to no sequence, and all warps share them. A sequence's rows after its first `most` are missing, too: each warp
-  checks 32 sequences at a time and fills their missing rows.
-- Usually no row is missing, and every warp ends after two to four loads.
+  belong to no sequence; all warps share the work of filling these rows. If a sequence has more than `most` rows, its
+  rows after the first `most` are uncovered, too: each warp checks 32 sequences at a time and fills such rows.
+- Usually no row is uncovered, and every warp ends after two to four loads.
 Roofline: latency, 2 us.
 """
 
@@ -23,7 +23,7 @@ ZERO, INFINITY = 0, 0x7F800000  # bit patterns: 0 of any dtype, infinity of fp32
 
 
 class UncoveredRowsSm90:
-    """values: per tensor, the 32-bit word that fills its rows."""
+    """The kernel. values: for each tensor, the 32-bit word that fills the tensor's uncovered rows."""
 
     def __init__(self, values: tuple[int, ...]):
         self.values = values
@@ -64,13 +64,13 @@ class UncoveredRowsSm90:
 
 @cached
 def compile_uncovered_rows(values: tuple[int, ...]):
-    """-> f(bounds [B + 1], tensors, most, ctas). tensors: a list of [T, H, W], one per entry of `values`. All int32, B
-    >= 0, W contiguous."""
+    """-> f(bounds [B + 1], tensors, most, ctas). tensors: a list of tensors [T, H, W], one per entry of `values`. All
+    tensors are int32; B >= 0; the last dimension is contiguous."""
     rows = cute.sym_int()
     tensors = [fake(Int32, (rows, cute.sym_int(), cute.sym_int()), (*strides(2), 1), 4) for _ in values]
     return compile_sm90(UncoveredRowsSm90(values), fake_line(Int32), tensors, Int32(0), Int32(1), fake_stream())
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return every (compile function, arguments) that the ops can ask for."""
     return [(compile_uncovered_rows, (values,)) for values in ((ZERO,), (ZERO, ZERO), (ZERO, INFINITY))]

@@ -1,9 +1,9 @@
-"""Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the scores, and kl[t], the sum of its parts per
-key tile.
+"""Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the keys that query t sees, and kl[t], the sum
+of the KL parts of query t over key tiles.
 
 Plan
-- LSE: one warp per row. A lane reads four keys per tile and keeps a maximum and a sum of its keys, merged after the
-  last tile.
+- LSE: one warp per row. A lane reads four keys per tile and keeps the maximum and the sum of exponentials of its keys.
+  The warp merges these after the last tile.
 - KL: one thread per row. It adds the parts in the order of the keys.
 Roofline: memory, 4 bytes per (query, key) pair.
 """
@@ -56,7 +56,7 @@ class WarmupLseSm90:
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
                 for i in cutlass.range_constexpr(4):
                     power = cute.math.exp2(values[i] - new_max, fastmath=True)
-                    # fmax ignores NaN, but this comparison is false for NaN. So NaN enters the sum and the LSE is NaN.
+                    # fmax ignores NaN. But this comparison is false for NaN, so NaN enters the sum and the LSE is NaN.
                     row_sum += Float32(0.0) if values[i] <= NOTHING else power
                 row_max = new_max
             new_max = row_max
@@ -65,7 +65,7 @@ class WarmupLseSm90:
             row_sum = warp_reduce_sum(row_sum * cute.math.exp2(row_max - new_max, fastmath=True))
             if lane == 0:
                 lse = (new_max + cute.math.log2(row_sum)) * LN2
-                # If the sequence is longer than the caller's maximum, some of its scores do not exist.
+                # If the sequence is longer than the caller's maximum length, some of its scores were not computed.
                 lse_idx[q_tile.first_q + row] = Float32(float("nan")) if limit > scores.shape[1] * K_TILE else lse
 
 
@@ -91,16 +91,16 @@ class WarmupKlSm90:
 
 @cached
 def compile_warmup_lse():
-    """-> f(scores [S, N, 128, 128], q_tiles [S, 8] int32, lse_idx [Tq]); fp32."""
+    """-> f(scores [S, N, 128, 128] fp32, q_tiles [S, 8] int32, lse_idx [Tq] fp32)."""
     return compile_sm90(WarmupLseSm90(), fake_tiles(Q_TILE, K_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 
 @cached
 def compile_warmup_kl():
-    """-> f(kl_parts [S, N, 128], q_tiles [S, 8] int32, kl [Tq]); fp32."""
+    """-> f(kl_parts [S, N, 128] fp32, q_tiles [S, 8] int32, kl [Tq] fp32)."""
     return compile_sm90(WarmupKlSm90(), fake_tiles(Q_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_warmup_lse, ()), (compile_warmup_kl, ())]

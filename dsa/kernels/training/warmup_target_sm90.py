@@ -1,23 +1,27 @@
-"""The warm-up's target and loss. The target is the attention's mean distribution over its heads; the loss compares the
-indexer's distribution with it.
+"""The warm-up's target and loss. The target is the attention's distribution, averaged over heads. The loss compares the
+indexer's distribution with the target.
 
 p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h);   kl[t] = sum_s p (ln p - (I - lse_I))
 dI[t, s] = g[t] (exp(I - lse_I) - p)
 
+I[t, s] are the indexer's scores, lse_I[t] is their log-sum-exp over s, and g[t] is the gradient of kl[t].
+
 Plan
-- A work tile is the 128 queries of a q tile x 128 keys (static persistent scheduler over the existing tiles). Per head,
-  wgmma computes S = Q K^T, and the consumers add its exponentials to sums in registers. Nothing else of a head is kept.
-- Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's.
-  192 and 576 channels: one accumulator, in chunks of 64 channels. Its wgmma overlaps the other warpgroup's
-  exponentials.
+- A work tile is the 128 queries of a q tile x 128 keys. The scheduler is static and persistent, over the key tiles of
+  all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in registers. No
+  other result of a head is kept.
+- Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's
+  wgmma. 192 and 576 channels: one accumulator, and the product is computed in chunks of 64 channels. The wgmma of one
+  warpgroup overlaps the exponentials of the other.
 - One producer warp loads by TMA: Q of every head, and K once for all heads that share it. It also prefetches the tile's
-  scores into the L2 cache for the epilogue. With up to 128 channels the consumers load them during the last head's
-  wgmma.
-- The epilogue masks the sums of pairs that a row must not see, so garbage never mixes with valid values.
-- dI replaces the scores in place, in bf16. A warpgroup's 64 rows of dI use the memory of the same rows' scores. The
-  warpgroup reads all of them before it writes any, so it need not wait for the other warpgroup.
+  scores into the L2 cache for the epilogue. With up to 128 channels the consumers load the scores during the last
+  head's wgmma.
+- The epilogue masks the pairs (query, key) in which the query does not see the key, so garbage never mixes with valid
+  values.
+- dI overwrites the scores, in bf16. A warpgroup's 64 rows of dI use the memory of the same rows' scores. The
+  warpgroup reads all of these scores before it writes any dI, so it need not wait for the other warpgroup.
 Constraints: bf16; the channels per head are the keys of STAGES. Any number of heads.
-Shared memory: 192 or 208 KiB of stages. Registers: 64 sums and 2 x 64 accumulators of 240.
+Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and 2 x 64 accumulators, of 240.
 Roofline: per head of 128 channels, wgmma takes 1024 cycles and the exponentials 1024 cycles of the MUFU; measured 1750
 to 1900.
 """
@@ -49,13 +53,13 @@ from dsa.kernels.training.mainloop import (
 from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-# (channels per stage, stages of queries, stages of keys) per number of channels of a head. Keys of 576 channels fill
-# their nine stages once.
+# (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
+# one key head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-SCORES_READ_BARRIER = 1  # a named barrier per consumer warpgroup: + the warpgroup's number
-TINY = 1.2e-38
+SCORES_READ_BARRIER = 1  # consumer warpgroup i uses named barrier SCORES_READ_BARRIER + i
+TINY = 1.2e-38  # about the smallest normal fp32
 
 
 class WarmupTargetSm90:
@@ -83,7 +87,7 @@ class WarmupTargetSm90:
     ):
         q_layout = smem_layout(Q_TILE, self.chunk, self.dtype, self.query_stages)
         k_layout = smem_layout(K_TILE, self.chunk, self.dtype, self.key_stages)
-        # Heads last: tiles are rows x channels.
+        # Make heads the last dimension, so that the TMA tiles are rows x channels.
         q, k = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1])) for x in (q, k))
         q_atom, q_tma = tile_load(q, q_layout, (Q_TILE, self.chunk))
         k_atom, k_tma = tile_load(k, k_layout, (K_TILE, self.chunk))
@@ -165,8 +169,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def work_tile(self, index, q_tile, key_tiles, lane):
-        """Find work tile `index`, from q tile `q_tile` on. Called by a whole warp. -> (its q tile, its key tile in
-        it)."""
+        """Find work tile `index`, starting the search at q tile `q_tile`. Called by a whole warp. -> (index of the q
+        tile, index of the key tile in the q tile)."""
         count = key_tiles.shape[0] - 1
         steps = Int32(WARP)
         while steps == WARP:
@@ -193,7 +197,7 @@ class WarmupTargetSm90:
         keys: Pipeline,
         lane,
     ):
-        """The producer warp: load Q and K of every work tile of this CTA."""
+        """Run the producer warp: load Q and K of every work tile of this CTA."""
         scheduler = static_persistent_scheduler()
         size = Q_TILE * self.chunk * self.dtype.width // 8
         q_state, k_state, number = start(), start(), Int32(0)
@@ -236,10 +240,10 @@ class WarmupTargetSm90:
         warp,
         lane,
     ):
-        """The mainloop of the consumer warpgroups, over all work tiles of this CTA."""
+        """Run a consumer warpgroup over all work tiles of this CTA."""
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
-        # The slice is the same for the whole warpgroup. The compiler must know it to make the operands' addresses
-        # uniform.
+        # Get the slice by the warpgroup's number instead of the thread's, so that the compiler knows that the
+        # operands' addresses are uniform.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
@@ -266,7 +270,7 @@ class WarmupTargetSm90:
                 q_state, k_state, less = self.add_overlapped(
                     sums, accs, lse, rq, rk, queries, keys, q_state, k_state, rows, scale, group, heads
                 )
-            number = opaque(number)  # values derived from it are recomputed, to save registers
+            number = opaque(number)  # the compiler recomputes values derived from `number`, which saves registers
             own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
             if const_expr(self.chunks == 1):
                 last = heads - 1 + (heads & 1)
@@ -279,9 +283,9 @@ class WarmupTargetSm90:
     def add_overlapped(
         self, sums, accs, lse, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, rows, scale, group, heads
     ):
-        """Process all heads but the last. A head's exponentials overlap the next head's product. An odd number of heads
-        is padded to an even one. The last product is still in flight at the end. -> (the pipelines' states, the last
-        head's LSE)."""
+        """Compute all heads but the last one. A head's exponentials overlap the next head's product. If the number of
+        heads is odd, one padding head is added. At the return the last product is still in flight. -> (the pipelines'
+        states, the last head's LSE)."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.wait(queries, keys, q_state, k_state)
@@ -291,7 +295,7 @@ class WarmupTargetSm90:
         for h in cutlass.range(0, padded - 2, 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 self.multiply(accs[1 - i], rq, rk, q_state.stage, k_state.stage)
-                # One head ahead, because the load takes longer than a product.
+                # Load the LSE one head ahead, because the load takes longer than a product.
                 ahead, at = self.load_lse(lse, at, h + i + 1, heads)
                 self.add(sums, accs[i], less, scale)
                 less = ahead
@@ -304,8 +308,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane):
-        """Load the epilogue's inputs. -> ((pointer for dI, q tile, key tile), pairs of scores [2, 16, 2 rows], lse_I of
-        the two rows, their g, the number of the tile's keys that they see)."""
+        """Load the epilogue's inputs. -> ((pointer for dI, q tile, key tile), scores [2 adjacent keys, 16, 2 rows],
+        lse_I of the lane's two rows, g of the two rows, number of the tile's keys that each of the two rows sees)."""
         key_tile = index - key_tiles[number]
         of_tile = scores[number, key_tile, None, None]
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
@@ -314,7 +318,7 @@ class WarmupTargetSm90:
                 offset = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
                 pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + offset)
         # Wait until the whole warpgroup has read its scores, because its dI overwrites them. The barrier also keeps the
-        # compiler from sinking these loads to their uses. The rows' other inputs are loaded after it.
+        # compiler from moving these loads down to their uses. The rows' other inputs are loaded after the barrier.
         cute.arch.barrier(barrier_id=SCORES_READ_BARRIER + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
         q_tile = load_q_tile(q_tiles, number)
         limits = []
@@ -323,7 +327,8 @@ class WarmupTargetSm90:
             limit = cutlass.min(q_tile.seen + q_tile.step * row, q_tile.keys) - key_tile * K_TILE
             limits.append(limit if row < q_tile.rows else Int32(0))
         numbers = [lse_idx[row] for row in rows], [upstream[row] for row in rows]
-        # Pointer to which `row` rows of dI are added. The warpgroup's 64 rows of dI begin where their scores began.
+        # The pointer to which `epilogue` adds the offset of row own_row + 8 r of dI. The warpgroup's 64 rows of dI
+        # begin where the fp32 scores of these rows began.
         target = of_tile.iterator + (opaque(own_row) >> 6) * (Q_TILE * K_TILE // 4)
         return (target, number, key_tile), pairs, *numbers, limits
 
@@ -335,11 +340,11 @@ class WarmupTargetSm90:
 
     @cute.jit
     def multiply(self, acc, rq, rk, q_stage, k_stage):
-        """Issue a head's product."""
-        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)  # one that is set inside a loop cannot be used after it
+        """Issue a head's product acc = Q K^T."""
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)  # a local copy: one set in a loop is unusable after it
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
-            if const_expr(step % 4 == 0):  # limits the live descriptors: all of them would spill
+            if const_expr(step % 4 == 0):  # limits the live descriptors; all of them together would spill
                 q_stage, k_stage = opaque(q_stage), opaque(k_stage)
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             cute.gemm(mma, acc, rq[None, None, step, q_stage], rk[None, None, step, k_stage], acc)
@@ -347,7 +352,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def finish_product(self, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
-        """Wait for the product of head h and release its Q, and its K if the next head uses another one.
+        """Wait for the product of head h. Release the head's Q, and its K if the next head uses another KV head.
         -> the pipelines' next states."""
         cute.nvgpu.warpgroup.wait_group(0)
         q_state = release(queries, q_state)
@@ -361,8 +366,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def multiply_chunks(self, acc, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
-        """Compute the product of a head with several chunks, chunk by chunk, and wait for it. -> the pipelines' next
-        states."""
+        """Compute the product acc = Q K^T of head h, chunk by chunk, and wait for it. -> the pipelines' next states."""
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         last = h == heads - 1
         if h < heads - 1:
@@ -391,13 +395,14 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_lse(self, lse, at, h, heads):
-        """-> (the LSEs of head h at the offsets `at`, the offsets of the next head). The last head's offsets repeat."""
+        """-> (the LSEs of head h at the offsets `at`, the offsets for the next head). After the last head the offsets
+        stay the same."""
         step = lse.shape[1] if h < heads - 1 else 0
         return [flatten(lse)[offset] for offset in at], [offset + step for offset in at]
 
     @cute.jit
     def add(self, sums, acc, less, scale):
-        """sums += exp(scale S - lse) for one head."""
+        """Compute sums += exp(scale S - lse) for one head. less: lse of the lane's two rows."""
         more = [x * -LOG2E for x in less]
         flat = flatten(acc)
         for i in cutlass.range_constexpr(K_TILE // 2):
@@ -405,7 +410,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def epilogue(self, sums, own, kl_parts, heads, own_row, lane):
-        """Store the loss of a tile's rows, and overwrite the scores with their gradient."""
+        """Store the KL part of each of the tile's rows, and overwrite the scores with dI. own: from `load_tile`."""
         share = 1.0 / Float32(heads)
         (di, number, key_tile), pairs, lse_idx, upstream, limits = own
         target = cute.recast_ptr(di, dtype=Uint32)
@@ -421,7 +426,8 @@ class WarmupTargetSm90:
                     term = p * (cute.math.log2(p, fastmath=True) * LN2 - over)
                     visible = 8 * j + lane % 4 * 2 + c < limit
                     both.append(d if visible else Float32(0.0))
-                    # log2 takes p below TINY for 0. NaN is not below it and enters the loss.
+                    # log2 treats p below TINY as 0, so the term would be infinite or NaN. A NaN p is not below TINY and
+                    # enters the loss.
                     nothing = p < TINY or not visible
                     kl += Float32(0.0) if nothing else term
                 (target + (row * (K_TILE // 2) + 4 * j + lane % 4)).store(pack(both[0], both[1], BFloat16))
@@ -433,8 +439,8 @@ class WarmupTargetSm90:
 
 @cute.jit
 def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
-    """total + 2^(x * scale + more). In inline PTX, because the compiler does not move it after the wait for the wgmma
-    that it overlaps."""
+    """Return total + 2^(x * scale + more). In inline PTX, because the compiler would move separate instructions after
+    the wait for the wgmma that they should overlap."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 e; fma.rn.ftz.f32 e, {$r1}, {$r2}, {$r3}; ex2.approx.ftz.f32 e, e; add.ftz.f32 {$w0}, {$r0}, e; }",
         write_only_types=[Float32],
@@ -444,7 +450,7 @@ def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
 
 @cute.jit
 def load_pair(address):
-    """Load two neighbouring numbers."""
+    """Load two adjacent fp32 numbers from global memory."""
     return cute.arch.inline_ptx(
         "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32, Float32],
@@ -455,8 +461,8 @@ def load_pair(address):
 @cached
 def compile_warmup_target(dtype: str, dim: int):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], lse [H, Tq], lse_idx [Tq], upstream [Tq], q_tiles [S, 8], key_tiles [S + 1],
-    scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas). All but q and k are fp32; q_tiles and key_tiles
-    are int32."""
+    scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas). q and k are of `dtype`, q_tiles and key_tiles
+    are int32, and the other tensors are fp32."""
     kind, queries = cute_dtype(dtype), cute.sym_int()
     q, k = (fake_rows(kind, tokens, cute.sym_int(), dim) for tokens in (queries, cute.sym_int()))
     return compile_sm90(
@@ -468,5 +474,5 @@ def compile_warmup_target(dtype: str, dim: int):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_warmup_target, ("bfloat16", dim)) for dim in WARMUP_CHANNELS]

@@ -1,9 +1,9 @@
 """A pipeline whose producer overwrites rows of the next sequence with zeros.
 
-TMA and bulk copies load whole tiles, so the last tile of a sequence contains rows of another sequence. Their factors in
-the product are 0, but 0 * NaN is NaN. A copy of a whole tile signals the consumers, as in any pipeline. A copy of a
-partial tile signals the producer through the barrier `landed`. The producer overwrites the rows and then signals the
-consumers itself:
+TMA and bulk copies load whole tiles, so the last tile of a sequence can contain rows of another sequence. The factors
+of these rows in the product are 0, but 0 * NaN is NaN. If all rows of a tile are valid, the copy signals the consumers,
+as in any pipeline. Otherwise the copy signals the producer through the barrier `landed`. The producer overwrites the
+invalid rows and then signals the consumers itself:
 
     pipeline.ring.producer_wait(state)
     barrier = pipeline.copy_barrier(state, is_whole)             # counts the bytes of all copies to the stage
@@ -25,11 +25,11 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState
 from dsa.cute.shared_memory import store_4
 
-SWIZZLE_BYTES = 128  # of a row, contiguous in shared memory
+SWIZZLE_BYTES = 128  # bytes of a row that are contiguous in shared memory
 
 
 def zero_fill_storage(stages: int) -> type:
-    """The barriers of a ZeroFillPipeline in shared memory: a field of a @cute.struct."""
+    """Return the struct of a ZeroFillPipeline's barriers in shared memory, for a field of a @cute.struct."""
 
     @cute.struct
     class ZeroFillStorage:
@@ -41,8 +41,9 @@ def zero_fill_storage(stages: int) -> type:
 
 @dataclass(frozen=True)
 class ZeroFillPipeline:
-    """ring: the pipeline of the consumers. landed: the barrier on which the producer waits. It is stored after the
-    ring's full barriers, so an index selects the barrier that counts a copy's bytes."""
+    """The pipeline described above. ring: the pipeline that the consumers use. landed: the barrier on which the
+    producer waits for copies of partial tiles. `landed` is stored after the ring's full barriers, so `copy_barrier`
+    selects a barrier by an index."""
 
     ring: Pipeline
     landed: Mbarriers
@@ -55,22 +56,23 @@ class ZeroFillPipeline:
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Initialize the barriers. consumers: warps that release a stage. Called by one thread."""
+        """Initialize the barriers. consumers: number of warps that release a stage. Called by one thread."""
         self.ring.init(consumers)
         self.landed.init(1)
 
     @cute.jit
     def copy_barrier(self, state: PipelineState, is_whole: Boolean) -> cute.Pointer:
-        """The barrier that counts the bytes of the copies to a stage."""
+        """Return the barrier that counts the bytes of the copies to a stage: the stage's full barrier if all rows of
+        the tile are valid, else `landed`."""
         return self.ring.full + (state.stage if is_whole else self.ring.stages)
 
     @cute.jit
     def zero_rows(
         self, phase: Int32, tile: Int32, first, rows: cutlass.Constexpr, row_bytes: cutlass.Constexpr, lane
     ) -> Int32:
-        """Wait until the copies to a partial stage have arrived, then zero the rows `first` to `rows` - 1 of a tile.
-        tile: its address in shared memory, with rows of `row_bytes` bytes in TMA's 128-byte swizzle. Called by a whole
-        warp. -> the phase of the next such wait."""
+        """Wait until the copies of a partial tile have arrived, then zero-fill rows `first` to `rows` - 1 of the tile.
+        tile: address of the tile in shared memory, with rows of `row_bytes` bytes in TMA's 128-byte swizzle. Called by
+        a whole warp. -> the phase of the next such wait."""
         self.landed.wait(phase)
         for row in cutlass.range(first, rows, unroll=1):
             for part in cutlass.range_constexpr(row_bytes // SWIZZLE_BYTES):
