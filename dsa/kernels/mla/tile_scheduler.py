@@ -41,7 +41,7 @@ class StreamKScheduler:
     So a remaining query can be split between workers. A worker has at most two splits. A split that contains
     its query's first tile writes partial result 2 * worker + 1, any other split writes 2 * worker.
 
-    The StreamKScheduler of the training kernels differs: it splits all work, which consists of spans of
+    The KeyBlockScheduler of the training kernels differs: it splits all work, which consists of spans of
     unequal lengths.
     """
 
