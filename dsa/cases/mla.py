@@ -280,10 +280,8 @@ def sparse(
     scale: float | None = None,
     into: bool = False,
 ) -> Given:
-    """Make queries that select random keys of a cache of `rows` keys; all other slots are NaN.
-
-    extra: (keys per query, page size) of a second cache of the same layout, which has a third of the rows.
-    """
+    """Make queries that select random keys of a cache of `rows` keys; all other slots are NaN. extra: (keys per query,
+    page size) of a second cache of the same layout, which has a third of the rows."""
     d, dtype = LAYOUTS[layout]
     given = {"q": new.f32(batch, s_q, heads, d).to(dtype), **dict.fromkeys(SELECTION)}
 
@@ -344,10 +342,8 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """Return for each sequence the ranges [first, end) of tiles of 64 keys that parts compute, in the parts' order.
-
-    Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong.
-    """
+    """Return per sequence the ranges [first, end) of 64-key tiles that parts compute, in the parts' order. Raise
+    AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:
