@@ -26,7 +26,8 @@ UNSCALED = {"scale": (1.0,), "scaled_from": (0,)}
 
 @by_sizes(
     *(grid(tokens=TOKENS, rows=[rows], channels=[channels], **UNSCALED) for rows, channels in SHAPES),
-    # Channels: slices without steps, with one and with several rounds. Rows: 100 use clusters, 600 do not in all tiles.
+    # Channels: slices without steps, with one and with several rounds; in clusters and, with many rows, without
+    # clusters.
     grid(
         tokens=(3, 12, 50),
         rows=(100, 600),
