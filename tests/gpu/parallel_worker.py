@@ -109,7 +109,7 @@ def wrong_turns(ranks: Ranks, device: torch.device) -> int:
 
     def all_turns() -> None:
         for i, size in enumerate(sizes):
-            if i % 7 == ranks.rank:  # one rank is late
+            if i % 7 == ranks.rank:  # delay one rank
                 torch.cuda._sleep(20000)
             x = (own + i % 50 + ranks.rank).expand(size).to(DTYPES[i % 2])
             whole = ranks.size * (i % 50) + sum(range(ranks.size)) + ranks.size * own
@@ -164,7 +164,7 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
         # Growing widths make the memory of both lanes grow, also that of one lane while the other carries a message.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
-        if i % 7 == ranks.rank:  # one rank is late
+        if i % 7 == ranks.rank:  # delay one rank
             torch.cuda._sleep(200000)
         gathering = shared.begin_gather(shared.own(every).to(torch.int16), shared.own(every).double())
         summing = shared.begin_sum((every % 128 + ranks.rank).bfloat16())

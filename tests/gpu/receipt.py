@@ -38,7 +38,7 @@ from tests.public_names import ops_of
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
-MAX_AGE = datetime.timedelta(days=30)  # of entries of WHOLES
+MAX_AGE = datetime.timedelta(days=30)  # for entries of WHOLES
 
 
 @dataclass(frozen=True)

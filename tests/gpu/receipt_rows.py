@@ -53,7 +53,8 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 
 
 def names_of(rows: Sequence[Row], other: str = "peer") -> str:
-    """Return the names of the fastest others in these rows, joined by "; " because a name can contain commas."""
+    """Return the names in the column `other` (peers, or baselines) of these rows, joined by "; " because a name can
+    contain commas."""
     return "; ".join(sorted({row[other] for row in rows if row.get(other)}))
 
 

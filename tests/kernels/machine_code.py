@@ -36,10 +36,10 @@ FAMILIES = Path(dsa.kernels.__path__[0])
 SHARED = FAMILIES.parent / "cute"
 _NO_BYTES = 8  # type of a section that has a size but no bytes in the file
 _SIZED = 4  # .nv.info: format of an attribute whose entry contains a size
-_REGISTERS, _BLOCK = 0x2F, 0x10  # attributes (symbol, registers) and (x, y, z)
+_REGISTERS, _BLOCK = 0x2F, 0x10  # attributes whose values are (symbol, registers) and (x, y, z)
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
 _LAUNCHER = "_mlir_ciface_"  # prefix of the name of the host function that computes grids and launches
-_SYMBOL = "<IBBHQQ"  # name, info, other, section, value, size
+_SYMBOL = "<IBBHQQ"  # fields: name, info, other, section, value, size
 _CONSTANTS = ".rodata.cst"  # section of the host code's vector constants, up to 16 bytes each
 _HANDLES = ".lbss"  # section of the handles of kernels, in the order of their first launches
 

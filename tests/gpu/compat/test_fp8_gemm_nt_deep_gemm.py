@@ -56,7 +56,7 @@ def sizes_of(groups, expected, empty):
     [(2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)],
 )
 def test_one_matrix_is_right(rows, columns, channels, record_error):
-    """Rows of the result may begin at any multiple of its dtype's size."""
+    """Rows of the result can begin at any multiple of the size of its dtype."""
     given = ONE.arguments("cuda", rows=rows, columns=columns, channels=channels, out_dtype=torch.bfloat16)
     q, s = given["a"]
     for scales, before, after in ((s, 0, 0), (column_major(s), 0, 8), (s, 1, 0)):

@@ -38,5 +38,5 @@ def garbage(cache, slots):
         page, offset = slots // cache.shape[1], slots % cache.shape[1]
         for value, scale in ((0x7F, 0xFF), (0x00, 0xFF), (0x7F, 0x7F), (0xFF, 0x00)):
             rows[page, offset], scales[page, offset] = value, scale
-            scales[..., 7] = value  # padding
+            scales[..., 7] = value  # the pad byte
             yield

@@ -32,7 +32,7 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
     for column, (row, weight) in enumerate([(-1, INF), (len(given["y"]), NAN), (info.min, 1.0), (info.max, -INF)]):
         rows[::2, 2 * column], weights[::2, 2 * column] = row, weight
     if index_dtype == torch.int64:
-        rows[1::2, 1] = 2**32 + 3  # not row 3
+        rows[1::2, 1] = 2**32 + 3  # must not be truncated to row 3
     assert checked(CASE, given)[0].isfinite().all()
     checked(CASE, given | {"rows": torch.full_like(rows, -1)})
 

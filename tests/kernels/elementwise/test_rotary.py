@@ -13,7 +13,7 @@ def test_products_are_rounded_before_they_are_added(sass, arguments):
     assert_counts(sass, LDG=config.groups * (vectors + 2), STG=config.groups * vectors)
     products = 4 * config.pairs * config.groups
     assert_counts(sass, FFMA=0, FMUL=products, FADD=products // 2)
-    assert sass.registers <= 40  # 48 warps per SM
+    assert sass.registers <= 40  # allows 48 warps per SM
 
 
 def test_the_number_of_a_group_is_an_int32():

@@ -3,7 +3,7 @@
 from dsa.kernels.mla import window_indices_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped
 
-REGISTERS = 40  # 48 warps per SM
+REGISTERS = 40  # allows 48 warps per SM
 
 
 @shipped(kernels.compile_window_indices)

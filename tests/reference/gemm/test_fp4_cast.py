@@ -49,7 +49,7 @@ def test_ends_of_the_scale_range(top):
 def test_groups_of_zeros_are_ignored():
     """Quantisers may write any scale for groups of zeros."""
     codes = random_codes(128, 256)
-    codes[5, 32:64] = 8  # -0
+    codes[5, 32:64] = 8  # the code of -0
     codes[6, 64:96] = codes[:, 128:] = 0
     exponents = torch.zeros(128, 8, dtype=torch.int64)
     exponents[5, 1], exponents[6, 2], exponents[:, 4:] = -127, 127, -127
