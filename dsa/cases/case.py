@@ -177,7 +177,8 @@ def ends(x: torch.Tensor) -> list[Any]:
 
 
 def other_rows(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep all result rows except the one in whose row of the argument the number stands."""
+    """Keep all rows of the results except row place[0]: a number in row i of the argument affects only row i of the
+    results."""
     return lambda results: [x[[i for i in range(len(x)) if i != place[0]]] for x in results]
 
 

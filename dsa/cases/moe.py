@@ -116,8 +116,8 @@ def experts_outputs(
     residual: bool = True,
     weighted: bool = True,
 ) -> Given:
-    """Make outputs of experts, each of which belongs to one token. In every fifth token one row is outside y. By
-    default three tokens."""
+    """Make outputs y of experts, in which each row belongs to one token. Two of every five tokens have one row outside
+    y. By default three tokens."""
     if tokens:
         y = new.f32(max(tokens * k, 1), channels).to(dtype)
         drawn = torch.rand(tokens * k, generator=new.generator, device=new.device)

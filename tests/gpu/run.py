@@ -2,8 +2,8 @@
 
 usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [--continue] [ENTRY...]
 
-Without ENTRY, all entries run that a complete receipt has for the GPU's arch. COMMIT is the commit of this tree; it can
-be omitted where git knows it. `several_gpus` and `parallel` need two GPUs and are skipped with one GPU.
+Without ENTRY, the command runs all entries that a complete receipt has for the GPU's arch. COMMIT is the commit of this
+tree; it can be omitted if git knows it. `several_gpus` and `parallel` need two GPUs and are skipped with one GPU.
 `hostile_contents` runs under compute-sanitizer. `oldest_dsl` is skipped unless DSA_OLDEST_DSL names a folder with that
 DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11

@@ -3,7 +3,7 @@
 
 The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales), and by default their results
 are not cleaned, except for scores of all keys. `fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier
-builds. Where the order of arguments differs between the two, the arguments of earlier builds are keyword-only.
+builds. Where the order of arguments differs between these versions, the arguments of earlier builds are keyword-only.
 """
 
 import torch

@@ -26,7 +26,8 @@ def test_sass(sass, arguments):
     assert_counts(sass, HGMMA=head_dim // K16 + 2 * TILE_N // K16)
     # A warp gathers a k chunk of 64 channels of four keys at a time, and has 16 keys.
     assert_counts(sass, LDGSTS=head_dim // K_CHUNK * 4)
-    # A fence before wgmma reads a whole tile, and each k chunk; the others are for Q, both halves of P and barriers.
+    # One fence before the wgmma that read a whole tile, and one per k chunk; the others are for Q, both halves of P and
+    # barriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
@@ -46,7 +47,7 @@ def test_swap_ab_sass(sass, arguments):
     _, head_dim, *_ = arguments
     # Products: scores, and four products of 64 channels.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16, LDGSTS=head_dim // K_CHUNK * 4)
-    # A fence before wgmma reads a whole tile, and each k chunk; the others are for Q, P and the barriers.
+    # One fence before the wgmma that read a whole tile, and one per k chunk; the others are for Q, P and the barriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 3)
     check_roles(sass, swap_ab.SCORE_WARPGROUPS, swap_ab.REGISTERS)
 

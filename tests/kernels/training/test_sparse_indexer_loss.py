@@ -15,7 +15,8 @@ def test_target_sass(sass, arguments):
     chunks = channels // CHUNK
     # Loads: a tile of keys, of index keys, of index queries, and the tiles of queries.
     gathered = (1 + row_tiles) * chunks + 2 * index_channels // CHUNK
-    # A fence before wgmma reads each chunk of keys, and the index keys; the others are for the queries and barriers.
+    # One fence before the wgmma that read each chunk of keys, and one for the index keys; the others are for the
+    # queries and barriers.
     assert_counts(sass, HGMMA=(channels + index_channels) // K16, LDGSTS=gathered * LANE_ROWS, FENCE=chunks + 1 + 2)
     # An arrival per chunk, because the kernel waits for the chunk's data in between; waits only per group of chunks.
     groups = -(-chunks // target.RELEASE_GROUP)
