@@ -99,8 +99,8 @@ def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def wrong_turns(ranks: Ranks, device: torch.device) -> int:
-    """Return the number of wrong numbers in consecutive sums, each of other size and values, in three replays of a
-    graph of all sums.
+    """Count the wrong numbers in consecutive sums, each of other size and values, in three replays of a graph of all
+    sums.
 
     A rank that is early must not read or overwrite the data of another sum.
     """
@@ -153,8 +153,8 @@ def same_experts(
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:
-    """Return the number of wrong numbers in rows that are gathered and summed, two messages at once, each of other size
-    and values.
+    """Count the wrong numbers in rows that are gathered and summed, two messages at once, each of other size and
+    values.
 
     A rank that is early must not overwrite data that another rank has not read.
     """
