@@ -1,6 +1,6 @@
-"""DeepSeek Sparse Attention for NVIDIA Hopper. The public ops, and the choice of their backend.
+"""DeepSeek Sparse Attention for NVIDIA Hopper: the public ops and the functions that choose their backend.
 
-Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
+Importing this package imports torch, but not CuTe DSL, and does not initialise CUDA.
 """
 
 from dsa.ops.cache.compressed_kv import compress_kv, write_compressed_kv

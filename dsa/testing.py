@@ -8,10 +8,11 @@ import torch
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """1 - 2 <x, y> / (<x, x> + <y, y>) in fp64 over all finite entries: 0 for equal tensors, 1 for orthogonal ones.
+    """Return 1 - 2 <x, y> / (<x, x> + <y, y>), in fp64 over all finite entries: 0 for equal tensors, 1 for orthogonal
+    ones.
 
-    Non-finite entries (the -inf of masked scores) must agree exactly, else the result is infinity. Two tensors of
-    zeros differ by 0. Source: the measure of DeepGEMM's tests.
+    Non-finite entries (the -inf of masked scores) must agree exactly, else the result is infinity. The result for two
+    tensors of zeros is 0. Source: the measure of DeepGEMM's tests.
     """
     if x.shape != y.shape:
         raise ValueError(f"y: must have x's shape {list(x.shape)}, got {list(y.shape)}")
@@ -27,10 +28,11 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 def assert_close(
     name: str, got: torch.Tensor, expected: torch.Tensor, *, abs_tol: float, rel_tol: float, cos_tol: float = 1e-6
 ) -> float:
-    """Fail unless every entry is within abs_tol or within rel_tol of the expected one, and the cosine is near 1.
+    """Fail unless every entry is within abs_tol or within rel_tol of the expected one, and `calc_diff` is at most
+    cos_tol.
 
-    Non-finite entries must be equal. cos_tol bounds `calc_diff` over the finite ones. Returns the largest absolute
-    error, for the record. Source: the rule of FlashMLA's tests.
+    Non-finite entries must be equal; NaN equals NaN. Return the largest absolute error over the finite entries. Source:
+    the rule of FlashMLA's tests.
     """
     if got.shape != expected.shape:
         raise AssertionError(f"{name}: expected shape {list(expected.shape)}, got {list(got.shape)}")
@@ -56,8 +58,8 @@ def assert_close(
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
-    """A tensor that no result may depend on: NaN where the dtype has one, 0xFF bytes (NaN as e4m3, bf16 and fp32) for
-    uint8, the lowest number for other integers."""
+    """Return a tensor filled with values that no result may depend on: NaN for float dtypes, bytes 0xFF for uint8
+    (which read as NaN in e4m3, bf16 and fp32), the lowest number for other integers."""
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
     if dtype in (torch.uint8, torch.float8_e4m3fn):
         out.view(torch.uint8).fill_(0xFF)
@@ -69,7 +71,8 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
 
 def poison_free_memory(device: str | torch.device = "cuda", mebibytes: int = 512) -> None:
-    """Leave NaN in the caching allocator's free blocks, so that an output which a kernel does not write shows."""
+    """Leave NaN in the caching allocator's free blocks, so that output elements that a kernel does not write are
+    NaN."""
     blocks = [poisoned((size << 18,), torch.float32, device) for size in (1, 4, 16, 64) for _ in range(4)]
     blocks.append(poisoned((mebibytes << 18,), torch.float32, device))
     del blocks
@@ -82,14 +85,16 @@ _Call = Callable[[], object]
 
 
 def bench(calls: Mapping[str, _Call | Sequence[_Call]], *, repeats: int = 20, graph: bool = False) -> dict[str, float]:
-    """Median milliseconds a call, for several implementations side by side on the current CUDA device.
+    """Return the median milliseconds per call of each implementation, timed side by side on the current CUDA device.
 
-    calls    name -> a function without arguments, or a list of them over different inputs, which are then rotated
-    repeats  how often each is timed; the implementations take turns, so that clocks and heat fall on all alike
-    graph    capture each implementation's list as one CUDA graph and time replays: for kernels below 100 us, whose
-             launch from the host would be timed otherwise. Give enough inputs to exceed the L2 cache.
+    calls    name -> a function without arguments, or a list of functions over different inputs, called in turn
+    repeats  how often each implementation is timed; implementations alternate, so that clock and temperature changes
+             affect all of them alike
+    graph    capture each implementation's list as one CUDA graph and time replays. Use this option for kernels below
+             100 us, where the host's launch would dominate. Give enough inputs to exceed the L2 cache.
 
-    Without `graph` the L2 cache is emptied before every call, which also keeps the GPU busy while the host enqueues.
+    The L2 cache is flushed before every timed call or replay. Without `graph`, the flush also keeps the GPU busy while
+    the host enqueues the call.
     """
     lists = {name: list(c) if isinstance(c, Sequence) else [c] for name, c in calls.items()}
     flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
@@ -124,20 +129,21 @@ def _capture(functions: Sequence[_Call]) -> torch.cuda.CUDAGraph:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large device-to-device copy: the ceiling of memory-bound kernels."""
+    """Return the bytes read plus written per second by a large device-to-device copy: the ceiling of memory-bound
+    kernels."""
     source = torch.randint(256, (2 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (bench({"copy": lambda: target.copy_(source)}, repeats=10)["copy"] * 1e-3)
 
 
 def bf16_gemm_rate(n: int = 8192) -> float:
-    """FLOP a second of torch's n x n x n bf16 GEMM (random data): the ceiling of bf16 kernels."""
+    """Return the FLOP/s of torch's n x n x n bf16 GEMM on random data: the ceiling of bf16 kernels."""
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / (bench({"gemm": lambda: a @ b}, repeats=10)["gemm"] * 1e-3)
 
 
 def fp8_gemm_rate(n: int = 8192) -> float:
-    """FLOP a second of torch's n x n x n FP8 GEMM (fast accumulation, random data): the ceiling of FP8 kernels."""
+    """Return the FLOP/s of torch's n x n x n FP8 GEMM (fast accumulation, random data): the ceiling of FP8 kernels."""
     a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device="cuda")
     call = {

@@ -1,7 +1,7 @@
-"""Cases of every public op: arguments by seed and size, what is right about the results, and hostile contents.
+"""Cases of every public op: how to make arguments, how to check results, and which arguments to corrupt.
 
-Modules by family, as in dsa.ops; a large family has two or three. `dsa check`, the tests on CPUs and GPUs, the fuzzer,
-the digests of launches and benchmarks call ops with what a case makes.
+There is a module per op family, as in dsa.ops; a large family has two or three. `dsa check`, the tests on CPU and GPU,
+the fuzzer, the digests of launches, and the benchmarks all call ops with arguments that a case makes.
 """
 
 import importlib
@@ -17,13 +17,13 @@ CASES: list[Case] = [case for module in _modules for case in getattr(module, "CA
 
 
 def cases_of(op: str) -> list[Case]:
-    """Those of the functions in dsa/ops/FAMILY/OP.py."""
+    """Return the cases of the public functions in dsa/ops/FAMILY/OP.py."""
     functions = importlib.import_module(op_modules()[op]).__all__
     return [case for case in CASES if case.op in functions]
 
 
 def check_op(op: str, device: str, seed: int = 0) -> None:
-    """AssertionError where a result of one of the op's cases is not right."""
+    """Run every case of the op that has a check; raise AssertionError if a result is wrong."""
     for case in cases_of(op):
         if case.check is not None:
             case.verify_all(device, seed)

@@ -1,5 +1,5 @@
-"""Attention in float64, how far kernels may be from it, and what cases of attention share: numbers, lists, caches,
-packed sequences, and places of hostile numbers."""
+"""What cases of attention share: attention in float64, tolerances of kernels, generators of numbers, index lists,
+caches and packed sequences, and the places of hostile numbers."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,25 +13,25 @@ from dsa.testing import assert_close, poisoned
 
 FP16, INF = torch.float16, torch.inf
 D_V = 512
-# Out, and LSE or the largest logit. The tolerances are FlashMLA's own.
+# Tolerances of out, then of LSE or the largest logit. They are FlashMLA's own.
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}, {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536}
 DENSE = {"abs_tol": 8e-4, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
 SPARSE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
 FP32 = {"abs_tol": 2e-5, "rel_tol": 2e-5}
-# Numbers in the largest tensor of gathered keys: 512 MiB of float64, and 8 MiB on a CPU.
+# Most elements of the float64 tensor of gathered keys: 512 MiB on a GPU, 8 MiB on a CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
-# The oracle.
+# The reference in float64.
 
 
 class Attended(NamedTuple):
-    """In float64.
+    """Results of attention in float64.
 
-    out      [T, H, dv], 0 without keys
-    lse      [T, H], natural log, without the sink, +inf without keys
-    largest  [T, H], the largest scaled logit, -inf without keys
-    size     [T, H, dv]: out of the values' magnitudes, which rounding errors are a part of
+    out      [T, H, dv], 0 for a query without keys
+    lse      [T, H], natural log, without the sink; +inf for a query without keys
+    largest  [T, H], the largest scaled logit; -inf for a query without keys
+    size     [T, H, dv]: out computed with the values' magnitudes; rounding errors are proportional to it
     """
 
     out: torch.Tensor
@@ -48,11 +48,12 @@ def attend(
     scale: float,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """softmax_j(scale * q . k_j) v_j over the j where visible [T, N], N at least 1.
+    """Compute out[t] = sum_j softmax_j(scale * q[t] . k[j]) v[j] over the j where visible[t, j].
 
-    q     [T, H, d]. Query head h has key head h // (H / Hk)
-    keys  [N, Hk, d], and values [N, Hk, dv]; or both [T, N, Hk, ...], if each query has its own
-    sink  [H]: out is scaled by e^lse / (e^lse + e^sink)
+    q        [T, H, d]. Query head h uses key head h // (H / Hk)
+    keys     [N, Hk, d], and values [N, Hk, dv], N >= 1; or [T, N, Hk, ...] for both, if each query has its own keys
+    visible  [T, N]
+    sink     [H]: out is scaled by e^lse / (e^lse + e^sink)
     """
     own = "t" if keys.dim() == 4 else ""
     logits = torch.einsum(f"tkgd,{own}nkd->tkgn", q.double().unflatten(1, (keys.shape[-2], -1)), keys.double()) * scale
@@ -77,9 +78,12 @@ def attend_lists(
     d_v: int = D_V,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """`attend` of each query to its list [T, K] of rows of keys [N, d], -1 for no key. The values are the keys' first
-    d_v numbers. A row that no list names may hold NaN."""
-    padded = torch.cat((keys, keys.new_zeros(1, keys.shape[1])))  # row N: what -1 reads
+    """Compute `attend` for each query over the keys in its list.
+
+    keys   [N, d]. The values are the first d_v channels. Rows that no list names may hold NaN
+    lists  [T, K]: rows of keys, -1 for no key
+    """
+    padded = torch.cat((keys, keys.new_zeros(1, keys.shape[1])))  # row N, all zeros, is what index -1 reads
     lists = torch.nn.functional.pad(lists.long(), (0, 1), value=-1)
     numbers = _CPU_CHUNK if q.device.type == "cpu" else _CHUNK
     at_a_time = max(1, numbers // (lists.shape[1] * keys.shape[1]))
@@ -91,7 +95,7 @@ def attend_lists(
 
 
 def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """int64: the indices [..., K], with -1 for those outside [0, n) and those after the first counts [...]."""
+    """Return the indices [..., K] as int64, with -1 for those outside [0, n) and those after the first counts [...]."""
     there = (indices >= 0) & (indices < n)
     if counts is not None:
         there &= torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
@@ -99,7 +103,7 @@ def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> 
 
 
 def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
-    """out, and the statistics that an op returns: lse, or max_logits and lse. -> the largest error of out"""
+    """Check out and the statistics that an op returns (lse, or max_logits and lse); return the largest error of out."""
     out, *statistics = found
     error = assert_close("out", out, expected[0], **FP32 if out.dtype == F32 else tolerances[0])
     for x, right in zip(statistics, expected[1:], strict=True):
@@ -110,7 +114,7 @@ def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[
 
 
 def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
-    """out [B, s_q, H, d_v] and lse [B, H, s_q] of rows [B * s_q]."""
+    """Reshape out and lse of B * s_q query rows to out [B, s_q, H, d_v] and lse [B, H, s_q]."""
     out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
     return out, lse.transpose(1, 2)
 
@@ -119,32 +123,33 @@ def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
 
 
 def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """About 0.1, at most 1: the size of values that the absolute tolerances are meant for."""
+    """Return numbers with standard deviation 0.1, clamped to [-1, 1]: the size of values that the absolute tolerances
+    assume."""
     return (new.f32(*shape) / 10).clamp(-1, 1).to(dtype)
 
 
 def no_keys(new: Maker, n: int) -> torch.Tensor:
-    """Every kind of index outside [0, n)."""
+    """Return one index of every kind outside [0, n)."""
     return new.ints([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
 def spoiled(new: Maker, indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
-    """The indices, this fraction of them replaced by indices outside [0, n)."""
+    """Return the indices with this fraction of them replaced by indices outside [0, n)."""
     bad = no_keys(new, n)[new.below(6, *indices.shape).long()]
     replaced = torch.rand(indices.shape, generator=new.generator, device=new.device) < fraction
     return torch.where(replaced, bad, indices)
 
 
 def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) -> torch.Tensor:
-    """int32 [queries, k]: rows below n for each query, in any order, different ones if there are enough. `invalid`: the
-    fraction that is replaced by indices outside [0, n)."""
+    """Return int32 [queries, k]: for each query, rows from 0 to n - 1 in random order, all different if k <= n. The
+    fraction `invalid` of them is replaced by indices outside [0, n)."""
     rows = new.order(queries, n, k) if k <= n else new.below(max(n, 1), queries, k)
     return spoiled(new, rows.int(), n, invalid)
 
 
 # Caches.
 
-# name -> d, dtype of the queries
+# layout -> (d, dtype of the queries)
 LAYOUTS = {
     "bf16, 576": (576, BF16),
     "bf16, 512": (512, BF16),
@@ -158,7 +163,7 @@ LAYOUTS = {
 
 
 def empty_cache(device: str, layout: str, pages: int, page: int) -> torch.Tensor:
-    """A cache that is NaN everywhere, also between its pages."""
+    """Return a cache filled with NaN, including the padding between its pages."""
     d, dtype = LAYOUTS[layout]
     if layout == "584 bytes":
         cache = dsa.make_v4_cache(pages, page, device)
@@ -170,14 +175,17 @@ def empty_cache(device: str, layout: str, pages: int, page: int) -> torch.Tensor
 
 
 def filled_cache(new: Maker, layout: str, rows: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache of about twice `rows` rows, and the slots of those that are not NaN, in any order."""
+    """Return (a cache of about twice `rows` slots of which `rows` are written and the others NaN, the written slots in
+    random order)."""
     pages = -(-2 * rows // page) + 1
     cache = empty_cache(new.device, layout, pages, page)
     slots = new.order(1, pages * page, rows)[0]
     any_scales = layout.endswith("any scales")
     kv = small(new, rows, LAYOUTS[layout][0], dtype=F32)
     dsa.reference.write_kv_cache(kv, cache, slots, use_ue8m0=not any_scales)
-    if any_scales:  # half by the largest number of a group, as quantised, and half of no origin
+    # `write_kv_cache` derives each scale from the largest number of a group. Half of the rows keep such scales; the
+    # other half are multiplied by random factors, because callers may write any scale.
+    if any_scales:
         scales = cache.view(-1, 656)[:, 512:528].view(F32)
         some = slots[: rows // 2]
         factors = torch.rand(len(some), 4, generator=new.generator, device=new.device)
@@ -186,16 +194,18 @@ def filled_cache(new: Maker, layout: str, rows: int, page: int) -> tuple[torch.T
 
 
 def all_rows(cache: torch.Tensor) -> torch.Tensor:
-    """fp32 [slots, d]"""
+    """Return every slot of the cache as fp32 [slots, d]."""
     slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
     return dsa.reference.read_kv_cache(cache, slots)
 
 
 # Packed sequences.
 
-# Queries and keys of sequences: empty, whole, chunks, without queries, without keys, with fewer keys than queries.
+# (queries, keys) of each sequence: empty, as many queries as keys, chunks of longer sequences, no queries, no keys,
+# fewer keys than queries.
 SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
-# For hostile bounds: longer than a tile of 128 queries, without queries, with queries that see no key, a short one.
+# For hostile bounds, (queries, keys): more than a tile of 128 queries, no queries, queries that see no key, few
+# queries.
 FEW_SEQUENCES = ((130, 140), (0, 4), (7, 3), (5, 70))
 
 
@@ -204,11 +214,11 @@ def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(new.ints, ends)))
 
 
-# What hostile numbers do not concern.
+# Places of hostile numbers, and which results they cannot change.
 
 
 def corners(x: torch.Tensor) -> list[Any]:
-    """The first and the last number of the first and of the last row."""
+    """Return indices of the first and last element of the first and of the last row."""
     rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
     return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))
 
@@ -218,7 +228,7 @@ def everywhere(x: torch.Tensor) -> list[Any]:
 
 
 def other_sequences(given: Given, place: int) -> Kept:
-    """Keep the results of all sequences but the two on either side of the wrong bound."""
+    """Keep the results of all sequences except the two that share the wrong bound."""
     bounds = given["cu_seqlens_q"].tolist()
     spans = [span for b, span in enumerate(itertools.pairwise(bounds)) if b not in (place - 1, place)]
     rows = [row for first, end in spans for row in range(first, end)]
@@ -229,7 +239,7 @@ IN_ROWS, BOUNDS = Hostile(PER_ROW.kept, corners), Hostile(other_sequences, every
 
 
 def with_sizes(hostile: Hostile, names: Sequence[str], variants: dict[str, Given]) -> dict[str, Hostile]:
-    """The arguments of these names in calls of several sizes."""
+    """Return hostile contents of each named argument in calls of several sizes, keyed by argument and variant."""
     return {
         f"{name} {variant}".strip(): Hostile(hostile.kept, hostile.places, sizes, hostile.exact)
         for variant, sizes in variants.items()

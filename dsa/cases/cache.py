@@ -1,4 +1,4 @@
-"""Cases of the paged caches: writers, readers and slots."""
+"""Cases of the ops that write and read the paged caches, and of slot_mapping."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,16 @@ from dsa.cases.case import BF16, E4M3, F32, INT32, PER_ROW, Case, Given, Hostile
 from dsa.testing import calc_diff
 
 INT64, INT_MAX = torch.int64, 2**31 - 1
-# cache layout -> channels of a latent; floats take any number of channels.
+# cache layout -> channels of a latent. Float layouts accept any number of channels.
 CHANNELS = {"bfloat16": 576, "float16": 576, "float32": 576, "v32": 576, "v4": 512}
 
 
-# Bytes and numbers of caches, by the definition of their layouts.
+# The bytes of caches and the numbers they encode, by the definition of the layouts.
 
 
 def slot_bytes(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
-    """uint8 [slots, bytes]: the bytes of each slot, from every part of its page. index: the cache holds index keys."""
+    """Return uint8 [slots, bytes]: all bytes of each slot, gathered from every part of its page. index: the cache holds
+    index keys."""
     pages, size, _, width = cache.shape
     page = cache.reshape(pages, size * width).view(torch.uint8)
     byte_cache = cache.element_size() == 1
@@ -31,14 +32,15 @@ def slot_bytes(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
 
 
 def between_pages(cache: torch.Tensor) -> torch.Tensor:
-    """uint8 [pages, bytes]: a view of the padding after each page of a V4 cache. Other caches have none."""
+    """Return uint8 [pages, bytes]: a view of the padding after each page of a V4 cache. Other caches have no
+    padding."""
     used = cache.shape[1] * cache.shape[3]
     padding = cache.stride(0) - used if cache.dtype == torch.uint8 and cache.shape[3] == 584 else 0
     return cache.as_strided((len(cache), padding), (cache.stride(0), 1), cache.storage_offset() + used)
 
 
 def slot_numbers(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
-    """float64 [slots, d]: the numbers that the bytes of each slot stand for."""
+    """Return float64 [slots, d]: the numbers that the bytes of each slot encode."""
     if cache.element_size() > 1:
         return cache.reshape(-1, cache.shape[3]).double()
     raw, width = slot_bytes(cache, index), cache.shape[3]
@@ -54,7 +56,7 @@ def slot_numbers(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
 
 
 def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """AssertionError for another shape or number; NaN equals NaN."""
+    """Raise AssertionError if shapes or numbers differ; NaN equals NaN."""
     expected = expected.to(found.dtype)
     if found.element_size() == 1 and found.is_floating_point():
         found, expected = found.view(torch.uint8), expected.view(torch.uint8)
@@ -67,7 +69,8 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False) -> None:
-    """AssertionError for another byte in a slot, and for padding between pages that is not all one byte."""
+    """Raise AssertionError if a byte in a slot differs, or if the bytes of the padding between pages are not all
+    equal."""
     same("slots", slot_bytes(found, index), slot_bytes(expected, index))
     padding = between_pages(found)
     if (padding != padding[:1, :1]).any():
@@ -75,7 +78,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Different slots; the second token has slot -1. outside: the next tokens have slots outside the cache."""
+    """Return different slots; the second token has slot -1. outside: the tokens after it have slots outside the
+    cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -86,7 +90,7 @@ def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT6
 
 
 def slots_inside(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """int64 slots; -1 in place of slots outside the cache."""
+    """Return the slots as int64, with -1 in place of slots outside the cache."""
     inside = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     return slots.long().where(inside, -1)
 
@@ -138,7 +142,7 @@ def index_slots(
 
 
 def check_read_index(a: Given, found: Results) -> float:
-    """found: k and k_scale, and again if they were given."""
+    """Check k and k_scale. `found` contains them a second time if the call was given tensors to write them to."""
     slots = slots_inside(a["slots"], a["cache"])
     raw = slot_bytes(a["cache"], index=True)[slots] * (slots >= 0)[:, None]
     for k, k_scale in zip(found[::2], found[1::2], strict=True):
@@ -160,7 +164,7 @@ def check_new_cache(a: Given, found: Results) -> float:
 
 
 def latent_cache(new: Maker, layout: str, d: int, pages: int, page_size: int) -> torch.Tensor:
-    """Numbers in every slot, and bytes 0xFF between V4's pages."""
+    """Return a cache with numbers in every slot, and bytes 0xFF between the pages of the V4 layout."""
     if layout == "v32":
         return new.v32_cache(pages, page_size)
     if layout != "v4":
@@ -171,7 +175,7 @@ def latent_cache(new: Maker, layout: str, d: int, pages: int, page_size: int) ->
 
 
 def rows_of_all_sizes(new: Maker, tokens: int, d: int, least: int, most: int) -> torch.Tensor:
-    """fp32 [tokens, d], each row times a power of two from 2^least to 2^most."""
+    """Return fp32 [tokens, d]: each row is multiplied by its own power of two from 2^least to 2^most."""
     return new.f32(tokens, d) * torch.exp2(new.below(most - least + 1, tokens, 1).float() + least)
 
 
@@ -197,14 +201,14 @@ def latent_rows(
 
 
 def written(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of the cache into which the reference's `write_kv_cache` has written these rows."""
+    """Return a copy of the cache into which the reference's `write_kv_cache` has written these rows."""
     cache = a["cache"].clone()
     dsa.reference.write_kv_cache(rows, cache, slots_inside(a["slots"], cache), a["use_ue8m0"])
     return cache
 
 
 def check_write_kv(a: Given, found: Results) -> float:
-    """The cache has the reference's bytes, and each number is within half a step of the row's."""
+    """Check that the cache has the reference's bytes, and that each number is within half a quantisation step of kv."""
     same_cache(found[0], written(a, a["kv"]))
     slots = slots_inside(a["slots"], a["cache"])
     x, got = a["kv"][slots >= 0], slot_numbers(found[0])[slots[slots >= 0]]
@@ -231,7 +235,7 @@ def latent_slots(
     dtype: torch.dtype = BF16,
     slot_dtype: torch.dtype = INT64,
 ) -> Given:
-    """shape: the shape of the slots; some of them are outside the cache."""
+    """shape: the shape of the slots, some of which are outside the cache."""
     if not shape:
         pages, page_size, slots = 3, 16, new.ints([[7, -1], [40, 3]], INT64)
     else:
@@ -241,7 +245,7 @@ def latent_slots(
 
 
 def check_read_kv(a: Given, found: Results) -> float:
-    """Numbers are rounded to fp32, then to the dtype."""
+    """Compare with the encoded numbers, rounded to fp32 and then to the dtype."""
     slots = slots_inside(a["slots"], a["cache"])
     expected = slot_numbers(a["cache"]).float()[slots].masked_fill(slots[..., None] < 0, 0.0)
     if not found[0].is_contiguous():
@@ -266,7 +270,7 @@ def projection(
     kept: bool = True,
     **options: object,
 ) -> Given:
-    """kept: whether the call has `out`."""
+    """kept: whether the call passes `out`."""
     d = d or CHANNELS[layout]
     if tokens is None:
         tokens, pages, page_size, slots = 4, 3, 16, new.ints([7, -1, 40, 0], INT64)
@@ -280,7 +284,7 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """The rows before a cache rounds them: `out` of the op with a float cache, here one without pages."""
+    """Return the rows before a cache rounds them: the `out` of the op with an fp32 cache, which here has no pages."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
@@ -288,7 +292,7 @@ def unrounded(a: Given) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-    """float64 x [T, d] with its last R channels rotated as complex numbers; cos and sin [T, R / 2]."""
+    """Return x [T, d] in float64, its last R channels rotated as complex numbers; cos and sin are [T, R / 2]."""
     still, part = x.split((x.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]), 1)
     a, b = part.unflatten(1, (-1, 2)).unbind(2) if interleaved else part.chunk(2, 1)
     z = torch.complex(a.contiguous(), b.contiguous()) * torch.complex(cos.double(), sin.double())
@@ -301,17 +305,20 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def check_projected(a: Given, rows: torch.Tensor) -> float:
-    """Checks rows before a cache rounds them. Norm and rope each round to the dtype. The order of the norm's sum may
-    round a number to its neighbour, but rarely."""
+    """Check rows before a cache rounds them.
+
+    The norm and the rotation each round to the dtype. Another order of the norm's sum rarely rounds a number to the
+    adjacent one, so few such differences are allowed.
+    """
     kv, n, (cos, sin) = a["kv"], len(a["norm_weight"]), (a["cos"], a["sin"])
-    if n + 2 * cos.shape[1] <= kv.shape[1]:  # the norm leaves the rotated channels alone
+    if n + 2 * cos.shape[1] <= kv.shape[1]:  # the norm does not cover the rotated channels
         options = {"interleaved": a["interleaved"], "dims": "last"}
         same("rope channels", rows[:, n:], dsa.reference.apply_rotary(kv[:, n:], cos, sin, **options))
     latent = normed(kv[:, :n], a["norm_weight"], a["eps"]).to(kv.dtype)
     expected = rotated(torch.cat((latent, kv[:, n:]), 1).double(), cos, sin, a["interleaved"])
     size = expected.abs()
     rope = size[:, -2 * cos.shape[1] :]
-    rope[:] = rope.amax(1, keepdim=True)  # rope adds two products, and each may be a step off
+    rope[:] = rope.amax(1, keepdim=True)  # rope adds two products, each of which can be one step off
     error, info = (rows.double() - expected).abs(), torch.finfo(kv.dtype)
     if not (error <= 4 * info.eps * (size + info.smallest_normal)).all():
         raise AssertionError(f"rows: off by up to {(error / size).nan_to_num(0.0).max() / info.eps:.3g} eps")
@@ -323,7 +330,7 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
 
 
 def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """`out` for these rows: a byte cache rounds them."""
+    """Return what the op writes to `out` for these rows: with a byte cache, the rows as the cache rounds them."""
     if a["cache"].element_size() > 1:
         return rows
     page = torch.zeros(1, max(len(rows), 1), 1, a["cache"].shape[3], dtype=torch.uint8, device=rows.device)
@@ -332,7 +339,7 @@ def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_mla(a: Given, found: Results) -> float:
-    """The rows follow the formula; the cache and `out` have exactly the bits of these rows."""
+    """Check the rows by the formula, and the cache and `out` bit for bit against these rows."""
     rows = unrounded(a)
     error = check_projected(a, rows)
     same_cache(found[0], written(a, rows))
@@ -360,8 +367,12 @@ def keys(
     pages: int = 7,
     **options: Any,
 ) -> Given:
-    """sequences: each has up to `most` new tokens after up to `earlier` cached ones; every fifth has no new token. The
-    first begins at token `first`. pages: per sequence, some of them missing. By default two sequences."""
+    """Make arguments of `slot_mapping`; by default two sequences.
+
+    sequences  each has up to `most` new tokens after up to `earlier` cached tokens; every fifth has no new token
+    first      index of the first sequence's first token
+    pages      pages per sequence; some are missing
+    """
     table, cached, kind_options = KEYS[kind]
     if not sequences:
         given = {"block_table": new.ints(table), "cu_seqlens": new.ints([0, 3, 4])}
@@ -375,10 +386,11 @@ def keys(
 
 
 def mapped(a: Given) -> list[int]:
-    """The slots by the definition, token by token."""
+    """Return the slots by the definition, token by token."""
     bounds, table, size, ratio = a["cu_seqlens"].tolist(), a["block_table"].tolist(), a["page_size"], a["ratio"]
     owners = [-1] * a["num_tokens"]
-    for b in sorted(range(len(table)), key=bounds.__getitem__):  # a later beginning takes the tokens
+    # if ranges overlap, a token belongs to the sequence that begins last
+    for b in sorted(range(len(table)), key=bounds.__getitem__):
         low, high = (min(max(x, 0), len(owners)) for x in bounds[b : b + 2])
         if low < high:
             owners[low:high] = [b] * (high - low)
@@ -408,11 +420,12 @@ def check_mapped(a: Given, found: Results) -> float:
     return 0.0
 
 
-# What hostile numbers concern.
+# Which results hostile numbers cannot change.
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keeps all bytes of the cache outside these slots, the padding, and the second result outside these states."""
+    """Keep all bytes of the cache outside these slots, the check of the padding, and the second result outside these
+    states."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -426,12 +439,15 @@ def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), 
 
 
 def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keeps all but the slot of one token. `out` and the state do not depend on slots."""
+    """Keep all slots except that of the token at `place`. `out` and the state do not depend on slots."""
     return other_slots(given, [int(given["slots"][place])], index=index)
 
 
 def mapped_elsewhere(wrong: Sequence[int], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keeps the slots of all other sequences. A wrong boundary may give a sequence the tokens after the last one."""
+    """Keep the slots of all sequences except those at the distances `wrong` from the corrupted place.
+
+    Tokens after the last boundary are left out, too, because a wrong boundary may give them to a sequence.
+    """
     bounds, sequences = given["cu_seqlens"].tolist(), len(given["block_table"])
     of_wrong = {t for i in wrong if 0 <= (b := place[0] + i) < sequences for t in range(bounds[b], bounds[b + 1])}
     others = [t for t in range(min(given["num_tokens"], bounds[-1])) if t not in of_wrong]
@@ -447,14 +463,14 @@ def first_column(x: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def slots_of_both(kept: Any, name: str = "slots", **sizes: Any) -> dict[str, Hostile]:
-    """Hostile slots as int32 and as int64."""
+    """Return hostile contents of slots as int32 and as int64."""
     kinds = {"int32": INT32, "int64": INT64}
     sizes = {"pages": 3, "page_size": 64, **sizes}
     return {f"{name} {kind}": Hostile(kept, ends, {**sizes, "slot_dtype": x}) for kind, x in kinds.items()}
 
 
 def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
-    """Hostile numbers in these arguments of `slot_mapping`, with rows of one token and of three."""
+    """Return hostile contents of these arguments of `slot_mapping`, with cache rows of one token and of three."""
     sizes = {"kind": kind, "sequences": 5, "most": 12, "earlier": 12, "pages": 8, "page_size": 4, **sizes}
     own, adjacent = partial(mapped_elsewhere, (0,)), partial(mapped_elsewhere, (-1, 0))
     which = {"block_table": (own, first_column), "cu_seqlens": (adjacent, every), "cache_seqlens": (own, ends)}
@@ -463,7 +479,7 @@ def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
 
 
 def latent_cases() -> list[Case]:
-    """Reading and writing of latents, in every layout."""
+    """Return the cases of ops that read and write latents, in every layout."""
     found = []
     for name, layout in (("float", "bfloat16"), ("v32", "v32"), ("v4", "v4")):
         rows, slots, kv = (partial(make, layout=layout) for make in (latent_rows, latent_slots, projection))

@@ -1,4 +1,4 @@
-"""What a case is, and what makes its tensors."""
+"""The classes `Case` and `Hostile`, the generator of their tensors, and helpers that cases share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ Kept = Callable[[Results], Results]
 
 
 class Maker:
-    """Tensors of random numbers on a device, the same for every maker of one seed."""
+    """Makes random tensors on a device. Makers with equal device and seed give equal tensors for equal calls."""
 
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def f32(self, *shape: int) -> torch.Tensor:
-        """Gaussian."""
+        """Return Gaussian fp32 numbers."""
         return torch.randn(shape, dtype=F32, generator=self.generator, device=self.device)
 
     def bf16(self, *shape: int) -> torch.Tensor:
@@ -37,11 +37,11 @@ class Maker:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def below(self, bound: int, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
-        """Integers from 0 to bound - 1."""
+        """Return integers from 0 to bound - 1."""
         return torch.randint(bound, shape, dtype=dtype, generator=self.generator, device=self.device)
 
     def order(self, rows: int, n: int, k: int) -> torch.Tensor:
-        """int64 [rows, k]: in each row k different numbers below n, in any order."""
+        """Return int64 [rows, k]: in each row, k different numbers from 0 to n - 1 in random order."""
         drawn = torch.rand(rows, n, generator=self.generator, device=self.device)
         return drawn.argsort(1)[:, :k].contiguous()
 
@@ -49,7 +49,8 @@ class Maker:
         return self.bf16(pages, page_size, 1, d)
 
     def v32_cache(self, pages: int, page_size: int) -> torch.Tensor:
-        """Bytes that `write_kv_cache` could have written: e4m3, four fp32 scales, bf16."""
+        """Return bytes that `write_kv_cache` could have written: per slot 512 e4m3 values, four fp32 scales, 64 bf16
+        values."""
         parts = self.e4m3(pages, page_size, 1, 512), self.positive(pages, page_size, 1, 4)
         parts = *parts, self.bf16(pages, page_size, 1, 64)
         return torch.cat([x.view(torch.uint8) for x in parts], -1)
@@ -72,12 +73,13 @@ class Maker:
 
 @dataclass(frozen=True)
 class Hostile:
-    """An argument of indices, lengths or bounds, in which numbers are put that no valid call has.
+    """How to corrupt one argument of indices, lengths or bounds with numbers that no valid call has.
 
-    kept    (arguments, place) -> what of the results a wrong number there does not concern, of all results
-    places  arguments -> the places: indices into the argument
-    sizes   of the call
-    exact   False where what is kept may be summed in another order: then it is compared within 1e-2 or 1e-3
+    kept    (arguments, place) -> a function from all results to the part that a wrong number at this place cannot
+            change
+    places  argument -> the places to corrupt: indices into the argument
+    sizes   keyword arguments of `Case.make` for these calls
+    exact   False if the kept part may be summed in another order: then it is compared within 1e-2 or 1e-3
     """
 
     kept: Callable[[Given, Any], Kept]
@@ -90,15 +92,16 @@ class Hostile:
 class Case:
     """A call of an op.
 
-    name     the op's name in `dsa`, with more words where it has several cases
+    name     the op's name in `dsa`; further words tell several cases of one op apart
     make     (maker, **sizes) -> all keyword arguments; the default sizes take about a millisecond on a CPU
-    check    (arguments, results) -> the largest error; AssertionError where a result is not right. None where another
-             case of the op checks what this one computes
-    sizes    for `check` and GPU tests: every kind of row, the kernel's tiles and what is left over
-    more     other sizes for `check` and for strides on a GPU: options and sizes that have kernels of their own
-    written  arguments that are written in place
-    hostile  those that hold indices, lengths or bounds, by name; more words tell several of one apart
-    ordered  whether runs give the same bits
+    check    (arguments, results) -> the largest error; raises AssertionError if a result is wrong. None if another case
+             of the op already checks what this case computes
+    sizes    sizes for `check` and for GPU tests: every kind of row, full tiles of the kernels, and partial ones
+    more     further sizes for `check` and for GPU tests of strides: options and sizes that select other kernels
+    written  names of arguments that the op writes in place
+    hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; further words
+             after the name tell several entries for one argument apart
+    ordered  whether repeated runs give the same bits
     """
 
     name: str
@@ -118,61 +121,64 @@ class Case:
         return getattr(dsa, self.op)
 
     def arguments(self, device: str = "cpu", seed: int = 0, **sizes: Any) -> Given:
-        """Fresh ones; the same numbers for the same seed and sizes."""
+        """Return new arguments; equal device, seed and sizes give equal numbers."""
         return self.make(Maker(device, seed), **sizes)
 
     def run(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Every tensor that the op returns."""
+        """Return every tensor that the op returns."""
         return tensors_of(self.function()(**arguments))
 
     def results(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-        """What the op returns, and then what it has written to its arguments."""
+        """Return the tensors that the op returns, followed by the arguments that it has written in place."""
         return [*self.run(arguments), *(arguments[name] for name in self.written if arguments[name] is not None)]
 
     def verify(self, device: str = "cpu", seed: int = 0, **sizes: Any) -> float:
-        """The largest error of a call; AssertionError where a result is not right. sizes: beside those of the case."""
+        """Return the largest error of a call; raise AssertionError if a result is wrong. `sizes` override the case's
+        sizes."""
         return self.check_call(self.arguments(device, seed, **{**self.sizes, **sizes}))
 
     def check_call(self, arguments: Given) -> float:
-        """The largest error of a call with these arguments."""
+        """Return the largest error of a call with these arguments."""
         before = {name: arguments[name].clone() for name in self.written if arguments[name] is not None}
         results = self.results(arguments)
         return self.check(arguments | before, results)
 
     def verify_all(self, device: str = "cpu", seed: int = 0) -> float:
-        """The largest error of a call with `sizes` and of one for each of `more`."""
+        """Return the largest error over the call with `sizes` and one call for each entry of `more`."""
         return max(self.verify(device, seed, **sizes) for sizes in ({}, *self.more))
 
     def index_arguments(self) -> set[str]:
-        """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes and what is
-        written."""
+        """Return the names of arguments that contain indices, lengths or bounds: all int32 and int64 tensors except
+        those that the op writes."""
         found = {name: x for name, x in self.arguments().items() if isinstance(x, torch.Tensor)}
         return {name for name, x in found.items() if x.dtype in (torch.int32, torch.int64) and name not in self.written}
 
 
 def tensors_of(found: Any) -> list[torch.Tensor]:
-    """Those that an op returns."""
+    """Return the tensors among an op's return values."""
     return [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Of equal shape, dtype, device and bytes."""
+    """Return whether two tensors have equal shape, dtype, device and bytes."""
     if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
         return False
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)))
 
 
-# What hostile numbers concern.
+# Which results a hostile number can change.
 
 
 def ends(x: torch.Tensor) -> list[Any]:
-    """The first place of a tensor, one in the middle and the last; of a matrix in its last column."""
+    """Return indices of the first, a middle and the last row of a tensor; further dimensions are indexed at their last
+    element."""
     rows = sorted({0, len(x) // 2, len(x) - 1})
     return [(i, *(n - 1 for n in x.shape[1:])) for i in rows]
 
 
 def other_rows(given: Given, place: tuple[int, ...]) -> Kept:
-    """A number concerns the row of the results in which it stands."""
+    """Keep all rows of the results except row place[0]: a number in row i of the argument affects only row i of the
+    results."""
     return lambda results: [x[[i for i in range(len(x)) if i != place[0]]] for x in results]
 
 
@@ -184,7 +190,7 @@ PER_ROW = Hostile(other_rows, ends)
 
 
 def contents(valid: torch.Tensor) -> dict[str, int]:
-    """Numbers that no valid tensor holds, by name. Those beyond 32 bits are for 64-bit arguments."""
+    """Return numbers that no valid tensor contains, by name. Those beyond 32 bits are only for 64-bit arguments."""
     limits = torch.iinfo(valid.dtype)
     numbers = {
         "minus one": -1,
@@ -201,8 +207,9 @@ def contents(valid: torch.Tensor) -> dict[str, int]:
 
 
 def changed(hostile: Hostile, given: Given, name: str) -> Iterator[tuple[str, torch.Tensor, Kept]]:
-    """(what was done, the argument, what it does not concern) for every place and number, and the whole tensor at once:
-    filled with one number, reversed, and of random bits. Of those nothing is left to be right."""
+    """Yield (what was changed, the changed argument, the function that selects unaffected results) for every place and
+    number, then for changes of the whole tensor: filled with one number, reversed, and random bits. After a change of
+    the whole tensor no result is checked."""
     valid, nothing_kept = given[name], nothing(given, ())
     for what, number in contents(valid).items():
         for place in hostile.places(valid):

@@ -38,8 +38,13 @@ def new_tokens(
     spare: int = 0,
     with_state: bool = True,
 ) -> Given:
-    """By default two sequences, the first with three earlier tokens. lengths, starts: new and earlier tokens of each
-    sequence. spare: rows of the state beyond the least number. State rows that hold no token are NaN."""
+    """Make arguments of the compressors; by default two sequences, the first with three earlier tokens.
+
+    lengths, starts  numbers of new and of earlier tokens of each sequence
+    spare            rows of the state beyond the smallest allowed number
+
+    With `lengths`, state rows that hold no token are NaN.
+    """
     poisoned, lengths = lengths is not None, (4, 3) if lengths is None else lengths
     starts = (3,) + (0,) * (len(lengths) - 1) if starts is None else starts
     rows, states = (2 * m if overlap else m) + spare, [2 * b for b in reversed(range(len(lengths)))]
@@ -56,7 +61,7 @@ def new_tokens(
 
 
 def block_ends(a: Given) -> list[tuple[int, int, int]]:
-    """(sequence, new token, position) of every token that ends a block."""
+    """Return (sequence, index among the new tokens, position in the sequence) of every new token that ends a block."""
     bounds, m = a["cu_seqlens"].tolist(), len(a["ape"])
     found = [
         (b, token, start + token - low)
@@ -67,7 +72,7 @@ def block_ends(a: Given) -> list[tuple[int, int, int]]:
 
 
 def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """(entries, tokens) by the formula, in float64."""
+    """Return (entries, tokens) by the formula, in float64."""
     kv, gate, ape, m, overlap = a["kv"].double(), a["gate"].double(), a["ape"].double(), len(a["ape"]), a["overlap"]
     b, token, position = torch.tensor(block_ends(a), dtype=INT64, device=kv.device).view(-1, 3).T
     before = torch.arange(1 - (2 * m if overlap else m), 1, device=kv.device)
@@ -86,7 +91,7 @@ def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_state(a: Given, state: torch.Tensor) -> None:
-    """The new tokens are in their rows of the state; all other rows stay as they are."""
+    """Check that the new tokens are in their rows of the state, and that all other rows are unchanged."""
     expected, n, m = a["state"].clone(), a["state"].shape[1], len(a["ape"])
     sequences = zip(a["starts"].tolist(), pairwise(a["cu_seqlens"].tolist()), a["state_slots"].tolist())
     for start, (low, high), slot in sequences:
@@ -130,13 +135,14 @@ def new_entries(
 
 
 def hadamard(channels: int) -> torch.Tensor:
-    """The matrix of the transform, by its definition."""
+    """Return the matrix of the Hadamard transform, by its definition."""
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(channels)] for i in range(channels)]
     return torch.tensor(signs, dtype=torch.double) / channels**0.5
 
 
 def check_write_compressed(a: Given, found: Results) -> float:
-    """Entries agree with the reference, both rounded, and with the formula. The state and all other slots are exact."""
+    """Compare the written entries with the reference's rounded entries and with the formula. The state and all other
+    slots must match exactly."""
     (cache, state), d = found, len(a["norm_weight"])
     index = cache.dtype == torch.uint8 and cache.shape[3] == d + 4
     check_state(a, state)
@@ -153,7 +159,7 @@ def check_write_compressed(a: Given, found: Results) -> float:
     by_reference = a | {"cache": a["cache"].clone(), "state": a["state"].clone(), "slots": every}
     dsa.reference.write_compressed_kv(**by_reference)
     expected = slot_numbers(by_reference["cache"], index)[slots]
-    # A number may round to its neighbour: an eighth away in e4m3.
+    # A number may round to the adjacent one. In e4m3 adjacent numbers differ by up to 1/8.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
     assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
     rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
@@ -163,7 +169,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Rounding has no direction: the mean ratio of numbers that are not small is 1."""
+    """Check tolerances, and that rounding has no bias: the mean ratio of got to expected is 1 over numbers that are not
+    small."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error
@@ -178,7 +185,7 @@ def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> flo
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keeps all but the entries and states of the sequences at these distances from the place."""
+    """Keep all entries and states except those of the sequences at the distances `wrong` from the place."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]
@@ -186,13 +193,13 @@ def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index
 
 
 def ending_slots(x: torch.Tensor) -> list[tuple[int, ...]]:
-    """The first token, and the first and last token that end a block."""
+    """Return the places of the first token, and of the first and last token that end a block and have a slot."""
     ending = (x >= 0).nonzero()[:, 0].tolist()
     return [(0,), (ending[0],), (ending[-1],)]
 
 
 def hostile_sequences(layout: str, **sizes: Any) -> dict[str, Hostile]:
-    """Hostile slots, boundaries, starts and state slots of `write_compressed_kv`."""
+    """Return hostile contents of the slots, boundaries, starts and state slots of `write_compressed_kv`."""
     index = layout == "index"
     options = {"layout": layout, "pages": 3, "lengths": (13, 0, 270, 5, 9), "starts": (2, 7, 120, 0, 3), **sizes}
     own, adjacent = (partial(other_sequences, x, index=index) for x in ((0,), (-1, 0)))

@@ -1,4 +1,4 @@
-"""Cases of norms, rope and hyper connections."""
+"""Cases of norms, rotary embedding and hyper connections."""
 
 import math
 from functools import partial
@@ -9,15 +9,16 @@ import dsa
 from dsa.cases.case import BF16, F32, Case, Given, Maker, Results
 from dsa.testing import assert_close
 
-# Half a unit in the last place of a result; for fp32, the error of sums and of the inverse root.
+# Relative tolerance of a result that is rounded once: half a unit in the last place; for fp32, the error of sums and of
+# the inverse square root.
 ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 2e-6}
-# Sums in another order round to a neighbour now and then.
+# Relative tolerance of sums in another order, which sometimes round to the adjacent number.
 NEIGHBOUR = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
 COSINE = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
 
 
 def equal(names: str, found: Results, expected: Results) -> None:
-    """Any NaN equals any other NaN, and -0.0 equals 0.0."""
+    """Require equal numbers; any NaN equals any other NaN, and -0.0 equals 0.0."""
     for name, got, right in zip(names.split(), found, expected, strict=True):
         if (got.dtype, got.shape) != (right.dtype, right.shape):
             raise AssertionError(f"{name}: expected {right.dtype} {[*right.shape]}, got {got.dtype} {[*got.shape]}")
@@ -36,12 +37,12 @@ def within(name: str, got: torch.Tensor, expected: torch.Tensor, allowed: torch.
 
 
 def every_size(new: Maker, count: int) -> torch.Tensor:
-    """From 1e-3 to 1e3."""
+    """Return numbers from 1e-3 to 1e3, evenly spaced on a log scale."""
     return torch.logspace(-3, 3, count, dtype=F32, device=new.device)
 
 
 def rows_of_every_size(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Gaussian, with standard deviations from 1e-3 to 1e3."""
+    """Return Gaussian rows whose standard deviations are from 1e-3 to 1e3."""
     return (new.f32(*shape) * every_size(new, math.prod(shape[:-1])).view(*shape[:-1], 1)).to(dtype)
 
 
@@ -60,7 +61,7 @@ def norm(
 
 
 def rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The norm in float64."""
+    """Return the norm in float64."""
     y = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     return y if weight is None else y * weight.double()
 
@@ -85,7 +86,8 @@ def norm_of_heads(
 
 
 def check_norm_of_heads(a: Given, found: Results) -> float:
-    """The bits of the norm and the rotation, one after the other. Each of the two rounds."""
+    """Check the bits of `rms_norm` followed by `apply_rotary`, and compare with float64. Both ops round their
+    result."""
     normed = dsa.rms_norm(a["x"], a["weight"], a["eps"])
     equal("y", found, [dsa.apply_rotary(normed, a["cos"], a["sin"], interleaved=True, dims="last")])
     expected = rotated(rms_normed(a["x"], a["weight"], a["eps"]), a["cos"], a["sin"])
@@ -107,14 +109,14 @@ def norm_with_cast(
 
 
 def check_norm_with_cast(a: Given, found: Results) -> float:
-    """PyTorch's sum, and the bits of the norm and the cast, one after the other."""
+    """Check total against PyTorch's sum, and the other results bit for bit against `rms_norm` followed by the cast."""
     *total, y, q, scale = found
     normed = {"x": a["x"], "weight": a["weight"], "eps": a["eps"]}
     if total:
         normed["x"] = a["residual"] + a["x"]
         equal("total", total, [normed["x"]])
     equal("q scale", (q, scale), dsa.per_token_cast_to_fp8(y, a["use_ue8m0"]))
-    if y.shape[1] > 128:  # the kernel sums a single group in another order
+    if y.shape[1] > 128:  # for a single group the kernel sums in another order than `rms_norm`
         equal("y", [y], [dsa.rms_norm(**normed)])
     return check_norm(normed, [y])
 
@@ -141,7 +143,8 @@ def rotation(
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True, dims: str = "last"
 ) -> torch.Tensor:
-    """x [T, ..., D] with its first or last R channels rotated as complex numbers, in float64. cos, sin: [T, R / 2]."""
+    """Return x [T, ..., D] in float64, its first or last R channels rotated as complex numbers. cos, sin: [T, R /
+    2]."""
     out, channels = x.double().clone(), 2 * cos.shape[1]
     part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]
     real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
@@ -152,12 +155,12 @@ def rotated(
 
 
 def check_rotation(a: Given, found: Results) -> float:
-    """The reference's bits. In place, `out` holds x as it was before the call."""
+    """Check the reference's bits, and compare with float64. In place, a["out"] holds x as it was before the call."""
     x = a["out"] if found[0] is a["x"] else a["x"]
     given = {"x": x, "cos": a["cos"], "sin": a["sin"], "interleaved": a["interleaved"], "dims": a["dims"]}
     for got in found:
         equal("out", [got], [dsa.reference.apply_rotary(**given)])
-    rounding = 1.04 * ROUNDING[found[0].dtype]  # products are rounded to fp32 before
+    rounding = 1.04 * ROUNDING[found[0].dtype]  # because products are rounded to fp32 first
     return assert_close("out", found[0], rotated(**given), abs_tol=1e-5, rel_tol=rounding, cos_tol=5e-6)
 
 
@@ -180,7 +183,8 @@ def collapse(
 
 
 def head(new: Maker, **sizes: object) -> Given:
-    """The numbers of `collapse`, of which the head reads the first n."""
+    """Make the tensors of `collapse`; the head reads only the first n channels of mix, n entries of base, and one
+    scale."""
     a = collapse(new, **sizes)
     n = a["streams"].shape[1]
     tensors = {"streams": a["streams"], "mix": a["mix"][:, :n].contiguous(), "base": a["base"][:n]}
@@ -188,7 +192,7 @@ def head(new: Maker, **sizes: object) -> Given:
 
 
 def logits(a: Given, counts: list[int]) -> tuple[torch.Tensor, ...]:
-    """mix over the root mean square of a token's streams, times scale, plus base, in float64."""
+    """Return mix / rms(a token's streams) * scale + base in float64, split into parts of `counts` channels."""
     root = (a["streams"].double().square().mean((1, 2)) + a["eps"]).sqrt()[:, None]
     scale = a["scale"].double().repeat_interleave(torch.tensor(counts, device=root.device))
     return (a["mix"].double() / root * scale + a["base"].double()).split(counts, 1)
@@ -199,7 +203,7 @@ def weighted_sum(a: Given, weights: torch.Tensor) -> torch.Tensor:
 
 
 def collapsed(a: Given) -> Results:
-    """(x, post, comb) in float64."""
+    """Return (x, post, comb) in float64."""
     n = a["streams"].shape[1]
     pre, post, comb = logits(a, [n, n, n * n])
     comb = comb.unflatten(1, (n, n)).softmax(2) + a["hc_eps"]
@@ -237,7 +241,7 @@ def check_expand(a: Given, found: Results) -> float:
 
 
 def parts_of(weight: torch.Tensor) -> torch.Tensor:
-    """The three bf16 matrices whose sum is weight."""
+    """Return the three bf16 matrices whose sum is weight."""
     parts = []
     for _ in range(3):
         parts.append(weight.to(BF16))
@@ -251,7 +255,7 @@ def mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, outputs: in
 
 
 def check_mix(a: Given, found: Results) -> float:
-    """Against float64, relative to the sum of the products' sizes."""
+    """Compare with float64; errors are relative to the sum of the products' magnitudes."""
     v, weight = a["streams"].flatten(1).double(), a["parts"].double().sum(0)
     return within("mix", found[0], v @ weight.T, 4e-6 * (v.abs() @ weight.abs().T))
 
@@ -261,7 +265,7 @@ def expand_and_mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, 
 
 
 def check_expand_and_mix(a: Given, found: Results) -> float:
-    """The bits of the two ops, one after the other."""
+    """Check the bits of `hyper_expand` followed by `hyper_mix`, and compare both with float64."""
     streams = dsa.hyper_expand(a["y"], a["streams"], a["post"], a["comb"])
     projected = {"streams": streams, "parts": a["parts"]}
     equal("streams mix", found, (streams, dsa.hyper_mix(**projected)))
@@ -278,14 +282,14 @@ def sublayer(
     use_ue8m0: bool = True,
     **options: float,
 ) -> Given:
-    """Tokens of every size, and mix of the same size."""
+    """Make tokens of all magnitudes; mix has its token's magnitude."""
     a, size = collapse(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
     sized = {"streams": (a["streams"] * size[..., None]).to(BF16), "mix": a["mix"] * size}
     return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
 
 
 def check_sublayer(a: Given, found: Results) -> float:
-    """The bits of the two ops, one after the other."""
+    """Check the bits of `hyper_collapse` followed by `rms_norm_cast_to_fp8`, and compare the norm with float64."""
     own = {name: a[name] for name in a if name not in ("weight", "norm_eps", "use_ue8m0")}
     x, post, comb = dsa.hyper_collapse(**own)
     cast = dsa.rms_norm_cast_to_fp8(x, a["weight"], a["norm_eps"], a["use_ue8m0"])
@@ -321,7 +325,7 @@ CASES = [
     Case("hyper_collapse", collapse, check_collapse, {"tokens": 37, "channels": 264, "iterations": 20}),
     Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
     Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
-    # 1793 tokens run the kernel with a second pass, 300 the kernel without it, and 37 the kernel for few tokens.
+    # 1793 tokens select the kernel with a second pass, 300 the kernel without it, and 37 the kernel for few tokens.
     Case(
         "hyper_mix",
         mix,
@@ -335,7 +339,7 @@ CASES = [
         check_sublayer,
         {"tokens": 37, "channels": 640, "iterations": 20},
     ),
-    # Four tokens run the fused kernel, 40 the kernels of the two ops.
+    # Four tokens select the fused kernel, 40 the separate kernels of the two ops.
     Case(
         "hyper_expand_mix",
         expand_and_mix,

@@ -1,4 +1,4 @@
-"""Cases of casts to FP8, of FP4 weights and of products."""
+"""Cases of casts to FP8, of FP4 weights, and of matrix products."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def sylvester(n: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """The Hadamard matrix H[i, j] = (-1)^popcount(i & j), n a power of two, in float64."""
+    """Return the Hadamard matrix H[i, j] = (-1)^popcount(i & j) in float64; n must be a power of two."""
     h = torch.ones(1, 1, dtype=torch.double, device=device)
     while len(h) < n:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -29,13 +29,13 @@ def blocks(n: int) -> int:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of numbers in fp32, with one pattern for all NaNs."""
+    """Return the bits of the numbers in fp32, with one bit pattern for all NaNs."""
     x = x.float()
     return x.view(torch.int32).masked_fill(x.isnan(), -1)
 
 
 def check_bits(names: str, found: Results, expected: Results) -> None:
-    """Equal shapes, dtypes and numbers, with the signs of zeros."""
+    """Require equal shapes, dtypes and numbers, including the signs of zeros."""
     for name, got, right in zip(names.split(), found, expected, strict=True):
         if (got.shape, got.dtype) != (right.shape, right.dtype):
             raise AssertionError(f"{name}: expected {right.dtype} of {right.shape}, got {got.dtype} of {got.shape}")
@@ -44,14 +44,14 @@ def check_bits(names: str, found: Results, expected: Results) -> None:
 
 
 def repeated(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """Scales of blocks of rows and columns, in float64, one for each number of `shape`."""
+    """Expand the scales of blocks of rows and columns to one float64 scale for each number of `shape`."""
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, shape[-2:]))
     by_row = scale.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
     return by_row.repeat_interleave(columns, -1)[..., : shape[-1]]
 
 
 def dequantised(q: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
-    """q * scale in float64, with a scale per `rows` rows and 128 channels."""
+    """Return q * scale in float64; a scale covers `rows` rows and 128 channels."""
     return q.double() * repeated(scale, q.shape, (rows, BLOCK))
 
 
@@ -66,10 +66,11 @@ def check_cast(
     dtype: torch.dtype = F32,
     block: tuple[int, int] = (1, BLOCK),
 ) -> None:
-    """Check scales and values of `right` in float64, which the op rounds to `dtype` before the cast.
+    """Check the scales and values of an FP8 cast of `right`, which is in float64; the op rounds it to `dtype` before
+    the cast.
 
-    A scale is max(amax, 1e-4) / 448 or the next power of two. A value is off by half an e4m3 step at most. Blocks whose
-    scale is not finite are left out.
+    A scale is max(amax, 1e-4) / 448, or the next power of two. A value is off by at most half an e4m3 step. Blocks
+    whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -85,7 +86,7 @@ def check_cast(
         raise AssertionError(f"{name}'s scale: {int(wrong.sum())} of {wrong.numel()} are wrong")
     each = repeated(scale, right.shape, block)
     error = (q.double() * each - right).abs()
-    # e4m3 has 3 bits after the first; 2^-9 is its smallest number.
+    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number; 2^-9 is the smallest e4m3 number.
     allowed = (2**-4 + eps) * right.abs() + 2**-9 * each + eps * tiny
     if (~(error <= allowed) & each.isfinite()).any():
         raise AssertionError(f"{name}: up to {(error / allowed).nan_to_num(0.0).max():.3g} times the error of rounding")
@@ -99,15 +100,16 @@ def token_cast(
     gran_k: int = BLOCK,
     hadamard: bool = True,
 ) -> Given:
-    """Tokens of all sizes from 1e-6 to 1e4."""
+    """Make tokens of all magnitudes from 1e-6 to 1e4."""
     sizes = torch.logspace(-6, 4, shape[-2], device=new.device)[:, None]
     return {"x": (new.f32(*shape) * sizes).to(dtype), "use_ue8m0": use_ue8m0, "gran_k": gran_k, "hadamard": hadamard}
 
 
 def check_token_cast(a: Given, found: Results) -> float:
-    """The bits of the reference, and float64."""
+    """Check the reference's bits, and compare with float64."""
     x, group, use_ue8m0 = a["x"], a["gran_k"], a["use_ue8m0"]
-    # With ue8m0 a GPU gives the bits of a CPU. Without, PyTorch multiplies by 1 / 448 on a GPU, like the kernel.
+    # With ue8m0, results on a GPU equal those on a CPU bit for bit. Without, PyTorch on a GPU multiplies by 1 / 448
+    # instead of dividing, as the kernel does, so the reference runs on the same device.
     expected = dsa.reference.per_token_cast_to_fp8(**a | {"x": x.cpu() if use_ue8m0 else x})
     check_bits("q scale", [y.cpu() for y in found], [y.cpu() for y in expected])
     right = x.double()
@@ -125,7 +127,7 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Every row gets one token. By default three tokens."""
+    """Make arguments in which every result row gets one token; by default three tokens."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:
@@ -136,7 +138,7 @@ def scatter(
 
 
 def check_scatter(a: Given, found: Results) -> float:
-    """The bits of `per_token_cast_to_fp8` in the rows that have a token."""
+    """Check the bits of `per_token_cast_to_fp8` in the rows that receive a token, and compare them with float64."""
     places, x = a["places"], a["x"]
     inside = (places >= 0) & (places < places.numel())
     rows, tokens = places[inside].long(), inside.nonzero()[:, 0]
@@ -148,7 +150,7 @@ def check_scatter(a: Given, found: Results) -> float:
 
 
 def other_places(given: Given, place: tuple[int, int]) -> Kept:
-    """All rows but the one that the place named."""
+    """Keep all rows except the row that the number at `place` named before."""
     row = int(given["places"][place])
     return lambda results: [x[[i for i in range(len(x)) if i != row]] for x in results]
 
@@ -169,7 +171,7 @@ def rotary(
 
 
 def check_rotary(a: Given, found: Results) -> float:
-    """The bits of `apply_rotary` and the cast, and float64."""
+    """Check the bits of `apply_rotary` followed by the cast, and compare with float64."""
     x, cos, sin = a["x"], a["cos"], a["sin"]
 
     def by_group(y: torch.Tensor) -> torch.Tensor:
@@ -193,7 +195,7 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Many gates exceed the limit. halves: gate and up are the halves of one tensor."""
+    """Make gates of which many exceed the limit. halves: gate and up are the halves of one tensor."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -202,25 +204,27 @@ def swiglu(
 
 
 def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> Results:
-    """The smallest h that the contract allows, the exact h and the largest, rounded to the operands' dtype, as fp32."""
+    """Return the smallest h that the contract allows, the exact h, and the largest h, rounded to the operands' dtype,
+    as fp32."""
     g, u = gate.double(), up.double()
     if limit is not None:
-        limit = torch.tensor(limit, dtype=F32).item()  # as fp32 has it
+        limit = torch.tensor(limit, dtype=F32).item()  # the limit as an fp32 number
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # -inf * 0
+    h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # -inf * 0 is NaN
     slack = (h.abs() * 2**-20 + 1e-36 * u.abs().clamp_min(1)).where(h.isfinite(), 0.0)
     return [(h + s).float().to(gate.dtype).float() for s in (-slack, 0.0, slack)]
 
 
 def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
-    """Between the two, and NaN where both are."""
+    """Require found numbers between low and high, and NaN where both bounds are NaN."""
     inside = ((found >= low) & (found <= high)) | (found.isnan() & low.isnan() & high.isnan())
     if not inside.all():
         raise AssertionError(f"{name}: {int((~inside).sum())} of {inside.numel()} numbers are outside of the bounds")
 
 
 def check_swiglu(a: Given, found: Results) -> float:
-    """Scales and values between those of the bounds: equal to both if the bounds round to the same h."""
+    """Check that scales and values lie between those of the bounds. If the bounds round to the same h, this requires
+    equality."""
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
@@ -258,7 +262,7 @@ def weight(new: Maker, rows: int = 150, columns: int = 140, dtype: torch.dtype =
 
 
 def check_weight(a: Given, found: Results) -> float:
-    """q has 4 bits, so that q * scale is exact in float64 and is rounded to fp32 once."""
+    """Check the bits. q has 4 significant bits, so q * scale is exact in float64 and is rounded to fp32 only once."""
     right = a["q"].double() * repeated(a["scale"], a["q"].shape, (a["block"], a["block"]))
     check_bits("w", found, [right.float().to(a["dtype"])])
     return 0.0
@@ -268,7 +272,7 @@ def check_weight(a: Given, found: Results) -> float:
 
 
 def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [..., N, K]: any codes, and scales of a spread that e4m3 holds."""
+    """Return a weight [..., N, K] of random codes, with scales whose spread fits the range of e4m3."""
     *rows, channels = shape
     packed = new.below(256, *rows, channels // 2, dtype=BYTE)
     return packed, (120 - new.below(15, *rows, channels // 32, dtype=BYTE)).view(torch.float8_e8m0fnu)
@@ -280,19 +284,19 @@ def fp4_weight(new: Maker, shape: Sequence[int] = (2, 140, 160)) -> Given:
 
 
 def fp4_codes(packed: torch.Tensor) -> torch.Tensor:
-    """[..., K / 2] bytes -> [..., K] codes, the low nibble first."""
+    """Unpack [..., K / 2] bytes to [..., K] codes, the low nibble first."""
     packed = packed.view(BYTE).int()
     return torch.stack((packed % 16, packed // 16), -1).flatten(-2)
 
 
 def fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """e2m1 * scale in float64, by the definition."""
+    """Return e2m1 * scale in float64, by the definition."""
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.double, device=packed.device)
     return values[fp4_codes(packed)] * scale.double().repeat_interleave(32, -1)
 
 
 def check_block_scales(a: Given, found: Results) -> float:
-    """2^-6 times the largest scale of a group that is not zero, and at least 2^-126."""
+    """Check the block scales: 2^-6 times the largest scale of a group with a nonzero code, but at least 2^-126."""
     live = (fp4_codes(a["packed"]) % 8 != 0).unflatten(-1, (-1, 32)).any(-1)
     scales = a["scale"].double().where(live, 0.0)
     padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4, 0, -scales.shape[-2] % BLOCK))
@@ -302,7 +306,7 @@ def check_block_scales(a: Given, found: Results) -> float:
 
 
 def check_widened(a: Given, found: Results) -> float:
-    """Exactly the same weight, and the signs of zeros."""
+    """Check that the widened weight has exactly the same values, including the signs of zeros."""
     check_block_scales(a, found[1:])
     back, right = dequantised(*found, rows=BLOCK), fp4_values(a["packed"], a["scale"])
     if not torch.equal(back, right) or not torch.equal(back.signbit(), right.signbit()):
@@ -325,11 +329,11 @@ def product(new: Maker, rows: int = 3, columns: int = 136, channels: int = 160, 
 def experts(
     new: Maker, is_fp4: bool, sizes: Sequence[int] | None, tokens: int, columns: int, channels: int, after: int
 ) -> Given:
-    """a, b, ends and rows of a grouped product.
+    """Make a, b, ends and rows of a grouped product.
 
     sizes   rows of each expert; None: five tokens of which rows [4, 0, 0, 2] go to three experts
-    tokens  rows of a, which `rows` numbers at random; 0: without `rows`
-    after  rows that belong to no expert
+    tokens  rows of a, which `rows` gathers at random; 0: no `rows`
+    after   rows that belong to no expert
     """
     if sizes is None:
         sizes, tokens, rows = (2, 0, 2), 5, new.ints([4, 0, 0, 2])
@@ -382,13 +386,15 @@ def experts_swiglu(
 
 
 def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One weight of a product in float64: of FP8 values and scales, or FP4 values, scales and block scales."""
+    """Return one weight in float64, given as (FP8 values, scales) or as (FP4 values, scales, block scales)."""
     return fp4_values(*b[:2]) if len(b) == 3 else dequantised(*b, rows=BLOCK)
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, size) in float64 of the rows that belong to a weight. size: the root of the summed squares of the products,
-    which is what a sum of products of random signs comes to."""
+    """Return (y, size) in float64 for the rows that belong to a weight.
+
+    size is the root of the sum of squared products: the expected magnitude of a sum of products with random signs.
+    """
 
     def of_one(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x @ w.T, (x.square() @ w.square().T).sqrt()
@@ -409,13 +415,16 @@ def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_product(a: Given, found: Results) -> float:
-    """The tensor cores sum a block with about 14 bits of the largest product. The sum is rounded to the result's dtype
-    once. Rows of no expert are left out."""
+    """Compare with float64. Rows of no expert are not checked.
+
+    The tensor cores sum a block with about 14 bits relative to the largest product. The sum is rounded to the result's
+    dtype once.
+    """
     expected, size = sums(a)
     y = found[0][: len(expected)]
     error = (y.double() - expected).abs()
     step = {F32: 0.0, BF16: 2**-8}.get(y.dtype, 2**-11)
-    least = 0.0 if y.dtype in (F32, BF16) else 2**-25  # half of a subnormal's step
+    least = 0.0 if y.dtype in (F32, BF16) else 2**-25  # half the spacing of fp16 subnormals
     if not (error <= 5e-3 * size + step * expected.abs() + least).all():
         raise AssertionError(f"y: off by up to {(error / size).nan_to_num(0.0).max():.3g} of the size of its products")
     if not (diff := calc_diff(y, expected)) <= (tolerance := 1e-7 if y.dtype == F32 else 1e-5):
@@ -424,7 +433,7 @@ def check_product(a: Given, found: Results) -> float:
 
 
 def check_fp4_product(a: Given, found: Results) -> float:
-    """The bits of `grouped_fp8_gemm_nt` of the widened weights, and float64."""
+    """Check the bits of `grouped_fp8_gemm_nt` with the widened weights, and compare with float64."""
     used = a["ends"][-1]
     expected = dsa.grouped_fp8_gemm_nt(**a | {"b": dsa.widen_fp4(*a["b"][:2])})
     check_bits("y", [found[0][:used]], [expected[:used]])
@@ -432,7 +441,7 @@ def check_fp4_product(a: Given, found: Results) -> float:
 
 
 def check_experts_swiglu(a: Given, found: Results) -> float:
-    """The bits of the product and then `swiglu_cast_to_fp8`; float64 for both."""
+    """Check the bits of the grouped product followed by `swiglu_cast_to_fp8`, and compare both with float64."""
     used, b = a["ends"][-1], a["b"] if len(a["b"]) == 2 else dsa.widen_fp4(*a["b"][:2])
     gate_up = dsa.grouped_fp8_gemm_nt(a["a"], b, a["ends"], a["dtype"], rows=a["rows"])
     check_product(a, [gate_up])
@@ -453,7 +462,7 @@ def linear(
     scaled_from: int = 24,
     exact: bool = False,
 ) -> Given:
-    """exact: products and sums, in any order, are exact in fp32."""
+    """exact: make operands whose products and sums, in any order, are exact in fp32."""
     if exact:
         x = new.below(5, tokens, channels) - 2
         w = (new.below(3, rows, channels) - 1) * 2.0 ** -round(math.log2(channels) / 2)
@@ -463,7 +472,7 @@ def linear(
 
 
 def linear_sums(a: Given) -> torch.Tensor:
-    """`linear_fp32` in float64."""
+    """Return `linear_fp32` in float64."""
     y = a["x"].double() @ a["weight"].double().T
     return torch.cat((y[:, : a["scaled_from"]], y[:, a["scaled_from"] :] * a["scale"]), 1)
 
@@ -471,29 +480,29 @@ def linear_sums(a: Given) -> torch.Tensor:
 def check_linear(a: Given, found: Results) -> float:
     size = linear_sums(a | {"x": a["x"].abs(), "weight": a["weight"].abs(), "scale": abs(a["scale"])})
     error = (found[0].double() - linear_sums(a)).abs()
-    if not (error <= 4e-6 * size).all():  # a NaN is not
+    if not (error <= 4e-6 * size).all():  # written so that a NaN fails
         raise AssertionError(f"y: off by up to {(error / size).max():.3g} of the sum of its products' sizes")
     return (error / size).max().item() if error.numel() else 0.0
 
 
-# Hostile contents. The kernels gather few rows and copy many, schedule many work tiles dynamically, and have small-M
-# variants. Some calls have rows after the last end.
+# Hostile contents. The sizes select the variants of the kernels: gathering few rows, copying many rows, dynamic
+# scheduling of many work tiles, and small M. Some calls have rows after the last end.
 
 
 def other_experts(given: Given, place: tuple[int]) -> Kept:
-    """Rows of all experts but the two next to this end."""
+    """Keep the rows of all experts except the two on either side of this end."""
     ends, e = [0, *given["ends"].tolist()], place[0]
     kept = [m for m in range(ends[-1]) if not ends[e] <= m < ends[min(e + 2, len(ends) - 1)]]
     return lambda results: [x[kept] for x in results]
 
 
 def other_numbers(given: Given, place: tuple[int]) -> Kept:
-    """Rows of all experts but the row with this number."""
+    """Keep the rows of all experts except the row at `place`."""
     kept = [m for m in range(int(given["ends"][-1])) if m != place[0]]
     return lambda results: [x[kept] for x in results]
 
 
-# (tokens that rows are gathered from, or 0), rows of each expert, rows after the last end.
+# name -> (tokens from which rows are gathered, 0 for no gathering; rows of each expert; rows after the last end)
 HOSTILE_SIZES = {
     "few": (0, (10, 20, 0, 11), 19),
     "few of many": (50, (10, 20, 0, 11), 49),

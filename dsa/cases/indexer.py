@@ -1,4 +1,4 @@
-"""Cases of the lightning indexer: its inputs and its scores."""
+"""Cases of the lightning indexer's inputs and scores."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -59,7 +59,8 @@ def keys(
     slot_dtype: torch.dtype = INT32,
     **options: Any,
 ) -> Given:
-    """Make three tokens by default. Else every seventh token has no slot, and the cache holds NaN."""
+    """Make arguments of `write_indexer_keys`; by default three tokens. With `tokens`, every seventh token has slot -1,
+    and the cache is filled with NaN."""
     options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True} | options
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
     if tokens is None:
@@ -73,7 +74,7 @@ def keys(
 
 
 def transformed(x: torch.Tensor, a: Given) -> torch.Tensor:
-    """Compute H128 rope(x) in float64, and round to x's dtype after rope and after H128."""
+    """Compute H128 rope(x) in float64, rounded to x's dtype after rope and after H128."""
     channels, interleaved = 2 * a["cos"].shape[1], a["interleaved"]
     out, angles = x.double(), torch.complex(a["cos"].double(), a["sin"].double())
     part = out[..., :channels] if a["dims"] == "first" else out[..., 128 - channels :]
@@ -90,7 +91,7 @@ def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: 
     """Check that q [..., 128] and scale [...] are the FP8 cast of `rows`, up to the last bit of `dtype` and of fp32."""
     eps = torch.finfo(dtype).eps + 1e-6
     exact = rows.abs().amax(-1).clamp(min=1e-4) / 448
-    if use_ue8m0:  # near a power of two either of two is right
+    if use_ue8m0:  # if the ratio is near a power of two, rounding can give either of two scales
         low, high = ((exact * (1 + e)).log2().ceil().exp2() for e in (-4 * eps, 4 * eps))
         require((scale == low) | (scale == high), "scale: not the next power of two")
     else:
@@ -103,7 +104,7 @@ def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: 
 
 
 def check_queries(a: Given, found: Results) -> float:
-    """Compare with the reference bit for bit, and with float64."""
+    """Check the reference's bits, and compare with float64."""
     for name, got, right in zip(("q", "weights"), found, dsa.reference.quantize_indexer_queries(**a), strict=True):
         require(got.is_contiguous() and same_bits(got, right), f"{name}: not the reference's bits")
     q, weights = found
@@ -112,21 +113,24 @@ def check_queries(a: Given, found: Results) -> float:
 
 
 def by_slot(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of an index cache: values [slots, D] and scales [slots, 4]."""
+    """Return the bytes of an index cache by slot: values [slots, D] and scales [slots, 4]."""
     page_size, dim = cache.shape[1], cache.shape[3] - 4
     raw = cache.flatten(1)
     return raw[:, : page_size * dim].reshape(-1, dim), raw[:, page_size * dim :].reshape(-1, 4)
 
 
 def check_keys(a: Given, found: Results) -> float:
-    """Compare with float64 and with the reference. The kernel sums in another order, so a few bytes may differ from the
-    reference. Slots without a token keep their bytes."""
+    """Compare with float64 and with the reference.
+
+    The kernel sums in another order than the reference, so a few bytes may differ. Slots that receive no token keep
+    their bytes.
+    """
     (cache,), before, slots = found, a["cache"], a["slots"].long()
     there = (slots >= 0) & (slots < before.shape[0] * before.shape[1])
     expected = before.clone()
     dsa.reference.write_indexer_keys(**a | {"cache": expected, "slots": slots.where(there, -1)})
     written = int(there.sum())
-    # Without ue8m0 the last bit of each scale may differ, too.
+    # Without ue8m0, the last bit of every scale may differ as well.
     most = 2 + 2e-3 * 132 * written + (0 if a["use_ue8m0"] else written)
     require((cache != expected).sum() <= most, "cache: many bytes differ from the reference's")
     others = torch.ones(before.shape[0] * before.shape[1], dtype=torch.bool, device=slots.device)
@@ -142,38 +146,40 @@ def check_keys(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the bytes of all slots but the one at `place`."""
+    """Keep the bytes of all slots except the slot that the number at `place` named before."""
     kept = torch.arange(given["cache"].shape[0] * given["cache"].shape[1], device=given["slots"].device)
     kept = kept != given["slots"][place]
     return lambda results: [x[kept] for x in by_slot(results[0])]
 
 
-# Scores and their bounds. calc_diff over a matrix does not notice one wrong score, so every score has a bound, too. A
-# score's terms are w k_scale q[d] k[d] over heads and channels. Rounding errors are relative to the sum of the terms'
-# magnitudes, not to the score, in which terms cancel.
+# Scores and their bounds. calc_diff over a matrix does not notice a single wrong score, so every score has a bound as
+# well. A score's terms are w k_scale q[d] k[d] over heads and channels. Rounding errors are proportional to the sum of
+# the terms' magnitudes, not to the score, because terms cancel in the score.
 #
-# fp32 accumulators: Hopper's FP8 wgmma aligns 32 products and the sum so far to the largest of them, and cuts them off
-# 13 bits below its first bit. Each addend loses up to 2^-13 = 1.2e-4 of the largest one, and the largest is a tenth to
-# a third of a head's terms. Errors of addends and heads have either sign: together they stay below 5e-5 of all terms.
-# Everything else is fp32.
+# fp32 accumulators: Hopper's FP8 wgmma aligns 32 products and the sum so far to the largest of these addends, and
+# truncates them 13 bits below its leading bit. Each addend loses up to 2^-13 = 1.2e-4 of the largest one, and the
+# largest is a tenth to a third of the terms of a head. Errors of addends and heads have either sign: together they stay
+# below 5e-5 of all terms. All other steps are fp32.
+#
 # fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
-# bits, each by up to 4.9e-4 of itself. These errors have either sign: together they stay below 3e-4 of all terms.
-# The bounds are at least ten times that. A score of ordinary size is 1.4% of its terms with 64 heads of 128 channels,
-# and more with fewer heads or channels. PyTorch computes in fp32 throughout, which is far more exact.
-OF_TERMS = {F32: 1e-3, F16: 3e-3}  # by the accumulators
+# bits, each by up to 4.9e-4 of its value. These errors have either sign: together they stay below 3e-4 of all terms.
+#
+# The bounds below are at least ten times these figures. A typical score is 1.4% of its terms with 64 heads of 128
+# channels, and more with fewer heads or channels. PyTorch computes in fp32 throughout, which is far more accurate.
+OF_TERMS = {F32: 1e-3, F16: 3e-3}  # error bound as a fraction of the terms, by the accumulators' dtype
 OF_TERMS_IN_PYTORCH = 1e-5
-MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # of calc_diff, by the scores' dtype: DeepGEMM's own
-BF16_ROUNDING = 2.0**-8  # of a score
+MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # limit of calc_diff, by the scores' dtype; DeepGEMM's own limits
+BF16_ROUNDING = 2.0**-8  # as a fraction of the score
 RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 
 def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
     """Check that scores are within their bounds, that -inf is where it is expected, and that calc_diff is small.
 
-    terms     sums of the terms' magnitudes, at least where scores are finite
-    of_terms  the bound of a score, per term
+    terms     sums of the terms' magnitudes; used only where the expected score is finite
+    of_terms  the error bound of a score, as a fraction of its terms
 
-    Returns calc_diff.
+    Return calc_diff.
     """
     diff = calc_diff(got, expected)
     require(diff < MOST_DIFF[got.dtype], f"scores: calc_diff {diff:.3g} is above {MOST_DIFF[got.dtype]}")
@@ -186,7 +192,8 @@ def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor,
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
-    """Compute scores sum_h weights[t, h] * relu(q[t, h] . k[s]) in float64, and the same of magnitudes."""
+    """Compute the scores sum_h weights[t, h] * relu(q[t, h] . k[s]) in float64, and the sums of their terms'
+    magnitudes."""
     k, chunk = k.double(), max(1, 2**26 // max(1, q.shape[1] * len(k)))
     parts = [
         ((w[:, None] @ (x @ k.T).relu())[:, 0], (w.abs()[:, None] @ (x.abs() @ k.abs().T))[:, 0])
@@ -196,8 +203,10 @@ def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
 
 
 def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: bool) -> Given:
-    """Make q, kv and weights of random numbers, or `exact`: of small integers, whose sums are exact. Then every key is
-    there twice, so that scores tie."""
+    """Make q, kv and weights of random numbers.
+
+    exact: make small integers, whose sums are exact. Then every key occurs twice, so that scores tie.
+    """
     if not exact:
         kv = new.e4m3(keys, dim), new.positive(keys)
         return {"q": new.e4m3(queries, heads, dim), "kv": kv, "weights": new.f32(queries, heads)}
@@ -208,7 +217,8 @@ def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: boo
 
 
 def ranges(new: Maker, queries: int, keys: int, window: int) -> Given:
-    """Make causal ranges of `window` keys, or random ranges: unordered, some empty, some outside the keys."""
+    """Make ranges of keys per query. With `window`: causal ranges of that many keys; else random ranges in any order,
+    some empty, some outside the keys."""
     if not queries:
         return dict(zip(RANGES, (new.ints([0, 2, 5]), new.ints([7, 5, 5]))))
     if window:
@@ -230,7 +240,7 @@ def contiguous(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make three queries by default."""
+    """Make arguments of `fp8_mqa_logits`; by default three queries."""
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32, "accumulators": F16} | options
     return {**scored(new, queries or 3, keys, heads, dim, exact), **ranges(new, queries, keys, window), **options}
 
@@ -242,7 +252,7 @@ def unquantised(new: Maker, dtype: torch.dtype = BF16, **sizes: Any) -> Given:
 
 
 def clipped(a: Given, keys: int) -> list[torch.Tensor]:
-    """Return both bounds of the ranges, clipped to the keys."""
+    """Return the starts and the ends of the ranges, clipped to the keys."""
     return [a[name].long().clamp(0, keys) for name in RANGES]
 
 
@@ -259,7 +269,7 @@ def check_logits(a: Given, found: Results) -> float:
 
 
 def check_matrix(a: Given, got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> float:
-    """Check scores of a kernel: their rows start at multiples of 1024 bytes."""
+    """Check the scores that an op returns: dtype, row strides that are multiples of 1024 bytes, and values."""
     require(got.dtype == a["logits_dtype"], f"logits: dtype {got.dtype}")
     require(got.stride(0) * got.element_size() % 1024 == 0 and got.stride(1) == 1, f"logits: strides {got.stride()}")
     if not a["clean_logits"]:
@@ -278,7 +288,8 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Make lengths of sequences, or with next_n of queries; some are 0 or negative. By default two sequences."""
+    """Make lengths of sequences, or with next_n of queries; some lengths are 0 or negative. By default two
+    sequences."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
     shape = (batch, next_n) if next_n else (batch,)
@@ -287,7 +298,7 @@ def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num
 
 
 def check_plan(a: Given, found: Results) -> float:
-    """Check that each SM begins after the previous SMs' splits, at a split that exists or past all sequences."""
+    """Check that each SM begins after the previous SMs' splits: at an existing split, or past all sequences."""
     (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
     lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
     splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
@@ -298,14 +309,14 @@ def check_plan(a: Given, found: Results) -> float:
     sequence, split = plan.long().unbind(1)
     require((sequence >= 0) & (sequence <= len(lengths)), "plan: no such sequence")
     before = torch.cat((splits.new_zeros(1), splits.cumsum(0)))[sequence]
-    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # past all sequences only split 0 exists
+    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # the entry past all sequences has only split 0
     require((split >= 0) & (split < own), "plan: no such split")
     require_same("plan: first splits", before + split, first)
     return 0.0
 
 
 def in_order(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep that the plan is in order and names sequences that exist."""
+    """Keep two properties of the plan: its entries are in order, and they name existing sequences or the end."""
 
     def kept(results: Results) -> Results:
         sequences, splits = results[0].long().unbind(1)
@@ -331,10 +342,10 @@ def paged(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make sequences of these lengths, by default two.
+    """Make sequences of these lengths; by default two sequences.
 
-    per_query  context_lens has lengths of queries. None: only in the default call
-    num_sms    of the plan; with 0 the op makes the plan
+    per_query  context_lens has a length per query. None: only in the default call
+    num_sms    the number of SMs that the plan is for; with 0 the op makes the plan
     """
     if lengths:
         given = in_pages(new, lengths, next_n, heads, dim, page_size, spare_pages, exact)
@@ -354,8 +365,10 @@ def paged(
 def in_pages(
     new: Maker, lengths: Sequence[int], next_n: int, heads: int, dim: int, page_size: int, spare_pages: int, exact: bool
 ) -> Given:
-    """Put keys in random pages of a cache, whose other bytes are NaN. Unused entries of the table, among them its last
-    column, are garbage."""
+    """Put keys in random pages of a cache whose other bytes are NaN.
+
+    Unused entries of the block table, including all of its last column, are garbage.
+    """
     batch, used = len(lengths), [-(-n // page_size) for n in lengths]
     width, pages = max([*used, 1]) + 1, sum(used) + spare_pages
     garbage = new.ints([-1, 10**8, -(2**31), 2**31 - 1]).repeat(batch * width)
@@ -372,7 +385,7 @@ def in_pages(
 
 
 def visible(a: Given) -> torch.Tensor:
-    """Return how many keys each query sees, [B, next_n]."""
+    """Return the number of keys that each query sees, [B, next_n]."""
     lengths, next_n = a["context_lens"].long(), a["q"].shape[1]
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device)
@@ -380,7 +393,8 @@ def visible(a: Given) -> torch.Tensor:
 
 
 def paged_scores(a: Given) -> torch.Tensor:
-    """Compute scores and terms [2, B * next_n, columns] in float64: -inf past a query's keys and without a page."""
+    """Compute scores and sums of terms [2, B * next_n, columns] in float64: -inf past a query's keys and for missing
+    pages."""
     q, cache, counts, columns = a["q"], a["kv_cache"], visible(a), a["max_context_len"]
     (batch, next_n, _, dim), (pages, page_size) = q.shape, cache.shape[:2]
     raw, of_keys = cache.flatten(1), page_size * dim
@@ -403,7 +417,7 @@ def check_paged(a: Given, found: Results) -> float:
 
 
 def other_sequences(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the rows of all sequences but the one at `place`."""
+    """Keep the rows of all sequences except the sequence at `place`."""
     batch = len(given["q"])
     others = [b for b in range(batch) if b != place[0]]
     return lambda results: [x.unflatten(0, (batch, -1))[others] for x in results]
@@ -417,7 +431,7 @@ def first_column(x: torch.Tensor) -> list[Any]:
 
 
 def two_pages(table: torch.Tensor) -> list[Any]:
-    """Return the places of a page of the first sequence and of the last page of the second."""
+    """Return the places of the second page of the first sequence and of the last page of the second sequence."""
     return [(0, 1), (1, table.shape[1] - 1)]
 
 
@@ -426,19 +440,20 @@ def plan_places(plan: torch.Tensor) -> list[Any]:
 
 
 def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the rows of all sequences but the one of the table's row at `place`."""
+    """Keep the rows of all queries except those of the sequence whose row of the table contains `place`."""
     others = given["row_to_seq"] != place[0]
     return lambda results: [x[others] for x in results]
 
 
 def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
-    """Make hostile contents of arguments with a number per row, or of the block table of two sequences."""
+    """Return hostile contents of arguments with a number per row, or of the block table of two sequences."""
     kinds = {"block_table": (other_tables, two_pages)}
     return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Make hostile contents of lengths and pages: one query per sequence, four, and lengths of queries."""
+    """Return hostile contents of context_lens and block_table: with one query per sequence, with four, and with a
+    length per query."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,

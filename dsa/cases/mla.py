@@ -1,4 +1,5 @@
-"""Cases of MLA attention: prefill, decoding, windows, and packed sequences."""
+"""Cases of MLA attention (prefill, decoding, packed sequences), of its plans and selection bits, and of
+merge_attention."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ HALF_ULP = {BF16: 2**-8, FP16: 2**-11, F32: 2**-24}
 
 
 def sized(default: Callable[[Maker], Given], make: Callable[..., Given]) -> Callable[..., Given]:
-    """The small call by default; what `make` gives for sizes."""
+    """Return a maker that calls `default` if no sizes are given, else `make`."""
     return lambda new, **sizes: make(new, **sizes) if sizes else default(new)
 
 
@@ -53,7 +54,7 @@ def equal(name: str, found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_scales(scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, use_ue8m0: bool) -> None:
-    """Scales of FP8 blocks whose largest magnitudes are from low to high."""
+    """Check the scales of FP8 blocks whose largest magnitudes are between low and high."""
     low, high = low.clamp_min(1e-4) / 448, high.clamp_min(1e-4) / 448
     if use_ue8m0:
         low, high = 2.0 ** low.log2().ceil(), 2.0 ** high.log2().ceil()
@@ -66,7 +67,7 @@ def check_scales(scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, use
 
 
 def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Errors of rounding single numbers point in no direction: the mean ratio of large numbers is 1."""
+    """Check that rounding has no bias: the mean ratio of found to expected is 1 over large numbers."""
     sizes = expected.abs()
     large = sizes > sizes.amax() / 20 if sizes.numel() else sizes > 0
     ratio = (found[large] / expected[large]).mean().item() if large.sum() > 1000 else 1.0
@@ -75,7 +76,8 @@ def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> No
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The last channels of x [T, H, d], in float64: pairs of neighbours times cos + i sin, [T, R / 2]."""
+    """Return x [T, H, d] in float64, adjacent pairs of its last R channels multiplied by cos + i sin; cos, sin: [T, R /
+    2]."""
     kept, turned = x.double().split((x.shape[2] - 2 * cos.shape[1], 2 * cos.shape[1]), 2)
     pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous())
     pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
@@ -113,8 +115,8 @@ def prefill(
     into: bool = False,
     invariant: bool = False,
 ) -> Given:
-    """counted: with topk_length, of which some are below 0 and some above top_k; the first query has all, the second
-    none."""
+    """counted: pass topk_length. Some lengths are below 0 and some above top_k; the first query uses all keys, the
+    second none."""
     given = {"q": new.f32(tokens, heads, d).to(dtype), "kv": small(new, keys, 1, d, dtype=dtype)}
     given["indices"] = some_rows(new, tokens, keys, top_k, invalid)[:, None]
     lengths = new.below(top_k + 9, tokens) - 4
@@ -162,7 +164,7 @@ def small_old_plan(new: Maker) -> Given:
 
 
 def old_plan(given: Given) -> Given:
-    """The plan of the old style for a call."""
+    """Return the plan of the old style of `get_mla_metadata` for a call with these arguments."""
     (_, s_q, heads, _), kv_heads = given["q"].shape, given["k_cache"].shape[2]
     plan = dsa.get_mla_metadata(given["cache_seqlens"], s_q * heads // kv_heads, kv_heads)
     return dict(zip(NO_PLAN, plan))
@@ -185,8 +187,12 @@ def dense(
     into: bool = False,
     full: bool = False,
 ) -> Given:
-    """Sequences in random pages of a cache whose other rows are NaN; garbage in the rest of the block table. plan:
-    "old" or "new", by the style of `get_mla_metadata`. full: no row is NaN, and every entry of the table is a page."""
+    """Make sequences in random pages of a cache whose other rows are NaN; unused entries of the block table are
+    garbage.
+
+    plan  "old" or "new": the style of `get_mla_metadata`; "": no plan
+    full  no row of the cache is NaN, and every entry of the table is a page
+    """
     used = [-(-n // page) for n in lengths]
     cache = poisoned((sum(used) + 3, page, kv_heads, d), dtype, new.device)
     order, width = new.order(1, len(cache), sum(used))[0], max([*used, 1]) + 1
@@ -209,7 +215,7 @@ def dense(
 
 
 def dense_lists(a: Given) -> torch.Tensor:
-    """[B, s_q, n]: the slots of the keys that each query sees."""
+    """Return [B, s_q, n]: the slots of the keys that each query sees, -1 for no key."""
     table, lengths, s_q = a["block_table"], a["cache_seqlens"].long()[:, None], a["q"].shape[1]
     (pages, page), (_, width) = a["k_cache"].shape[:2], table.shape
     position = torch.arange(int(lengths.clamp(0, width * page).max()) if len(lengths) else 0, device=table.device)
@@ -275,8 +281,8 @@ def sparse(
     scale: float | None = None,
     into: bool = False,
 ) -> Given:
-    """Queries with random keys of a cache of `rows` keys, all else of which is NaN. extra: keys and page size of a
-    second cache of the same layout, which has a third of the rows."""
+    """Make queries that select random keys of a cache of `rows` keys; all other slots are NaN. extra: (keys per query,
+    page size) of a second cache of the same layout, which has a third of the rows."""
     d, dtype = LAYOUTS[layout]
     given = {"q": new.f32(batch, s_q, heads, d).to(dtype), **dict.fromkeys(SELECTION)}
 
@@ -305,7 +311,8 @@ def sparse(
 def pick(
     new: Maker, cache: torch.Tensor, slots: torch.Tensor, batch: int, s_q: int, k: int, invalid: float = 0.0
 ) -> torch.Tensor:
-    """int32 [batch, s_q, k]: some of the slots, of which this fraction is replaced by what is no slot."""
+    """Return int32 [batch, s_q, k]: random slots. The fraction `invalid` of them is replaced by indices outside the
+    cache."""
     places = some_rows(new, batch * s_q, len(slots), k).view(batch, s_q, k).long()
     return spoiled(new, slots[places].int(), cache.shape[0] * cache.shape[1], invalid)
 
@@ -336,9 +343,8 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """For each sequence the tiles [first, end) of 64 keys that parts compute, in the parts' order.
-
-    AssertionError where a tile belongs to no part or to two, and where splits have wrong numbers."""
+    """Return per sequence the ranges [first, end) of 64-key tiles that parts compute, in the parts' order. Raise
+    AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:
@@ -364,7 +370,7 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def decoding_with_the_plan(given: Given, place: Any) -> Kept:
-    """Results of decoding, which are right whatever lengths the plan is for."""
+    """Keep the results of decoding with the plan: they are right for any lengths from which the plan was made."""
     new, lengths = Maker(given["cache_seqlens"].device.type), given["cache_seqlens"]
     q, cache = new.f32(len(lengths), 1, 8, 576).to(FP16), new.f32(30, 16, 1, 576).to(FP16)
     table = new.below(30, len(lengths), 19)
@@ -394,12 +400,16 @@ def mha(
     scale: float = 1.0,
     more: int = 37,
 ) -> Given:
-    """top_k: keys of its sequence that each query has selected, 0: all. scale: of the queries. more: queries and keys,
-    all NaN, that belong to no sequence."""
+    """Make packed sequences.
+
+    top_k  keys of its sequence that each query selects; 0: no selection
+    scale  factor of the queries
+    more   queries and keys, all NaN, that belong to no sequence
+    """
     (dim, value_dim), (queries, keys) = dims, (sum(x) for x in zip(*sequences))
 
     def packed(count: int, *channels: int) -> torch.Tensor:
-        """NaN after the sequences."""
+        """Return random rows, followed by `more` rows of NaN that belong to no sequence."""
         x = new.f32(count + more, *channels).to(dtype)
         x[count:] = torch.nan
         return x
@@ -418,14 +428,14 @@ def mha(
 
 
 def keys_of_bits(bits: torch.Tensor) -> torch.Tensor:
-    """bool [T, 32 * words]: whether the bit of each key is set."""
+    """Return bool [T, 32 * words]: whether the bit of each key is set."""
     key = torch.arange(32 * bits.shape[1], device=bits.device)
     word, bit = key // 128 * 4 + key % 8 // 2, key % 128 // 8 * 2 + key % 2
     return (bits[:, word] >> bit & 1).bool()
 
 
 def attend_sequences(a: Given) -> Attended:
-    """Queries without keys, and of no sequence, have out 0 and lse +inf."""
+    """Compute attention per sequence. Queries without keys, and queries of no sequence, have out 0 and lse +inf."""
     q, k, v = a["q"], a["k"], a["v"]
     if a["k_rope"] is not None:
         k = torch.cat((k, a["k_rope"][:, None].expand(-1, k.shape[1], -1)), 2)
@@ -449,7 +459,7 @@ def attend_sequences(a: Given) -> Attended:
 
 
 def check_mha(a: Given, found: Results) -> float:
-    """Of the queries in some sequence. The tolerances are those of FlashAttention's tests, about."""
+    """Check the queries that belong to a sequence. The tolerances are approximately those of FlashAttention's tests."""
     rows = slice(int(a["cu_seqlens_q"][0]), int(a["cu_seqlens_q"][-1]))
     expected, rounding = attend_sequences(a), 2.01 * HALF_ULP[a["q"].dtype]
     out = {"abs_tol": 4 * rounding, "rel_tol": rounding, "cos_tol": 2e-5}
@@ -491,7 +501,8 @@ def branches(
     dtype: torch.dtype = BF16,
     sink: bool = True,
 ) -> Given:
-    """Of every importance. A sixth of each LSE is empty, by an infinity of either sign, and its out NaN."""
+    """Make branches whose weights vary widely. A sixth of each LSE is +inf or -inf, for no keys, and the out there is
+    NaN."""
     outs, lses = [], []
     for _ in range(count):
         out, lse = new.f32(*shape).to(dtype), 4 * new.f32(*shape[:-1])
@@ -503,7 +514,7 @@ def branches(
 
 
 def check_merge(a: Given, found: Results) -> float:
-    """Half a unit in the last place of the result, or what fp32 loses on the way."""
+    """Allow half a unit in the last place of the result, or for fp32 the rounding of the intermediate steps."""
     logs = torch.stack([x.double() for x in a["lses"]])
     empty = logs.isinf()
     logs = logs.masked_fill(empty, -INF)
@@ -528,13 +539,13 @@ def plan_numbers(x: torch.Tensor) -> list[Any]:
 
 
 def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
-    """Of out [T, H, d] and lse [H, T]."""
+    """Apply `kept`, which selects rows, to out [T, H, d] and to the transposed lse [H, T]."""
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
-# Dense decoding without keys that are NaN. A plan for other lengths cuts every sequence elsewhere, so that its softmax
-# weights round otherwise, those of a page that the block table names three times all alike: by up to 1.2e-3 in bf16,
-# 0.13e-3 in fp16. A lost key is 9e-3, or more.
+# Dense decoding from a cache without NaN. A plan for other lengths splits sequences at other tiles, so softmax weights
+# round differently. If the block table names a page three times, the rounding errors of its copies are equal and add
+# up: by up to 1.2e-3 in bf16 and 0.13e-3 in fp16. A lost key changes the result by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}
@@ -547,7 +558,7 @@ DENSE_HOSTILE = {
         {"with a plan": WITH_PLAN, "two row tiles": TWO_ROW_TILES, "batch invariant": INVARIANT},
     ),
 }
-# A wrong plan may leave out any sequence.
+# A wrong plan may leave out any sequence, so no result is checked.
 PLAN_HOSTILE = with_sizes(
     Hostile(nothing, plan_numbers),
     ("tile_scheduler_metadata", "num_splits"),
@@ -556,7 +567,8 @@ PLAN_HOSTILE = with_sizes(
 
 
 def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
-    """Of more than a few tiles of keys the kernels share a query's keys."""
+    """Return hostile contents of index lists and their lengths. For lists of more than a few tiles the kernels split a
+    query's keys."""
     common = {"s_q": 2, "page": 16, "rows": 240, "extra": (5, 16), "invalid": 0.0, "counted": True}
     names = "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length"
     return with_sizes(IN_ROWS, names, {variant: {**common, **sizes} for variant, sizes in variants.items()})
@@ -565,12 +577,12 @@ def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
 BOUND_NAMES = "cu_seqlens_q", "cu_seqlens_k"
 PACKED = {"sequences": FEW_SEQUENCES, "rope": 64, "top_k": 60, "more": 0}
 
-# Sizes that checks take: leftovers of tiles of 64 keys, of heads, and of queries, and rows without keys.
+# Sizes for `check`: numbers of keys, heads and queries that do not fill the last tile, and rows without keys.
 PREFILL_SIZES = {"tokens": 7, "heads": 20, "keys": 300, "top_k": 135, "counted": True}
 DENSE_SIZES = {"lengths": (100, 65, 0, 3, 64), "heads": 20}
 SPARSE_SIZES = {"batch": 3, "s_q": 2, "heads": 20, "top_k": 135, "rows": 300, "extra": (70, 16), "sink": True}
 SPARSE_SIZES |= {"counted": True, "page": 16}
-MORE_HEADS = ({"heads": 128},)  # have other kernels than few heads
+MORE_HEADS = ({"heads": 128},)  # select other kernels than few heads do
 
 CASES = [
     Case(
@@ -671,7 +683,7 @@ CASES = [
         "mha_varlen_fwd",
         sized(small_mha, mha),
         check_mha,
-        {"rope": 64, "top_k": 60, "more": 0},  # rows of no sequence are undefined
+        {"rope": 64, "top_k": 60, "more": 0},  # results for rows that belong to no sequence are undefined
         hostile={
             **with_sizes(Hostile(by_query(other_sequences), everywhere), BOUND_NAMES, {"": PACKED}),
             **with_sizes(Hostile(by_query(PER_ROW.kept), corners), ("selected",), {"": PACKED}),

@@ -1,4 +1,4 @@
-"""Cases of the products before and after MLA attention."""
+"""Cases of the matrix products before and after MLA attention."""
 
 import torch
 
@@ -13,21 +13,21 @@ def small_kv_b(new: Maker) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kv_b(new: Maker, heads: int, rows: int, latent: int = D_V) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights whose blocks differ in size; every scale has all of its bits."""
+    """Return FP8 weights whose blocks differ in magnitude, with scales that are not powers of two."""
     weight = new.f32(heads * rows, latent) * latent**-0.5
     weight *= torch.logspace(-2, 1, heads * rows, device=new.device)[:, None]
     return dsa.per_block_cast_to_fp8(weight, use_ue8m0=False)
 
 
 def dequantised(pair: tuple[torch.Tensor, torch.Tensor], heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """[heads, rows, L] in float64, rounded to `dtype` as the kernels multiply them."""
+    """Return the weight as float64 [heads, rows, L], rounded to `dtype` like the kernels' operands."""
     weight, scale = pair
     rows, columns = (torch.arange(n, device=weight.device) // 128 for n in weight.shape)
     return (weight.float() * scale[rows[:, None], columns]).to(dtype).double().unflatten(0, (heads, -1))
 
 
 def product(equation: str, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, and how far a sum in fp32 that is rounded to x's dtype may be off."""
+    """Return (the product in float64, an error bound for a sum in fp32 that is rounded to x's dtype)."""
     expected = torch.einsum(equation, x.double(), w)
     size = torch.einsum(equation, x.double().abs(), w.abs())
     return expected, expected.abs() * HALF_ULP[x.dtype] + size * 2**-18
@@ -77,7 +77,7 @@ def values(
     use_ue8m0: bool = False,
     dtype: torch.dtype = BF16,
 ) -> Given:
-    """Heads of a token differ in size."""
+    """Make attention results whose heads differ in magnitude."""
     sizes = torch.logspace(-4, 3, heads, device=new.device)[:, None]
     attended = (new.f32(tokens, heads, latent) * sizes).to(dtype)
     return {"attended": attended, "kv_b": kv_b(new, heads, rows, latent), "v_dim": v_dim, "use_ue8m0": use_ue8m0}

@@ -1,4 +1,4 @@
-"""Cases of attention to sliding windows, alone and joined with selected keys, and of the windows' lists."""
+"""Cases of attention to sliding windows, with and without selected keys, and of the windows' index lists."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +88,7 @@ def windows(
     sink: bool = True,
     scale: float | None = None,
 ) -> Given:
-    """The last two queries and keys belong to no sequence."""
+    """Make packed sequences. The last two queries and the last two keys belong to no sequence."""
     queries, keys = (sum(x) + 2 for x in zip(*sequences))
     tensors = {"q": new.f32(queries, heads, d).to(dtype), "kv": small(new, keys, 1, d, dtype=dtype)}
     rest = {"softmax_scale": d**-0.5 if scale is None else scale, "attn_sink": new.f32(heads) if sink else None}
@@ -121,7 +121,7 @@ def joined(
     listed: bool = False,
     **sizes: Any,
 ) -> Given:
-    """entries: selected from, `top_k` of them for each query."""
+    """entries: rows of `compressed`, of which each query selects `top_k`."""
     given = {**windows(new, **sizes), "d_v": d_v}
     given |= selected(new, given, entries, top_k, invalid, counted)
     return {**given, "window_indices": window_list(given) if listed else None}
@@ -138,7 +138,7 @@ def with_cast(
     use_ue8m0: bool = True,
     **sizes: Any,
 ) -> Given:
-    """entries: as of `joined`; 0: the window alone."""
+    """entries: as in `joined`; with 0, attention is to the window alone."""
     given = windows(new, **{"heads": 64, **sizes})
     none = dict.fromkeys(("compressed", "indices", "topk_length"))
     given |= selected(new, given, entries, top_k, invalid, counted) if entries else none
@@ -147,7 +147,8 @@ def with_cast(
 
 
 def window_keys(a: Given, queries: int) -> torch.Tensor:
-    """int64 [queries, window], of bounds that do not decrease: the rows of the keys in each query's window, and -1."""
+    """Return int64 [queries, window]: the rows of the keys in each query's window, then -1. Bounds must not
+    decrease."""
     cu_q, cu_k, window = a["cu_seqlens_q"].long(), a["cu_seqlens_k"].long(), a["window"]
     lists = torch.full((queries, window), -1, device=cu_q.device)
     sequence = torch.arange(len(cu_q) - 1, device=cu_q.device).repeat_interleave(cu_q.diff())
@@ -160,7 +161,7 @@ def window_keys(a: Given, queries: int) -> torch.Tensor:
 
 
 def attend_windows(a: Given, near: torch.Tensor | None, d_v: int) -> Attended:
-    """near: the window's lists, if they are given."""
+    """near: the windows' index lists; None: they follow from the bounds."""
     q, keys, window = a["q"], a["kv"][:, 0], a["window"]
     if near is None:
         near = window_keys(a | {"window": min(window, max(len(keys), 1))}, len(q))
@@ -181,15 +182,18 @@ def check_joined(a: Given, found: Results) -> float:
 
 
 def check_cast(a: Given, found: Results) -> float:
-    """Attention rounds its weights and its result, whose pairs are rounded once more when they are rotated; a byte is
-    off by up to a 16th of its value, or a 512th of its scale."""
+    """Check scales and values against float64.
+
+    Attention rounds its weights and its result, and the rotation rounds pairs of the result once more. An e4m3 value is
+    off by up to a 16th of its magnitude, or a 512th of its scale.
+    """
     attended = attend_windows(a, a["window_indices"], a["q"].shape[2])
     expected = rotated(attended.out, a["cos"], -a["sin"])
     cast, scale = found
     tokens, groups = len(a["q"]), a["groups"]
 
     def blocks(x: torch.Tensor) -> torch.Tensor:
-        """[groups, tokens, blocks, 128] of [tokens, heads, d]"""
+        """Reshape [tokens, heads, d] to [groups, tokens, blocks, 128]."""
         return x.reshape(tokens, groups, -1).transpose(0, 1).unflatten(2, (-1, 128))
 
     expected, size = blocks(expected), blocks(attended.size)
@@ -237,7 +241,8 @@ def window_decode(
     d_v: int = D_V,
     sink: bool = True,
 ) -> Given:
-    """A cache with what the windows hold; all else is NaN, and the rest of the block table no page."""
+    """Make a cache that contains only the keys of the windows; all other slots are NaN, and unused entries of the block
+    table are no pages."""
     (d, dtype), columns = LAYOUTS[layout], 1 + max(lengths) // page
     pages = len(lengths) if ring else len(lengths) * columns + 3
     cache, table = empty_cache(new.device, layout, pages, page), None
@@ -256,7 +261,7 @@ def window_decode(
 
 
 def slots_of_windows(a: Given, s_q: int, page: int) -> torch.Tensor:
-    """int64 [B, s_q, window]: the slots of the keys in each query's window, and -1."""
+    """Return int64 [B, s_q, window]: the slots of the keys in each query's window, -1 for no key."""
     table, lengths, window = a["block_table"], a["cache_seqlens"].long(), a["window"]
     last = lengths[:, None] - s_q + torch.arange(s_q, device=lengths.device)
     key = (last - window + 1).clamp(min=0)[..., None] + torch.arange(window, device=lengths.device)
@@ -296,7 +301,7 @@ def slots(
     window: int = 128,
     ring: bool = False,
 ) -> Given:
-    """In random pages, of which every fifth is missing."""
+    """Make a block table of random pages, of which every fifth on average is missing."""
     table = new.below(5000, len(lengths), pages)
     table = table.where(new.below(5, len(lengths), pages) > 0, -1)
     keys = {"block_table": None if ring else table, "cache_seqlens": new.ints(list(lengths))}
@@ -320,7 +325,7 @@ def check_indices(a: Given, found: Results) -> float:
     return equal("indices", found[0], window_keys(a, a["total_q"]))
 
 
-# Hostile contents, and sizes that checks take.
+# Sizes for hostile contents and for `check`.
 
 SHORT = {"sequences": FEW_SEQUENCES, "heads": 2, "window": 8}
 JOINED = {**SHORT, "entries": 20, "top_k": 5}

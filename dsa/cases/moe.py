@@ -1,4 +1,4 @@
-"""Cases of the gate, the order and the sum of experts."""
+"""Cases of the MoE ops: gates, the sort of tokens by expert, and the sum of experts' outputs."""
 
 import math
 
@@ -9,11 +9,12 @@ from dsa.cases.case import BF16, F32, INT32, PER_ROW, Case, Given, Hostile, Kept
 from dsa.testing import assert_close
 
 INT64 = torch.int64
-# The routers' numbers are exact in fp32 in any order of sums: x from -2 to 2, weights -1, 0 or 1 times a power of 2.
+# The routers' products and sums are exact in fp32 in any order: x is an integer from -2 to 2, and a weight is -1, 0 or
+# 1 times a power of 2.
 
 
 def exact_operands(new: Maker, tokens: int, channels: int, experts: int, dtype: torch.dtype) -> Given:
-    """x [tokens, channels] and weight [experts, channels], whose products are about 1."""
+    """Return x [tokens, channels] and weight [experts, channels], whose products x @ weight.T are about 1."""
     x, weight = new.below(5, tokens, channels) - 2, new.below(3, experts, channels) - 1
     return {"x": x.to(dtype), "weight": (weight * 2.0 ** -round(math.log2(channels) / 2)).to(dtype)}
 
@@ -33,7 +34,7 @@ def gate(new: Maker, tokens: int = 3, experts: int = 16, top_k: int = 3, **optio
 
 
 def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights by the gate's formula, in float64."""
+    """Return the chosen experts and their weights by the gate's formula, in float64."""
     logits = a["logits"].double()
     s = logits.sigmoid() if a["scores"] == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = (s + a["bias"].double()).unflatten(1, (a["n_group"], -1))
@@ -46,7 +47,10 @@ def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_gate(a: Given, found: Results, ties: bool = False) -> float:
-    """The right experts, but where two choices are within 1e-5 of each other: there either may be. ties: of many."""
+    """Check experts and weights of all tokens except those whose choice changes with 1e-5 of noise.
+
+    ties: many choices are equal, so do not require that most tokens have a sure choice.
+    """
     (experts, weights), (expected, right) = found, gated(a)
     shaken, _ = gated(a | {"bias": a["bias"] + 1e-5 * torch.rand_like(a["bias"])})
     sure = (shaken == expected).all(1)
@@ -62,14 +66,14 @@ def check_gate(a: Given, found: Results, ties: bool = False) -> float:
 
 
 def entries(new: Maker, tokens: int = 0, count: int = 4, dtype: torch.dtype = INT32) -> Given:
-    """Numbers from -1 to count + 1 of `tokens` with 8 experts; by default six entries."""
+    """Make expert numbers from -1 to count + 1 for `tokens` tokens with 8 experts each; by default six entries."""
     if not tokens:
         return {"experts": new.ints([[2, 0], [7, 2], [0, -1]], dtype), "count": count}
     return {"experts": new.below(count + 3, tokens, 8, dtype=dtype) - 1, "count": count}
 
 
 def sorted_entries(experts: torch.Tensor, count: int) -> Results:
-    """(order, rows, ends), by counting."""
+    """Return (order, rows, ends), by a stable sort and by counting."""
     flat = experts.flatten().where((experts.flatten() >= 0) & (experts.flatten() < count), count)
     order = flat.sort(stable=True).indices
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))
@@ -83,7 +87,7 @@ def check_order(a: Given, found: Results) -> float:
 
 
 def other_experts(given: Given, place: tuple[int, ...]) -> Kept:
-    """Counts of the other experts, and the order within them."""
+    """Keep the counts of the experts that the number did not name before, and the order of entries within them."""
     experts, count = given["experts"].flatten().long(), given["count"]
     i = place[0] * given["experts"].shape[1] + place[1]
     named = (experts >= 0) & (experts < count) & (experts != experts[i])
@@ -112,7 +116,8 @@ def experts_outputs(
     residual: bool = True,
     weighted: bool = True,
 ) -> Given:
-    """Every expert's output is one token's, but that every fifth token has one row outside; by default three tokens."""
+    """Make outputs y of experts, in which each row belongs to one token. Two of every five tokens have one row outside
+    y. By default three tokens."""
     if tokens:
         y = new.f32(max(tokens * k, 1), channels).to(dtype)
         drawn = torch.rand(tokens * k, generator=new.generator, device=new.device)
@@ -130,7 +135,7 @@ def experts_outputs(
 
 
 def summed(a: Given) -> torch.Tensor:
-    """In float64, in one sum: what `combine_experts` rounds once, or twice with a residual."""
+    """Return the sum in float64 without rounding; `combine_experts` rounds once, or twice with a residual."""
     y, rows, shared, residual = (a[name] for name in ("y", "rows", "shared", "residual"))
     there = (rows >= 0) & (rows < len(y))
     found = torch.nn.functional.pad(y, (0, 0, 0, 1))[rows.where(there, len(y)).long()].double()
@@ -140,7 +145,7 @@ def summed(a: Given) -> torch.Tensor:
 
 
 def check_sum(a: Given, found: Results) -> float:
-    """Against the reference bit for bit, and that against float64."""
+    """Check the reference's bits, and compare the reference with float64."""
     expected = dsa.reference.combine_experts(**a)
     equal("out", [found[0].nan_to_num(7e4)], [expected.nan_to_num(7e4)])
     if not expected.isfinite().all():
@@ -167,7 +172,7 @@ def router(
     count: int | None = None,
     **options: object,
 ) -> Given:
-    """By default three tokens of random numbers."""
+    """Make exact operands (`exact_operands`); by default three tokens of random numbers."""
     groups = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
     if not tokens:
         random = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64), "bias": new.f32(16), "top_k": 3}
@@ -178,7 +183,7 @@ def router(
 
 
 def check_router(a: Given, found: Results) -> float:
-    """Beside `moe_gate` of the exact logits, bit for bit, and beside the sort of what it chose."""
+    """Check the bits of `moe_gate` with the exact logits, and the sort of the chosen experts."""
     logits = (a["x"].double() @ a["weight"].double().T).float()
     options = {name: a[name] for name in ("top_k", "scores", "n_group", "topk_group", "normalise", "scale")}
     gate = {"logits": logits, "bias": a["bias"], **options}
@@ -197,7 +202,8 @@ def table_router(
     first_expert: int = 0,
     count: int | None = None,
 ) -> Given:
-    """Of a vocabulary of 1000; some tokens are in no row. By default three tokens of random numbers."""
+    """Make tokens of a vocabulary of 1000; every seventh id is outside the table. By default three tokens of random
+    numbers."""
     if not tokens:
         random = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64)}
         table, ids = new.ints([[0, 5, 2], [15, 1, 8]]).long(), new.ints([1, 0, 1]).long()
@@ -223,19 +229,19 @@ def check_table_router(a: Given, found: Results) -> float:
 
 
 def other_tokens(given: Given, place: tuple[int, ...]) -> Kept:
-    """The other tokens' experts and weights, where token t has row t of the table."""
+    """Keep the experts and weights of the other tokens, because token t reads only row t of the table."""
     others = [t for t in range(len(given["x"])) if t != place[0]]
     return lambda results: [results[0][others], results[1][others]]
 
 
 def own_rows(new: Maker) -> Given:
-    """Twelve tokens, each with a row of the table."""
+    """Make twelve tokens, each of which has a row of the table to itself."""
     given = table_router(new, 12, 64, 16, 3, first_expert=4, count=8)
     return given | {"table": given["table"][:12], "tokens": torch.arange(12, device=new.device)}
 
 
 def of_both(name: str, hostile: Hostile, argument: str) -> dict[str, Hostile]:
-    """The argument as int32 and as int64."""
+    """Return hostile contents of the argument as int32 and as int64."""
     sizes = hostile.sizes
     kinds = {"int32": INT32, "int64": INT64}
     return {f"{name} {kind}": Hostile(hostile.kept, ends, {**sizes, argument: x}) for kind, x in kinds.items()}

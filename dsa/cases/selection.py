@@ -1,4 +1,4 @@
-"""Cases of selection: the top-k of given scores, and of the lightning indexer's own."""
+"""Cases of top-k selection: of given scores, and of scores that the lightning indexer computes."""
 
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def candidates(
     into: bool = False,
     **options: Any,
 ) -> Given:
-    """Make ragged rows of scores with ties; by default three rows."""
+    """Make rows of scores with ties and with ranges of different lengths; by default three rows."""
     first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
     paging = table_of(new, rows, cols, page_size)
     if rows:
@@ -63,7 +63,8 @@ def candidates(
 
 
 def table_of(new: Maker, rows: int, cols: int, page_size: int | None) -> Given:
-    """Make a block table of two sequences, with a page for every column; by default two pages, for three rows."""
+    """Make a block table of two sequences with enough pages for all columns; by default two pages per sequence, for
+    three rows."""
     if page_size is None:
         return {"block_table": None, "page_size": None, "row_to_seq": None}
     table, row_to_seq = new.ints([[2, 0], [1, -1]]), new.ints([0, 1, 1])
@@ -83,7 +84,7 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) by a stable sort in float64, which puts -inf before columns that are no candidates."""
+    """Return (indices, values) by a stable sort in float64. Scores of -inf rank before columns outside the range."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]
@@ -105,7 +106,7 @@ def selected(
 def slots_of(
     indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
 ) -> torch.Tensor:
-    """Map indices to slots: -1 without a page, without a sequence, or for a slot of 2^31 or more."""
+    """Map indices to slots; -1 for a missing page, a missing sequence, or a slot of 2^31 or more."""
     (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
     own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
     known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]
@@ -115,7 +116,7 @@ def slots_of(
 
 
 def check_topk(a: Given, found: Results) -> float:
-    """Check for equal indices and values."""
+    """Require equal indices and values."""
     indices, values = selected(**{name: x for name, x in a.items() if name not in ("return_values", "out")})
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -144,14 +145,14 @@ def selecting(
 
 
 def of_scores(a: Given) -> Given:
-    """Return the arguments of `fp8_mqa_logits`, with ranges inside the keys."""
+    """Return the arguments of `fp8_mqa_logits`, with ranges clipped to the keys."""
     scored = {name: a[name] for name in ("q", "kv", "weights", "accumulators")}
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
     return {**scored, **dict(zip(RANGES, (x.int() for x in clipped(a, len(a["kv"][0]))))), **options}
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Check for the bits of `topk_indices`, with 0.0 for -0.0."""
+    """Require the bits of `topk_indices` on the scores in `given`, with 0.0 instead of -0.0."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -159,7 +160,7 @@ def require_selected(a: Given, found: Results, **given: Any) -> None:
 
 
 def require_two_ops(a: Given, found: Results) -> None:
-    """Check for the bits of `fp8_mqa_logits` and a selection, which define the op."""
+    """Require the bits of `fp8_mqa_logits` followed by a selection, which define the op."""
     scored = of_scores(a)
     first, last = (scored[name] for name in RANGES)
     table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
@@ -189,7 +190,7 @@ def of_paged_scores(a: Given) -> Given:
 
 
 def require_two_paged_ops(a: Given, found: Results) -> None:
-    """Check for the bits of `fp8_paged_mqa_logits` and a selection, which define the op."""
+    """Require the bits of `fp8_paged_mqa_logits` followed by a selection, which define the op."""
     batch, next_n = a["q"].shape[:2]
     table = {}
     if a["slots"]:

@@ -1,4 +1,4 @@
-"""Cases of the indexer's training, with gradients."""
+"""Cases of the ops that train the indexer, including gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ INDEXER = ("q_idx", "k_idx", "w_idx")
 
 @dataclass(frozen=True)
 class Trained(Case):
-    """A case whose results end with the gradients of those arguments that require one, for `upstream` gradients.
+    """A case whose results are followed by gradients of the arguments that require them, given `upstream` gradients.
 
-    of  the results whose gradients there are, by their places
+    of  positions of the results through which gradients flow
     """
 
     of: tuple[int, ...] = (0,)
@@ -35,7 +35,7 @@ def leaves_of(given: Given) -> dict[str, torch.Tensor]:
 
 
 def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
-    """The arguments with new leaves, in a dtype if that is given; other floats are in it, too."""
+    """Return the arguments with new leaves. dtype: the dtype of all float tensors; None: unchanged."""
     fresh = dict(given)
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -46,12 +46,13 @@ def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
 
 
 def absorbed(dims: tuple[int, int]) -> bool:
-    """Whether values are a part of their keys."""
+    """Return whether the values are the first channels of the keys."""
     return dims == (576, D_V)
 
 
 def upstream(x: torch.Tensor) -> torch.Tensor:
-    """Numbers that look random, the same for the same shape: from -1 to 1, for a loss per token from 0.5 to 1.5."""
+    """Return pseudo-random gradients that depend only on the shape: from -1 to 1, for a loss per token from 0.5 to
+    1.5."""
     noise = (torch.arange(x.numel(), dtype=F64, device=x.device) * 12.9898).sin() * 43758.5453
     noise = (noise - noise.floor()).view(x.shape)
     return (noise + 0.5 if x.dim() == 1 else 2 * noise - 1).to(BF16).to(x.dtype)
@@ -65,7 +66,7 @@ def gradients_of(outputs: Results, given: Given) -> list[torch.Tensor]:
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
-    """The error's norm, relative to that of `expected` if this is above `least`."""
+    """Return the norm of the error relative to the norm of `expected`, or to `least` if that is larger."""
     norm = expected.double().norm().item()
     error = (got.double() - expected.double()).norm().item()
     return error / max(norm, least) if max(norm, least) else error
@@ -92,8 +93,11 @@ def ask(given: Given, leaves: Sequence[str]) -> Given:
 
 
 def lists(new: Maker, tokens: int, keys: int, k: int, invalid: float) -> torch.Tensor:
-    """int32 [tokens, 1, k]: random keys, any of them several times, and a share of indices that name none. Of more than
-    four queries the last has no key, and the one before it a single key, k times."""
+    """Return int32 [tokens, 1, k]: random keys, possibly repeated; the fraction `invalid` of indices names no key.
+
+    With more than four queries and some invalid indices, the last query has no key, and the query before it has one key
+    k times.
+    """
     indices = new.below(max(keys, 1), tokens, 1, k)
     bad = new.ints([-1, keys, -(2**31), 2**31 - 1, keys + 1, -2])[new.below(6, tokens, 1, k).long()]
     drawn = torch.rand(indices.shape, generator=new.generator, device=new.device)
@@ -104,7 +108,7 @@ def lists(new: Maker, tokens: int, keys: int, k: int, invalid: float) -> torch.T
 
 
 def rows_of(x: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of x [T, K, D], zeros for an index that names none; which are valid [T, K])."""
+    """Return (the rows of x [T, K, D], zeros for invalid indices; which indices are valid [T, K])."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < len(x))
     return torch.nn.functional.pad(x, (0, 0, 0, 1))[index.where(valid, len(x))], valid
@@ -127,7 +131,10 @@ def attention(
     size: float = 1 / 3,
     leaves: Sequence[str] = ("q", "kv", "attn_sink"),
 ) -> Given:
-    """size: of numbers in q and kv. A sink is about as heavy as the keys. By default three tokens without gradients."""
+    """Make arguments of `sparse_mla_attention`; by default three tokens without gradients.
+
+    size: standard deviation of q and kv. The sink has about as much weight as all keys together.
+    """
     if not tokens:
         indices = new.ints([[[0, 3, -1, 3]], [[4, 1, 2, 0]], [[5, -1, -1, -7]]])
         given = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": indices, "softmax_scale": 0.04}
@@ -145,7 +152,8 @@ def attention(
 
 
 def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]:
-    """out and lse by the formula. rounded: the softmax weights are rounded to it, as every 16-bit attention does."""
+    """Return out and lse by the formula. rounded: dtype to which the softmax weights are rounded, as in every 16-bit
+    attention."""
     rows, valid = rows_of(a["kv"][:, 0], a["indices"])
     q, wide = (x.float() if rounded else x for x in (a["q"], rows))
     logits = a["softmax_scale"] * torch.einsum("thd,tjd->thj", q, wide)
@@ -161,10 +169,11 @@ def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]
 
 
 def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most: float = 7e-3) -> float:
-    """Results and gradients are at most twice as far from float64 as with rounded weights, and at most 1e-2.
+    """Require that results and gradients are at most twice as far from float64 as with rounded weights, and at most
+    1e-2.
 
-    of    the results whose gradients there are
-    most  relative error of results and gradients that do not cancel
+    of    positions of the results through which gradients flow
+    most  largest relative error of results and gradients that do not cancel
     """
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
@@ -185,7 +194,7 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
         error, allowed = (got.double() - right).norm().item(), rounding * norm + noise + 1e-6
         if not error <= allowed:
             raise AssertionError(f"{name}: error {error:.3g} of at most {allowed:.3g}, norm {norm:.3g}")
-        # The relative error of a gradient that cancels says nothing.
+        # The relative error of a gradient whose terms cancel is meaningless.
         errors += [error / norm] if norm > 100 * noise + 1e-3 else []
     if max(errors, default=0.0) > most:
         raise AssertionError(f"results and gradients: relative errors {errors}, at most {most}")
@@ -193,10 +202,10 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Absolute tolerances of gradients: the kernels compute delta = out . upstream from the rounded out.
+    """Return absolute tolerances of gradients: the kernels compute delta = out . upstream from the rounded out.
 
-    This error remains where a gradient cancels, as with all weight on one key. The tolerances are a few times what
-    random errors of half an ulp give.
+    This error remains where a gradient cancels, for example with all weight on one key. The tolerances are a few times
+    what random errors of half an ulp give.
     """
     out, grad, q = (x.detach().double().norm(dim=-1) for x in (out, upstream(out), a["q"]))
     each, scale = out * grad * 2**-9 / 10, D_V**-0.5
@@ -223,11 +232,11 @@ def loss(
     scale: float = 2.0,
     leaves: Sequence[str] = INDEXER,
 ) -> Given:
-    """Logits of a few units, and different keys of each query unless some are invalid.
+    """Make arguments of `sparse_indexer_loss`; by default five tokens without gradients.
 
-    joint  with lse: each head gives the selected keys from e^-joint of its attention to all of it
+    Logits are a few units large. Each query's keys are all different, unless `invalid` is set.
 
-    By default five tokens without gradients.
+    joint: pass an lse that exceeds the lse over the selected keys by a random amount between 0 and joint, per head
     """
     if not tokens:
         indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
@@ -253,20 +262,21 @@ def small_indexer(new: Maker) -> Given:
 
 
 def indexer(new: Maker, tokens: int, keys: int, heads: int, di: int) -> Given:
-    """Scores of about one unit, weights of both signs."""
+    """Make an indexer's tensors: scores are about one unit large, weights have both signs."""
     q, k = (floats(new, *shape, size=di**-0.25) for shape in ((tokens, heads, di), (keys, di)))
     return {"q_idx": q, "k_idx": k, "w_idx": new.f32(tokens, heads) * max(heads, 1) ** -0.5}
 
 
 def divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """KL(p || softmax(scores)) over the visible keys, 0 without any."""
+    """Return KL(p || softmax(scores)) over the visible keys, 0 without any."""
     hidden = ~visible & visible.any(-1, keepdim=True)
     log_q = scores.masked_fill(hidden, -math.inf).log_softmax(-1).masked_fill(~visible, 0.0)
     return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
 
 
 def sparse_kl(a: Given) -> torch.Tensor:
-    """kl by the formula. Products are in the arguments' dtype, and softmax in fp32 at least, as with autocast."""
+    """Return kl by the formula. Products are in the arguments' dtype, and the softmax is in fp32 or wider, as with
+    autocast."""
     wide = torch.promote_types(a["q"].dtype, F32)
     with torch.no_grad():
         rows, valid = rows_of(a["kv"][:, 0], a["indices"])
@@ -281,11 +291,15 @@ def sparse_kl(a: Given) -> torch.Tensor:
 
 
 def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
-    """most: of the gradients' relative errors. Below 1e-4 per number the error is absolute: of one key it is 0."""
+    """Compare with float64.
+
+    most: largest relative error of the gradients. The error of a gradient whose norm per root of its size is below 1e-4
+    is relative to that limit: with one key the exact gradient is 0.
+    """
     exact = with_leaves(a, F64)
     with torch.enable_grad():
         kl = sparse_kl(exact)
-    # Of one key it is 0, and rounding has any direction.
+    # With one key kl is 0, and its rounding error has any direction.
     direction = 1e-3 if kl.abs().max() > 1e-4 else 2.0
     assert_close("kl", found[0], kl.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=direction)
     errors = [0.0]
@@ -297,19 +311,19 @@ def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
 # indexer_topk, indexer_warmup_attention: packed sequences
 
 Lengths = Sequence[tuple[int, int]]
-# Queries and keys of each sequence: longer than a tile of 128, without queries or keys, and with queries that see none.
+# (queries, keys) of each sequence: more than a tile of 128 queries, no queries, no keys, and queries that see no key.
 LENGTHS = ((130, 140), (0, 4), (7, 3), (5, 70), (3, 0))
 
 
 def packed(new: Maker, lengths: Lengths, first: int = 0) -> Given:
-    """first: where the first sequence begins."""
+    """first: index of the first sequence's first query and first key."""
     queries, keys = (torch.tensor([first, *side]).cumsum(0).tolist() for side in zip(*lengths))
     longest = {name: max(side) for name, side in zip(("max_seqlen_q", "max_seqlen_k"), zip(*lengths))}
     return {"cu_seqlens_q": new.ints(queries), "cu_seqlens_k": new.ints(keys), **longest}
 
 
 def sequences(a: Given) -> list[tuple[slice, slice, torch.Tensor]]:
-    """(queries, keys, which keys each query sees) of each sequence."""
+    """Return (queries, keys, mask of the keys that each query sees) of each sequence."""
     found, device = [], a["q_idx"].device
     bounds = (a[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
     (begin_q, end_q), (begin_k, end_k) = ((x, x[1:]) for x in bounds)
@@ -328,7 +342,7 @@ def topk(
     top_k: int = 50,
     causal: bool = True,
 ) -> Given:
-    """Small whole numbers: scores are exact, and many are equal. By default random numbers of two sequences."""
+    """Make small integers, so that scores are exact and many are equal. By default random numbers of two sequences."""
     if not lengths:
         return {**small_indexer(new), "top_k": 3, **packed(new, ((3, 5), (2, 2))), "causal": True}
     queries, keys = (sum(side) for side in zip(*lengths))
@@ -338,7 +352,7 @@ def topk(
 
 
 def check_topk(a: Given, found: Results) -> float:
-    """Exactly the best keys, the lowest of equal ones first, in ascending order."""
+    """Require exactly the best keys in ascending order; of equal scores the lowest keys win."""
     expected = torch.full((len(a["q_idx"]), a["top_k"]), -1, dtype=INT32, device=found[0].device)
     for queries, keys, visible in sequences(a):
         products = torch.relu(torch.einsum("thd,sd->ths", a["q_idx"][queries].double(), a["k_idx"][keys].double()))
@@ -364,9 +378,12 @@ def warmup(
     leaves: Sequence[str] = INDEXER,
     around: tuple[int, int] = (0, 0),
 ) -> Given:
-    """dims: channels of keys and values; (576, 512) are absorbed. index: index heads and channels. around: rows before
-    the first sequence and after the last one, with NaN in keys and values. By default two sequences without
-    gradients."""
+    """Make arguments of `indexer_warmup_attention`; by default two sequences without gradients.
+
+    dims    channels of keys and of values; with (576, 512) the values are the keys' first channels
+    index   index heads and their channels
+    around  numbers of rows before the first and after the last sequence: NaN in keys and values, 7 in other tensors
+    """
     if not lengths:
         given = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64), **small_indexer(new)}
         return {**given, **packed(new, ((3, 5), (2, 2))), "softmax_scale": 0.125, "causal": True}
@@ -384,7 +401,7 @@ def warmup(
 
 
 def warmed_up(a: Given) -> list[torch.Tensor]:
-    """out, lse and kl by the formula, in the arguments' dtype. Rows of no sequence have 0, inf and 0."""
+    """Return out, lse and kl by the formula, in the arguments' dtype. Rows of no sequence have 0, inf and 0."""
     group, (tokens, heads, _) = a["q"].shape[1] // a["k"].shape[1], a["q"].shape
     results = [a["q"].new_zeros(tokens, heads, a["v"].shape[2]), a["q"].new_full((tokens, heads), math.inf)]
     results.append(a["q"].new_zeros(tokens))
@@ -404,8 +421,8 @@ def warmed_up(a: Given) -> list[torch.Tensor]:
 
 
 def check_warmup(a: Given, found: Results) -> float:
-    """The loss and the indexer's gradients are at most twice as far from float64 as with every step in bf16, and at
-    most 1e-2. Attention's gradients are at most 2e-2 away."""
+    """Require that the loss and the indexer's gradients are at most twice as far from float64 as with every step in
+    bf16, and at most 1e-2. Attention's gradients may be 2e-2 away."""
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
         expected, rounded = warmed_up(exact), warmed_up(rough)
@@ -422,7 +439,7 @@ def check_warmup(a: Given, found: Results) -> float:
     return max(errors)
 
 
-# Hostile contents: what they do not concern.
+# Hostile contents, and which results they cannot change.
 
 SPARSE = {"tokens": 5, "keys": 150, "k": 70}
 WARMUPS = {
@@ -440,13 +457,13 @@ LOSSES = {
     "512 joint": {"d": 512, "heads": 66, "joint": 5.0},
     "deterministic": {"heads": 2, "index_heads": 8, "deterministic": True},
 }
-# Of each result or gradient: the dimension of its queries or of its keys.
+# Result or gradient -> its dimension of queries, or its dimension of keys.
 OF_QUERIES = {"out": 0, "lse": 1, "kl": 0, "q": 0, "q_idx": 0, "w_idx": 0, "indices": 0}
 OF_KEYS = {"kv": 0, "k": 0, "v": 0, "k_idx": 0}
 
 
 def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int]) -> Kept:
-    """These queries and keys of results and gradients of these names. Sums over queries are not kept."""
+    """Keep the rows of these queries and keys in the named results and gradients. Sums over queries are not kept."""
 
     def kept(results: Results) -> Results:
         found = []
@@ -460,7 +477,7 @@ def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int])
 
 
 def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) -> Kept:
-    """A number in a query's list concerns that query, and the keys that the list names."""
+    """Keep all queries except the one in whose list the number stands, and all keys that this list does not name."""
     named = {*given["indices"][place[0], 0].tolist()}
     queries = [t for t in range(len(given["q"])) if t != place[0]]
     keys = [j for j in range(len(given["kv"])) if j not in named]
@@ -468,7 +485,7 @@ def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) 
 
 
 def other_sequences(results: Sequence[str], given: Given, place: int) -> Kept:
-    """Keep the results of all sequences but the two on either side of the wrong boundary."""
+    """Keep the results of all sequences except the two on either side of the wrong boundary."""
     apart = [x for i, x in enumerate(sequences(given)) if i not in (place - 1, place)]
     queries, keys = ([i for x in apart for i in range(x[side].start, x[side].stop)] for side in (0, 1))
     return kept_rows((*results, *leaves_of(given)), queries, keys)

@@ -1,1 +1,2 @@
-"""Other libraries' names and signatures over the ops of dsa, for engines that call those by name."""
+"""Other libraries' function names and signatures, implemented with the ops of dsa, for engines that call those
+names."""

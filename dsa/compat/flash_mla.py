@@ -1,16 +1,17 @@
-"""FlashMLA's functions by its names and with its signatures, over `dsa.flash_mla_with_kvcache` and
+"""FlashMLA's function names and signatures, implemented with `dsa.flash_mla_with_kvcache` and
 `dsa.flash_mla_sparse_fwd`, whose docstrings say what they compute.
 
-`import dsa.compat.flash_mla as flash_mla` stands for `import flash_mla` on Hopper: FlashMLA's, vLLM's copy of it, or
-sgl-flash-mla 1.0. As there
-- `get_mla_metadata` answers callers of any age with an empty FlashMLASchedMeta and None;
+`import dsa.compat.flash_mla as flash_mla` replaces `import flash_mla` on Hopper, where flash_mla is FlashMLA's own
+package, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
+- `get_mla_metadata` returns an empty FlashMLASchedMeta and None, whatever arguments callers of any version pass;
 - the log-sum-exp of sparse decoding is a view of [B, s_q, h_q].
 
-The copies agree on the order of their arguments up to `extra_topk_length` and `topk_length`; those behind are taken by
-name only. `use_legacy` tells sgl-flash-mla which of its two builds to run, and changes nothing here. What only one of
-its builds has is refused: caches of 528 and 288 bytes (`kv_format`), and dense decoding in FP8 (`descale_q`,
-`descale_k`).
-Beyond FlashMLA: all that the ops take besides, and an object of FlashMLA's own class for a FlashMLASchedMeta.
+The packages agree on the order of their arguments up to `extra_topk_length` and `topk_length`; later arguments are
+keyword-only here. `use_legacy` tells sgl-flash-mla which of its two builds to run; here it has no effect. Features that
+only one of these builds has are refused: caches of 528 and 288 bytes (`kv_format`), and dense decoding in FP8
+(`descale_q`, `descale_k`).
+Beyond FlashMLA, these functions accept everything that the ops accept, and also an object of FlashMLA's own class in
+place of this module's FlashMLASchedMeta.
 
 Errors are those of the ops. Sources: FlashMLA's flash_mla/flash_mla_interface.py and its tests.
 """
@@ -37,7 +38,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """(FlashMLASchedMeta(), None), whatever the arguments: callers of the old style hand both on."""
+    """Return (FlashMLASchedMeta(), None), whatever the arguments: callers of the old style pass both on."""
     return FlashMLASchedMeta(), None
 
 
@@ -50,9 +51,11 @@ def get_mla_decoding_metadata(
     topk: int | None = None,
     use_legacy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plan of `dsa.get_mla_metadata` in the old style, as tensors: to be given to `flash_mla_with_kvcache` as they
-    are, or in the fields of this module's FlashMLASchedMeta. In those of another class it is not read. Without a
-    synchronisation of the host."""
+    """Return the plan of `dsa.get_mla_metadata` in the old style, as tensors, without a synchronisation of the host.
+
+    Pass the tensors to `flash_mla_with_kvcache` as they are, or in the fields of this module's FlashMLASchedMeta. In
+    the fields of another class the plan is not read.
+    """
     check_flag("use_legacy", use_legacy)
     return decoding.get_mla_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
 
@@ -82,7 +85,7 @@ def flash_mla_with_kvcache(
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dsa.flash_mla_with_kvcache`. is_fp8_kvcache: None says what k_cache's dtype says."""
+    """`dsa.flash_mla_with_kvcache`. is_fp8_kvcache: None means that it follows from k_cache's dtype."""
     check_flag("use_legacy", use_legacy)
     for name, value in (("kv_format", kv_format), ("descale_q", descale_q), ("descale_k", descale_k)):
         if value is not None:
@@ -113,9 +116,9 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`dsa.flash_mla_sparse_fwd`.
 
-    indexer_topk     0; what else FlashMLA's newest version computes with it, on Blackwell, is refused
-    return_log2_lse  None: max_logits and lse are natural, True: both are divided by ln 2, as sgl-flash-mla's older
-                     build has them; False: None in place of both
+    indexer_topk     must be 0; other values, which FlashMLA's newest version supports on Blackwell, are refused
+    return_log2_lse  None: max_logits and lse use the natural log; True: both are divided by ln 2, as in sgl-flash-mla's
+                     older build; False: None is returned in place of both
     """
     check_flag("use_legacy", use_legacy)
     if return_log2_lse is not None:

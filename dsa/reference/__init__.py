@@ -1,4 +1,4 @@
-"""PyTorch references of every operation: plain fp32, no dispatch, to be read beside the papers."""
+"""PyTorch references of every op: plain fp32 without dispatch to kernels, written to be compared with the papers."""
 
 from dsa.reference.cache.compressed_kv import compress_kv, write_compressed_kv
 from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_cache

@@ -1,4 +1,4 @@
-"""Autocast does not reach the references: what they say is fp32 stays fp32, and no result changes its dtype."""
+"""Turn autocast off inside the references, so that their fp32 steps stay fp32 and results keep their dtype."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def without_autocast(function: Callable) -> Callable:
-    """`function`, with autocast off while it runs."""
+    """Return `function` wrapped so that autocast is off while it runs."""
 
     @functools.wraps(function)
     def run(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""DeepGEMM's products over the references, and what they give to the kernels: on the CPU."""
+"""DeepGEMM's products on the CPU: results computed by the references, and the arguments that kernels would receive."""
 
 import random
 
@@ -18,20 +18,21 @@ MAX_DIFF = 1e-3  # as in DeepGEMM's tests
 
 
 def operands(rows, columns, channels, *groups):
-    """a and b, with scales of rows by 128 channels and of weights by 128 x 128."""
+    """Return (a, b); a has scales per row and 128 channels, b per 128 x 128 block."""
     new = Maker()
     b = new.e4m3(*groups, columns, channels), new.positive(*groups, blocks(columns), blocks(channels))
     return activations(new, rows, channels), b
 
 
 def assert_product(d, a, b, rows=slice(None), group=...):
-    """d has the products of these rows of a with a group of b."""
+    """Require that d is the product of these rows of a with this group of b."""
     expected = dequantised(*(x[rows] for x in a)) @ matrix([x[group] for x in b]).T
     assert d.numel() == 0 or calc_diff(d, expected) < MAX_DIFF
 
 
 def column_major(scales):
-    """The layout of `get_mn_major_tma_aligned_tensor`: columns one after the other, each of a multiple of 4 rows."""
+    """Return the scales in the layout of `get_mn_major_tma_aligned_tensor`: column-major, each column padded to a
+    multiple of 4 rows."""
     rows, columns = scales.shape[-2:]
     wide = scales.new_full((*scales.shape[:-2], columns, -(-rows // 4) * 4), NAN)
     wide[..., :rows] = scales.mT
@@ -43,7 +44,8 @@ def aligned(sizes):
 
 
 def m_indices_of(sizes, filled=False):
-    """The group of each row; the padding to 128 rows has -1, or also the group, as some callers have it."""
+    """Return the group of each row. Rows of padding up to a multiple of 128 have -1 or, if `filled`, their group, as
+    some callers pass them."""
     groups = torch.arange(len(sizes)).repeat_interleave(i32(aligned(sizes)))
     rows = torch.cat([torch.arange(rows) for rows in aligned(sizes)])
     return groups.where((rows < i32(sizes)[groups]) | filled, -1).int()
@@ -67,7 +69,7 @@ def test_one_matrix_with_scales_and_results_of_any_layout(options, weight_layout
     assert (around[:, :8] == 7).all() and (around[:, columns + 8 :] == 7).all()
 
 
-# (groups, expected rows of each, columns, channels) of `enumerate_m_grouped_contiguous`, small.
+# (groups, expected rows of each, columns, channels) of `enumerate_m_grouped_contiguous`, reduced.
 @pytest.mark.parametrize(("groups", "rows"), [(4, 256), (8, 128)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (448, 256), (256, 128)])
 @pytest.mark.parametrize("layout", ["-1", "filled", "psum"])
@@ -78,11 +80,11 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
     (q, s), b = operands(sum(padded), columns, channels, groups)
     numbers = i32([x + y for x, y in zip(starts, sizes)]) if psum else m_indices_of(sizes, layout == "filled")
     given, scales, d = numbers.clone(), s.clone(), torch.full((len(q), columns), NAN, dtype=BF16)
-    if psum:  # the rows between the groups were never written
+    if psum:  # the rows between the groups are uninitialised
         scales[m_indices_of(sizes) < 0] = NAN
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, scales), b, d, numbers, use_psum_layout=psum)
     for e, start in enumerate(starts):
-        part = slice(start, start + (sizes if psum else padded)[e])  # otherwise padding has products, too
+        part = slice(start, start + (sizes if psum else padded)[e])  # without psum, padding is multiplied as well
         assert_product(d[part], (q, s), b, part, e)
     assert torch.equal(numbers, given)
 
@@ -95,7 +97,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
         ([-1, -1], [0, 0, 0, 0]),
         ([3, 3], [0, 0, 0, 2]),
         ([0, -1, -1, 0, 1], [4, 5, 5, 5]),
-        # Wrong numbers give neither ends outside the rows nor ends that decrease.
+        # For wrong numbers, ends stay inside the rows and do not decrease.
         ([2, 0, 1, 7, 0], [0, 0, 3, 3]),
         ([-(2**31), 2**31 - 1, 0], [1, 1, 1, 1]),
     ],
@@ -116,11 +118,11 @@ def test_groups_end_at_multiples_of_the_alignment():
         deep_gemm.set_mk_alignment_for_contiguous_layout(128)
 
 
-# (groups, rows of a group at most, expected rows, columns, channels) of `enumerate_m_grouped_masked`, small.
+# (groups, most rows of a group, expected rows, columns, channels) of `enumerate_m_grouped_masked`, reduced.
 @pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (6, 32, 2)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
 def test_masked_groups(groups, most, rows, columns, channels):
-    """A number of rows above the most or below 0 is clipped."""
+    """Numbers of rows above the maximum or below 0 are clipped."""
     sizes = [most + 9, -3, *(int(rows * random.uniform(0.7, 1.3)) for _ in range(groups - 2))]
     a, b = operands(groups * most, columns, channels, groups)
     q, s = (x.view(groups, most, -1) for x in a)
@@ -133,7 +135,7 @@ def test_masked_groups(groups, most, rows, columns, channels):
 
 
 def row_scaled(rows, channels):
-    """e4m3 values with a scale per row and 128 channels, and the numbers in fp64."""
+    """Return (e4m3 values with a scale per row and 128 channels, the numbers in float64)."""
     a = activations(Maker(seed=rows), rows, channels)
     return a, dequantised(*a)
 
@@ -141,7 +143,7 @@ def row_scaled(rows, channels):
 @pytest.mark.parametrize("recipe", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
 @pytest.mark.parametrize("added", [None, "c", "d"])
 def test_gradients_of_weights(added, recipe):
-    """c may be d."""
+    """added: "d" passes d itself as c."""
     (a, x), (b, w) = row_scaled(40, 200), row_scaled(24, 200)
     d, c = torch.full((40, 32), NAN)[:, :24], torch.randn(40, 24) * 32
     expected = x @ w.T if added is None else c + x @ w.T
@@ -205,12 +207,12 @@ def test_kernels_write_contiguous_groups_to_the_callers_tensor(named_launches):
     [(name, _, call)] = named_launches
     assert name == "grouped_fp8_gemm" and same(call[0], q) and same(call[3], w.view(-1, 128)) and same(call[6], d)
     assert call[5].tolist() == [128, 128, 256]
-    # Rows are not gathered or weighted, and too few for dynamic scheduling.
+    # Rows are neither gathered nor weighted, and too few for dynamic scheduling.
     assert call[2] is call[7] is call[8] is call[9] is None
 
 
 def masked_call(expected, sizes=(5, 77)):
-    """Two masked groups of up to 128 rows: their operands and result, after the call."""
+    """Return the operands and the result of a call with two masked groups of up to 128 rows."""
     a, b = operands(256, 264, 128, 2)
     a, d = tuple(x.view(2, 128, -1) for x in a), zeros(2, 128, 264, dtype=BF16)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, i32(sizes), expected)
@@ -227,7 +229,7 @@ def test_kernels_write_masked_groups_to_the_callers_tensor(named_launches):
 
 @pytest.fixture
 def rows_chosen_for(named_launches, monkeypatch):
-    """The numbers of rows for which tiles of grouped products are chosen."""
+    """Return the list of numbers of rows for which tiles of grouped products are chosen."""
     found, choose = [], bridge._choose_grouped_config
     monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
     return found
@@ -235,7 +237,7 @@ def rows_chosen_for(named_launches, monkeypatch):
 
 @pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
 def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, rows_chosen_for):
-    """Of each group, up to its most rows."""
+    """Tiles are chosen per group, for at most max M rows."""
     masked_call(expected)
     assert rows_chosen_for == [chosen_for] * 2
 
@@ -250,7 +252,7 @@ def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(expected, chosen_
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_masked_groups_without_channels_are_zero(kernels, request):
-    """Padding rows keep their numbers."""
+    """Rows of padding keep their numbers."""
     found = request.getfixturevalue("named_launches") if kernels else []
     a, b = (zeros(3, 8, 0, dtype=E4M3), zeros(3, 8, 0)), (zeros(3, 16, 0, dtype=E4M3), zeros(3, 1, 0))
     base = torch.full((3, 8, 32), 7.0)
@@ -261,7 +263,7 @@ def test_masked_groups_without_channels_are_zero(kernels, request):
 
 
 def test_scales_of_masked_groups_are_aligned_once(named_launches):
-    """The kernels take the groups' scales as parts of one tensor."""
+    """The kernels receive the groups' scales as parts of one tensor."""
     (q, s), b = operands(3 * 16, 256, 384, 3)
     a, d = (q.view(3, 16, -1), column_major(s.view(3, 16, -1))), zeros(3, 16, 256, dtype=BF16)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, i32([16] * 3), 16)
@@ -278,7 +280,7 @@ def test_kernels_write_to_a_copy_of_a_result_that_they_do_not_take(rows, named_l
     d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
     deep_gemm.fp8_gemm_nt(*operands(rows, 264, 128), d)
     out = named_launches[0][2][4]
-    # The copy starts with the result's numbers, for rows that are not written.
+    # The copy starts with the numbers of d, for rows that the kernel does not write.
     assert out.is_contiguous() and out.shape == d.shape and (d == 3).all()
 
 

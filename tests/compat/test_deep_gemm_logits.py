@@ -1,4 +1,4 @@
-"""DeepGEMM's index scores over the references, on the CPU: its own tests' cases, smaller."""
+"""DeepGEMM's index scores on the CPU, computed by the references: the cases of DeepGEMM's own tests, reduced."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PAGED_POSITIONS = ("kv_cache", "weights", "context_lens", "block_table", "schedu
 
 
 def ranges(queries, keys, context_parallel):
-    """The key ranges of `generate_ks_ke_tests`."""
+    """Return the key ranges of DeepGEMM's `generate_ks_ke_tests`."""
     rows, last = torch.arange(queries), keys - queries
     if context_parallel:
         half, ranks = queries // 2, keys // queries
@@ -29,7 +29,7 @@ def ranges(queries, keys, context_parallel):
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 32), (64, 64), (32, 128), (64, 128)])
 @pytest.mark.parametrize("context_parallel", [False, True])
 def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel):
-    """`test_mqa_logits`: cleaned and uncompressed, or compressed and not cleaned."""
+    """DeepGEMM's `test_mqa_logits`: cleaned and uncompressed, or compressed and not cleaned."""
     given = CASE.arguments(queries=16, keys=64, heads=heads, dim=head_dim) | ranges(16, 64, context_parallel)
     most = int((given["cu_seq_len_k_end"] - given["cu_seq_len_k_start"]).max()) if compressed else 0
     given |= {"max_seqlen_k": most, "clean_logits": not compressed, "logits_dtype": logits_dtype}
@@ -62,7 +62,8 @@ def test_contiguous_by_position():
         ({"q": zeros(5, 8, 32, dtype=E4M3)}, "q: must be a pair"),
         ({"schedule_meta": i32([0])}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
-        ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),  # clean_logits of builds before 2.8
+        # a caller that passes clean_logits by position, as before 2.8
+        ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
     ],
 )
 def test_wrong_arguments_are_refused(changes, message):
@@ -76,7 +77,7 @@ def test_wrong_arguments_are_refused(changes, message):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_paged(logits_dtype, next_n, heads, varlen):
-    """`test_paged_mqa_logits`, with lengths of each row. varlen: `indices` name the sequence of each row."""
+    """DeepGEMM's `test_paged_mqa_logits`, with a length per row. varlen: `indices` name the sequence of each row."""
     lengths, own_n, indices = (70, 192, 64), next_n, None
     if varlen:
         lengths, own_n, indices = (70,) * next_n + (192, 64), 1, i32([0] * next_n + [1, 2])
@@ -93,7 +94,7 @@ def test_paged(logits_dtype, next_n, heads, varlen):
 
 
 def paged_call(queries=1):
-    """q and the other arguments of three sequences."""
+    """Return q and the other arguments of a call with three sequences."""
     context = i32([[5], [6], [0]]).repeat(1, queries)
     rest = zeros(4, 64, 1, 36, dtype=BYTE), zeros(3 * queries, 8), context, i32([[0]] * 3), None, 64
     return zeros(3, queries, 8, 32, dtype=E4M3), rest

@@ -1,4 +1,5 @@
-"""The signatures of DeepGEMM 2.8 and FlashMLA. Where their copies differ, an argument has no position."""
+"""The signatures of DeepGEMM 2.8 and FlashMLA. An argument whose position differs between their builds is
+keyword-only."""
 
 import inspect
 

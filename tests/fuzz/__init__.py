@@ -1,8 +1,8 @@
-"""Wrong and odd arguments at random: one to three arguments of a valid call are changed, and the op must then give a
-right answer or refuse with a ValueError or TypeError that names one of them.
+"""Random tests of wrong and unusual arguments: one to three arguments of a valid call are changed, and the op must then
+return a right result, or raise a ValueError or TypeError that names one of the changed arguments.
 
-A case is a number: with the seed it says everything. DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES how many cases there
-are, and DSA_FUZZ_CASE runs a single one.
+A case is identified by its number and the seed. DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES the number of cases, and
+DSA_FUZZ_CASE selects a single case.
 """
 
 import os
@@ -20,7 +20,7 @@ SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
 
 
 def numbers(shard: int, shards: int, count: int) -> list[int]:
-    """The cases of a shard, of `count` unless the environment says otherwise."""
+    """Return the numbers of a shard's cases, out of `count` cases unless the environment overrides the count."""
     one = os.environ.get("DSA_FUZZ_CASE")
     wanted = [int(one)] if one else range(int(os.environ.get("DSA_FUZZ_CASES", count)))
     return [number for number in wanted if number % shards == shard]
@@ -30,7 +30,7 @@ def numbers(shard: int, shards: int, count: int) -> list[int]:
 class Mutation:
     call: Case
     arguments: dict[str, Any]
-    changes: dict[str, Change]  # by argument
+    changes: dict[str, Change]  # argument name -> its change
 
     def __str__(self) -> str:
         return f"{self.call.name} with " + ", ".join(f"{name}: {x.what}" for name, x in self.changes.items())
@@ -46,7 +46,7 @@ def make_mutation(number: int, device: str) -> Mutation:
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
-    """What is wrong with the cases of these numbers, one line each."""
+    """Return a line per failed case among these numbers: the case and what is wrong."""
     found = []
     for number in wanted:
         case = make_mutation(number, device)

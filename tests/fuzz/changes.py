@@ -1,7 +1,7 @@
-"""How an argument is changed, whatever it is.
+"""Random changes of an argument, by its type.
 
-Numbers are small or beyond what an int32 can count: of those between, which ask for gigabytes, an op has to allocate
-what it is asked for.
+Sizes are either small or beyond the range of an int32. Sizes in between are left out, because an op would have to
+allocate the gigabytes that they ask for.
 """
 
 import random
@@ -67,7 +67,7 @@ STRANGE = (None, True, 3, 0.5, "x", [1, 2], (), {}, torch.float32, object)
 
 
 def change(rng: random.Random, value: Any, device: str) -> Change:
-    """`value` as it should not be, or not quite."""
+    """Return a change of `value` that is invalid, or unusual."""
     if isinstance(value, torch.Tensor):
         return rng.choice(OF_TENSORS)(rng, value, device)
     if isinstance(value, tuple | list):
@@ -95,7 +95,7 @@ def _shown(value: Any) -> Change:
 
 
 def _of_tensors(rng: random.Random, values: tuple | list, device: str) -> Change:
-    """Of an operand of two tensors, or a list of them."""
+    """Change an operand of two tensors, or a list of tensors."""
     kind = rng.randrange(8)
     if kind < 5:
         place = rng.randrange(len(values))
@@ -143,12 +143,12 @@ def _size(rng: random.Random, x: torch.Tensor, device: str) -> Change:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """x in a dtype of which torch can select."""
+    """Return x in a dtype for which torch implements index_select."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """The same numbers, elsewhere in memory; or some of them in several places."""
+    """Give the same numbers other strides, or expand the first ones along a dimension."""
     if x.dim() == 0:
         return _rank(rng, x, device)
     way = rng.choice(("every second", "wider rows", "transposed", "shifted", "expanded"))
@@ -162,7 +162,7 @@ def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
         changed = x.new_empty(x.numel() + 1)[1:].view(x.shape)
     else:
         dim = rng.randrange(x.dim())
-        # Integers that all are the first one may say what an op leaves unspecified, as rows that no weight has.
+        # Expanding integers changes them, so that results may become unspecified, for example rows that no weight has.
         kind = Kind.SAME if x.is_floating_point() else Kind.CONTENTS
         return Change(f"expanded from its first along {dim}", x[:].narrow(dim, 0, 1).expand(x.shape), kind)
     return Change(way, changed.copy_(x), Kind.SAME)
@@ -184,13 +184,13 @@ def _empty(rng: random.Random, x: torch.Tensor, device: str) -> Change:
 
 
 def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Numbers that are none, or lead outside; of bytes any."""
-    changed = x.clone()  # keeps a cache's strides
+    """Write invalid or out-of-range numbers; into byte tensors, random bytes."""
+    changed = x.clone()  # clone keeps a cache's strides
     if x.dtype == torch.uint8:
         generator = torch.Generator().manual_seed(rng.randrange(2**32))
         changed.copy_(torch.randint(256, x.shape, dtype=torch.uint8, generator=generator))
         return Change("random bytes", changed, Kind.CONTENTS)
-    if x.dtype == torch.float8_e8m0fnu:  # of which torch makes no other numbers than powers of two
+    if x.dtype == torch.float8_e8m0fnu:  # torch converts only powers of two to this dtype, so write bytes
         byte = rng.choice((0, 1, 127, 254, 255))
         changed.view(torch.uint8).fill_(byte)
         return Change(f"all of the byte {byte}", changed, Kind.CONTENTS)
@@ -211,7 +211,7 @@ def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
     return Change(f"{number} at {place}", changed, Kind.CONTENTS)
 
 
-# Most of what is no valid type is refused by one line: of that there is less.
+# Changes of the type are less frequent, because nearly all of them are refused by the same line.
 OF_TENSORS = (
     *(_type, _dtype, _rank, _size, _size, _device, _empty, _gradient, _gradient),
     *(_stride, _stride, _stride, _contents, _contents, _contents),

@@ -1,4 +1,4 @@
-"""Whether an op did what it may do with arguments that were changed."""
+"""Judge whether an op behaved correctly with changed arguments."""
 
 import re
 import signal
@@ -13,11 +13,11 @@ from dsa.cases.case import Case, same_bits, tensors_of
 from dsa.runtime.op import Op
 from tests.fuzz.changes import Change, Kind
 
-SECONDS = {"cpu": 20, "cuda": 200}  # that a call may take: milliseconds, or what its kernels take to compile
+SECONDS = {"cpu": 20, "cuda": 200}  # time limit of a call, which needs milliseconds, or the time to compile its kernels
 
 
 def judge(call: Case, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
-    """What is wrong, if anything."""
+    """Return what is wrong with the op's behaviour, or None."""
     before = {path: _bits(x) for path, x in _tensors(arguments)}
     plain = {name: _plain(x) for name, x in arguments.items()}
     try:
@@ -51,7 +51,7 @@ def _wrong_device(arguments: dict[str, Any], found: list[torch.Tensor]) -> str |
 
 @contextmanager
 def _results_as_promised() -> Iterator[None]:
-    """AssertionError where an op returns other shapes or dtypes than its record allocates."""
+    """Raise AssertionError if an op returns other shapes or dtypes than its record allocates."""
     run = Op.run
 
     def checked(self: Op, *arguments: Any) -> Any:
@@ -80,7 +80,8 @@ def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], al
 def _not_the_same(
     call: Case, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
 ) -> str | None:
-    """Strides, requires_grad and the type of a sequence change no bit; on a GPU, gradients are PyTorch's business."""
+    """Check that strides, requires_grad and the type of a sequence change no bit. On a GPU, calls with gradients are
+    not checked."""
     if device == "cuda" and any(x.requires_grad for _, x in _tensors(arguments)):
         return None
     results = [*found, *(arguments[name] for name in call.written if arguments[name] is not None)]
@@ -91,7 +92,7 @@ def _not_the_same(
 
 
 def _not_fully_written(call: Case, plain: dict[str, Any]) -> str | None:
-    """What memory holds where it is allocated reaches no result."""
+    """Check that no result depends on the contents of uninitialised memory."""
     pairs = []
     for byte in (0x55, 0xFF):
         own = {name: _plain(x) for name, x in plain.items()}
@@ -104,7 +105,7 @@ def _not_fully_written(call: Case, plain: dict[str, Any]) -> str | None:
 
 
 class _Uninitialised(TorchDispatchMode):
-    """Memory that nobody has written holds this byte."""
+    """Fill newly allocated memory with this byte."""
 
     def __init__(self, byte: int) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[tuple, torch.Tensor]]:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x's bytes."""
+    """Return a copy of x's bytes."""
     if x.device.type == "meta":
         return x
     flat = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
@@ -140,7 +141,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """The same numbers without odd strides or gradients, and a new plan for one, which calls change."""
+    """Return the same numbers with default strides and without gradients. A plan becomes a new plan, because calls
+    change it."""
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(x) for x in value)
     if hasattr(value, "have_initialized"):
@@ -148,7 +150,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() == 4 and value.dtype == torch.uint8 and value.shape[-1] == 584 and value.stride(-1) == 1:
-        # Pages lie as far apart as before: kernels want them at multiples of 16 bytes.
+        # Keep the distance of pages, because kernels need pages at multiples of 16 bytes.
         return value.detach().clone() if value.is_contiguous() else _padded_pages(value)
     return value.detach().clone(memory_format=torch.contiguous_format)
 

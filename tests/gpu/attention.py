@@ -1,4 +1,4 @@
-"""What tests of attention kernels share: checked calls, indices that are no keys, parts of larger tensors."""
+"""Helpers of the tests of attention kernels: checked calls, invalid indices, results in parts of larger tensors."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +23,12 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Numbers that follow from torch's seed, other ones for each call."""
+    """Return a maker whose numbers follow from torch's seed and differ between calls."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
 def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Tensor]:
-    """The results of a call among poisoned memory, which the case's check finds right."""
+    """Run a call with free memory poisoned, check its results with the case's check, and return them."""
     poison_free_memory(mebibytes=64)
     found = case.run(given)
     error = case.check(given, found)
@@ -38,7 +38,8 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """The results of a captured call that reads the tensors of `given`, after each replay with those of a renewal."""
+    """Yield the results of a captured call after each replay. Before a replay the tensors of a renewal are copied to
+    those of `given`."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():
@@ -54,24 +55,27 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Every kind of index outside [0, n)."""
+    """Return one index of every kind outside [0, n)."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
 def spoiled(indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
-    """The indices, a fraction of them replaced by indices outside [0, n)."""
+    """Return the indices with this fraction of them replaced by indices outside [0, n)."""
     bad = no_keys(n)[torch.randint(6, indices.shape, device="cuda")]
     return torch.where(torch.rand(indices.shape, device="cuda") < fraction, bad, indices)
 
 
 def starts(lengths: list[int]) -> torch.Tensor:
-    """Where packed sequences of these lengths begin, and where the last one ends."""
+    """Return the boundaries of packed sequences of these lengths."""
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
-    """`out`, some heads of a larger tensor, gets the bits of a call without it, and the other heads get nothing.
-    -> a larger tensor of NaN"""
+    """Check a call whose `out` is some heads of a larger tensor: it has the bits of a call without `out`, and no other
+    head is written.
+
+    -> the last larger tensor, filled with NaN
+    """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape
     for around in (0, 64 - heads % 64, 3):

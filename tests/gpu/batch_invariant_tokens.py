@@ -1,4 +1,4 @@
-"""What a sequence gets in a batch-invariant generator, beside what it gets among others and with drafts."""
+"""Compare what a batch-invariant generator computes for a sequence alone, in a batch, and with drafts."""
 
 import pytest
 import torch
@@ -12,15 +12,18 @@ PROMPTS = [
     list(range(100, 250)),
     [7, 8, 9],
     *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69)),
-    list(range(300, 620)),  # of which several ranks share the rows
+    list(range(300, 620)),  # long enough for several ranks to share its rows
 ]
 ALONE = [0, 1, 2, 40, 70, 71]
 NEW_TOKENS = 96
 
 
 def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """That tokens and the logits behind them are those of a sequence alone, bit for bit, in passes of up to 256 tokens.
-    -> all sequences' tokens."""
+    """Check that tokens and logits of sequences in a batch are those of each sequence alone, bit for bit, in passes of
+    up to 256 tokens.
+
+    -> all sequences' tokens
+    """
     sizes = {"cache_tokens": 64 * 5 * len(PROMPTS), "max_sequences": len(PROMPTS), "batch_invariant": True}
     step, seen, params = DecodeStep.__call__, {}, SamplingParams(NEW_TOKENS)
 
@@ -50,6 +53,6 @@ def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPat
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([PROMPTS[i] for i in numbers], own, draft_tokens=drafts)
         assert tokens == own and taken > 30 * len(own)
-        known = drafted.keys() & logits.keys()  # those behind a draft that is wrong are of no sequence
+        known = drafted.keys() & logits.keys()  # logits after a wrong draft belong to no sequence
         assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
     return truth

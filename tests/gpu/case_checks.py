@@ -1,4 +1,4 @@
-"""Checks of one op's case over grids of sizes, and checks of ops that compute each row by itself."""
+"""Checks of one op's case over grids of sizes, and checks of ops that compute each row independently."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -17,7 +17,7 @@ by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Every combination of these values, as sizes of a case."""
+    """Return every combination of these values, as sizes of a case."""
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 
@@ -28,13 +28,13 @@ def by_sizes(*grids: list[dict[str, Any]]) -> pytest.MarkDecorator:
 
 
 def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], None], seed: int = 0) -> None:
-    """Check a call with these sizes among poisoned memory."""
+    """Check a call with these sizes, with free memory poisoned."""
     poison_free_memory(mebibytes=64)
     record_error(case.verify("cuda", seed, **sizes))
 
 
 def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) -> None:
-    """Check offsets beyond 2^31: the named arguments become the last of `rows` rows. The other rows are zero."""
+    """Check offsets beyond 2^31: the named arguments become the last of `rows` rows, and the other rows are zero."""
     far, count = dict(given), len(given[names[0]])
     for name in names:
         far[name] = given[name].new_zeros(rows, *given[name].shape[1:])
@@ -45,15 +45,18 @@ def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) ->
 
 
 def check_far_pages(case: Case, **sizes: Any) -> None:
-    """Check that a cache whose pages are more than 2^32 bytes apart gives and gets the same bits."""
+    """Check that results have the same bits for a cache whose pages are more than 2^32 bytes apart."""
     near, far = (case.arguments("cuda", **sizes) for _ in range(2))
     far["cache"] = far_apart(far["cache"])
     assert_same_bits(case.results(far), case.results(near))
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of the shape of x in other layouts: columns of wider rows among NaN, at multiples of 16 bytes and not;
-    the first or the last dimension innermost; rows apart; a stride of 0; and any stride of a single row."""
+    """Return tensors of the shape of x in other layouts.
+
+    The layouts: columns of wider rows among NaN, aligned to 16 bytes and not; the first or the last dimension
+    innermost; every second row of a tensor; a row stride of 0; and, for a single row, an arbitrary row stride.
+    """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
     if x.dim() > 1:
         found += [x.transpose(0, dim).contiguous().transpose(0, dim) for dim in (1, -1)]
@@ -79,7 +82,7 @@ def check_layouts(case: Case, names: Sequence[str], **sizes: Any) -> None:
 
 
 def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterable[tuple[int, int]]) -> None:
-    """Check that a row's bits do not depend on the other rows. parts: (first row, number of rows) to compute alone."""
+    """Check that a row's bits do not depend on other rows. parts: (first row, number of rows) to compute alone."""
     whole = run(given)
     for first, count in parts:
         part = slice(first, first + count)
@@ -88,7 +91,8 @@ def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterab
 
 
 def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results:
-    """The results after changes {(argument, row, ...): number}. The rows without a change keep their bits."""
+    """Apply changes {(argument, row, ...): number}, check that rows without a change keep their bits, and return the
+    results."""
     clean = run(given)
     for (name, *place), number in changes.items():
         given[name][tuple(place)] = number
@@ -99,7 +103,7 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
 
 
 def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
-    """Check twenty calls in a graph, like the layers of a model: each waits for the previous one and reuses its
+    """Check twenty calls in one graph, like the layers of a model: each waits for the previous call and reuses its
     workspace."""
     given = case.arguments("cuda", **sizes)
     graph, found = captured(lambda: [case.run(given) for _ in range(20)])

@@ -1,5 +1,7 @@
-"""GPU tests: without a GPU that has kernels, one of each file is skipped, to say why, and no other runs. Each test
-records its worst error for the receipt.
+"""Fixtures and collection of the GPU tests. Each test records its worst error for the receipt.
+
+Without a GPU that has kernels, one test of each file is skipped, so that the reason is reported, and the others are
+deselected.
 """
 
 from pathlib import Path
@@ -35,5 +37,5 @@ def _seed() -> None:
 
 @pytest.fixture
 def record_error(record_property):
-    """Call with an error: the largest of an op's tests goes into the receipt."""
+    """Return a function that records an error; the largest error of an op's tests goes into the receipt."""
     return lambda error: record_property("error", float(error))

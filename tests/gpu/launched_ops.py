@@ -1,4 +1,4 @@
-"""Which ops run kernels in a test."""
+"""Record which ops run kernels in a test."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from dsa.runtime.op import forget_calls
 
 
 def launched_ops(patch: pytest.MonkeyPatch) -> set[str]:
-    """A set into which every op goes that runs a kernel from now on."""
+    """Return a set to which the name of every op that runs a kernel is added from now on."""
     names, runs_kernel = set(), backends.runs_kernel
 
     def spy(op, *asked):
@@ -15,6 +15,6 @@ def launched_ops(patch: pytest.MonkeyPatch) -> set[str]:
             names.add(op)
         return answer
 
-    forget_calls()  # a known call launches without asking
+    forget_calls()  # a recorded call launches its kernel without calling runs_kernel
     patch.setattr(backends, "runs_kernel", spy)
     return names

@@ -10,14 +10,14 @@ Column = str | Callable[[Row], str]
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, Column]) -> str:
-    """A line per row, a column per heading."""
+    """Return a table with a line per row and a column per heading."""
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines = (" | ".join(cell(row, column) for column in columns.values()) for row in rows)
     return "\n".join([*head, *(f"| {line} |" for line in lines)])
 
 
 def cell(row: Row, column: Column) -> str:
-    """Empty where the row lacks the field, or has None there."""
+    """Return the cell's text; empty if the row lacks the field, or has None in it."""
     if callable(column):
         return column(row)
     try:
@@ -27,12 +27,12 @@ def cell(row: Row, column: Column) -> str:
 
 
 def inserted(text: str, name: str, body: str) -> str:
-    """The text with `body` between each pair of lines `<!-- table NAME -->` and `<!-- end of NAME -->`."""
+    """Return the text with `body` between each pair of lines `<!-- table NAME -->` and `<!-- end of NAME -->`."""
     begin, end = f"<!-- table {name} -->", f"<!-- end of {name} -->"
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda _: f"{begin}\n\n{body}\n\n{end}", text, flags=re.S)
 
 
 def names(text: str) -> list[str]:
-    """The tables that a page has places for."""
+    """Return the names of the tables for which a page has markers."""
     return re.findall(r"^<!-- table ([\w.]+) -->$", text, re.M)

@@ -1,10 +1,10 @@
-"""Take entries of other receipts into the receipt, such as those that ran on other machines.
+"""Merge entries of other receipts, for example from runs on other machines, into the receipt.
 
 usage: python -m tests.gpu.merge RECEIPT...
 
-The result is the union of all rows. Of rows for one entry the newest counts, and of one day the one that is there
-already; a row that failed, is unfinished or is stale is left out and named. Then `python -m tests.generate` and
-`python -m tests.gpu.pictures` write what follows.
+The result is the union of all rows. Of several rows for one entry the newest is kept; if dates are equal, the receipt's
+row is kept. Rows that failed, are unfinished or are stale are left out and named. Afterwards `python -m tests.generate`
+and `python -m tests.gpu.pictures` write the pages and pictures that depend on the receipt.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.gpu import receipt
 
 
 def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
-    """Why a row is left out; None for one that is evidence."""
+    """Return why a row is left out; None if it is valid evidence."""
     if name not in receipt.tested():
         return "there is no such entry here"
     if entry.get("failed"):
@@ -29,7 +29,8 @@ def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
 
 
 def merge(others: Iterable[receipt.Entries]) -> tuple[list[str], dict[str, str]]:
-    """Writes the receipt. -> (the entries that it took, as "ENTRY of ARCH"; those that it left out, why)"""
+    """Write the receipt. -> (labels "ENTRY of ARCH" of the entries that were taken; {label: reason} of those left
+    out)"""
     taken, left = [], {}
     with receipt.changing() as data:
         for arch, name, entry in ((a, n, e) for entries in others for a in entries for n, e in entries[a].items()):

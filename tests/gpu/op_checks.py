@@ -1,5 +1,5 @@
-"""What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, strides, rows that do not depend on other
-rows, and memory whose offsets need 64 bits."""
+"""GPU checks that tests of many ops share: equal bits, CUDA graphs, streams, strides, rows that do not depend on other
+rows, and offsets that need 64 bits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,7 +10,8 @@ from dsa.testing import poisoned
 
 
 def flat(results: Any) -> list[torch.Tensor]:
-    """The tensors of what an op takes or returns: of one, or of lists and tuples of tensors, numbers and None."""
+    """Return the tensors in an op's arguments or results: a tensor, or nested lists and tuples of tensors, numbers and
+    None."""
     if isinstance(results, torch.Tensor):
         return [results]
     if not isinstance(results, (list, tuple)):
@@ -19,7 +20,7 @@ def flat(results: Any) -> list[torch.Tensor]:
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
-    """Tensors, or tuples of them, have equal dtypes, shapes and bytes."""
+    """Require that tensors, or tuples of tensors, have equal dtypes, shapes and bytes."""
     for g, e in zip(flat(got), flat(expected), strict=True):
         assert (g.dtype, g.shape) == (e.dtype, e.shape)
         ours, theirs = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (g, e))
@@ -27,7 +28,7 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 
 def assert_equal(got: Any, expected: Any) -> None:
-    """Like `assert_same_bits`, but any NaN equals any other, and -0.0 equals 0.0."""
+    """Like `assert_same_bits`, but any NaN equals any other NaN, and -0.0 equals 0.0."""
     for g, e in zip(flat(got), flat(expected), strict=True):
         assert (g.dtype, g.shape) == (e.dtype, e.shape)
         torch.testing.assert_close(g.float(), e.float(), rtol=0, atol=0, equal_nan=True)
@@ -42,8 +43,10 @@ def assert_runs_have_the_same_bits(op: Callable[..., Any], *arguments: Any, time
 def assert_rows_stand_alone(
     run: Callable[[Any], Any], given: dict[str, Any], names: Iterable[str], parts: Iterable[Any]
 ) -> list[torch.Tensor]:
-    """A call with some rows of the arguments of these names gives these rows of the whole call's results, bit for bit.
-    -> the whole call's results"""
+    """Check that a call with only some rows of the named arguments gives the same bits as these rows of the whole call.
+
+    -> the results of the whole call
+    """
     whole = flat(run(given))
     for rows in parts:
         part = {name: given[name][rows] for name in names if given[name] is not None}
@@ -52,8 +55,8 @@ def assert_rows_stand_alone(
 
 
 def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, and the results that its replays write. The first call compiles the kernels: a capture cannot
-    compile."""
+    """Return (the graph of a call, the results that its replays write). A first call compiles the kernels, because a
+    capture cannot compile."""
     op(*arguments, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -64,8 +67,8 @@ def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[t
 def replays(
     op: Callable[..., Any], given: Any, renew: Callable[[], Any], times: int = 3, **options: Any
 ) -> Iterator[Any]:
-    """The results of a captured op(*given, **options) after each replay. Before a replay the tensors that `renew`
-    returns are copied into those of `given`."""
+    """Yield the results of a captured op(*given, **options) after each replay. Before a replay the tensors that `renew`
+    returns are copied to those of `given`."""
     graph, results = captured(op, *given, **options)
     for _ in range(times):
         for held, new in zip(flat(given), flat(renew()), strict=True):
@@ -76,8 +79,10 @@ def replays(
 
 
 def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The results of a call after `change`, both on a stream that is busy at first: a kernel on another stream would
-    read the arguments before they change."""
+    """Return the results of a call after `change`, both on a stream that is busy at first.
+
+    A kernel on another stream would read the arguments before they change.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,7 +94,7 @@ def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *argumen
 
 
 def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tensor:
-    """The same numbers as parts of rows that hold NaN before and after them."""
+    """Return a view with the same numbers: columns of wider rows that have NaN before and after them."""
     end = before + x.shape[-1]
     wide = poisoned((*x.shape[:-1], end + after), x.dtype, x.device)
     wide[..., before:end] = x
@@ -97,8 +102,8 @@ def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tenso
 
 
 def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equal tensors, of which the second has other strides. NaN, or an integer that is no index, lies between
-    its numbers."""
+    """Yield pairs of equal tensors, the second with other strides. NaN, or an invalid index, lies between its
+    numbers."""
     yield x, among_nan(x)
     yield x, among_nan(x, 1, 2)  # rows do not start at multiples of 16 bytes
     yield x, poisoned((*x.shape, 2), x.dtype, x.device)[..., 0].copy_(x)
@@ -111,8 +116,8 @@ def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 
 def far_apart(cache: torch.Tensor) -> torch.Tensor:
-    """A copy of a cache whose last pages begin more than 2^32 bytes after the first, and, of numbers of two bytes, more
-    than 2^31 numbers."""
+    """Return a copy of a cache whose last pages begin more than 2^32 bytes after the first page; for two-byte dtypes
+    this is also more than 2^31 elements."""
     stride = 6 * 2**30 // (len(cache) * cache.element_size()) // 576 * 576
     memory = poisoned((len(cache) * stride,), cache.dtype, cache.device)
     return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)

@@ -24,29 +24,29 @@ from tests.gpu.batch_invariant_tokens import assert_batch_invariant
 from tests.gpu.op_checks import captured
 
 ROWS = (1, 2, 8, 33, 256, 300)
-TURNS = 400  # of sums in a row, of changing sizes
+TURNS = 400  # consecutive sums or messages, each of another size
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH = 7168
 MANY, REPEATS = 4096, 5
 OF_TOKENS = [(1, 6, 4096), (1, 8, 7168), (3, 1, 8), (7, 9, 1024), (16, 17, 2048), (200, 8, 1024)]
-# dtype, tokens, chosen experts, channels, whether there is a shared one
+# dtype, tokens, chosen experts, channels, whether there is a shared expert
 EXPERTS = [(dtype, *of, shared) for dtype in DTYPES for of in OF_TOKENS for shared in (False, True)]
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
-PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # a pass of which shares its rows
+PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # the ranks share the rows of a pass over these prompts
 
 
 def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A rank's part of a sum."""
+    """Return a rank's addend of a sum."""
     generator = torch.Generator().manual_seed(7 * rank + rows)
     return torch.randn(rows, WIDTH, generator=generator).mul(3.0**rank).to(dtype).to(device)
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Sums of few and many rows, alone and in a CUDA graph that is replayed with other numbers; and shared rows, by
-    copies and by NCCL."""
+    """Return sums of few and many rows, of direct calls and of a CUDA graph that is replayed with other numbers; shared
+    rows, through peer copies and through NCCL; and counts of wrong results."""
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
-    found["wrong messages"] = wrong_messages(ranks, device)  # at first, while the lanes' memory is small
+    found["wrong messages"] = wrong_messages(ranks, device)  # first, while the lanes' memory is small
     for rows in ROWS:
         for dtype in DTYPES:
             x = part(ranks.rank, rows, dtype, device)
@@ -66,7 +66,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    for repeat in range(REPEATS):  # of as many rows as there are in a pass, the sum takes as long as what is beside it
+    # With as many rows as a pass has, the sum takes as long as the work that runs at the same time.
+    for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
         found["begun", repeat] = begun(shared, part(ranks.rank, MANY, torch.bfloat16, device), own)
@@ -76,14 +77,14 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
     found["other experts"] = [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     one_shot = one_shot_sum(ranks.group, device)
-    with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # each thread has several places
+    with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # each thread adds several vectors
         found["other experts"] += [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     found["wrong turns"] = wrong_turns(ranks, device)
     return found
 
 
 def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """The second rank leaves out a sum: the first's ends, and its next one raises."""
+    """Leave out a sum on the second rank: the first rank's sum ends after a timeout, and its next sum raises."""
     x, found = part(ranks.rank, 8, torch.bfloat16, device), {}
     ranks.sum(x)
     with mock.patch.object(one_shot_sums, "PATIENCE", 2 * 10**9):
@@ -98,14 +99,17 @@ def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def wrong_turns(ranks: Ranks, device: torch.device) -> int:
-    """Of sums in a row, of other sizes and numbers each time, and of replays of a graph that has all of them, so many
-    have a number that is not the sum: a rank that is early must not take or overwrite what is of another sum."""
+    """Count the wrong numbers in consecutive sums, each of other size and values, in three replays of a graph of all
+    sums.
+
+    A rank that is early must not read or overwrite the data of another sum.
+    """
     sizes = [8 * (1 + i * i * i % 60000) for i in range(TURNS)]
     own, wrong = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64, device=device)
 
     def all_turns() -> None:
         for i, size in enumerate(sizes):
-            if i % 7 == ranks.rank:  # one rank is late
+            if i % 7 == ranks.rank:  # delay one rank
                 torch.cuda._sleep(20000)
             x = (own + i % 50 + ranks.rank).expand(size).to(DTYPES[i % 2])
             whole = ranks.size * (i % 50) + sum(range(ranks.size)) + ranks.size * own
@@ -121,14 +125,17 @@ def wrong_turns(ranks: Ranks, device: torch.device) -> int:
 def same_experts(
     ranks: Ranks, device: torch.device, dtype: torch.dtype, tokens: int, chosen: int, channels: int, shared: bool
 ) -> bool:
-    """Whether the sum over the ranks of what tokens' experts computed has the bits of each rank's sum, summed: alone,
-    and in a CUDA graph. Many tokens take the way that they are compared with."""
+    """Whether the fused sum of experts' outputs over the ranks has the bits of each rank's `combine_experts`, summed.
+
+    It is computed by a direct call and in a CUDA graph. For many tokens the fused op runs the unfused path with which
+    it is compared.
+    """
     generator = torch.Generator().manual_seed(tokens + ranks.rank)
     y = torch.randn(tokens * chosen, channels, generator=generator).to(dtype).to(device)
     rows = torch.randperm(tokens * chosen, generator=generator).view(tokens, chosen).to(torch.int32)
-    rows[torch.rand(tokens, chosen, generator=generator) < 0.5] = -1  # another rank's
+    rows[torch.rand(tokens, chosen, generator=generator) < 0.5] = -1  # belongs to another rank
     rows[0, 0] = tokens * chosen + 3
-    y[-1] = torch.nan  # read by nobody where it is not named
+    y[-1] = torch.nan  # must not be read, because no index names it
     rows[rows == tokens * chosen - 1] = 0
     weights = torch.rand(tokens, chosen, generator=generator)
     weights[rows < 0] = torch.inf
@@ -146,15 +153,18 @@ def same_experts(
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:
-    """Of rows that are gathered and summed, two messages at once, of other sizes and numbers each time, so many numbers
-    are wrong: a rank that is early must not overwrite what another has not read."""
+    """Count the wrong numbers in rows that are gathered and summed, two messages at once, each of other size and
+    values.
+
+    A rank that is early must not overwrite data that another rank has not read.
+    """
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
         shared = SharedRows(ranks, 1 + i * i * i % 3000)
-        # Wider and wider: the memory of both lanes grows, of the one while there is a message in the other.
+        # Growing widths make the memory of both lanes grow, also that of one lane while the other carries a message.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
-        if i % 7 == ranks.rank:  # one rank is late
+        if i % 7 == ranks.rank:  # delay one rank
             torch.cuda._sleep(200000)
         gathering = shared.begin_gather(shared.own(every).to(torch.int16), shared.own(every).double())
         summing = shared.begin_sum((every % 128 + ranks.rank).bfloat16())
@@ -166,8 +176,12 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A sum with rows of `own` as what is shared and as the residual, which are made of other memory between its begin
-    and its end; then gathered, beside the same."""
+    """Return the gathered result of a sum over ranks plus the rank's rows of `own`, added twice: as the shared experts'
+    output and as the residual.
+
+    Both addends are computed in other memory between the begin and the end of the sum; other work also runs between the
+    begin and the end of the gather.
+    """
 
     def computed() -> torch.Tensor:
         for _ in range(4):
@@ -184,11 +198,11 @@ def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(model: torch.nn.Module, device: torch.device) -> dict:
-    """Logits of all tokens, and generated tokens with CUDA graphs, twice, and without."""
+    """Return the logits of all tokens, and tokens generated with CUDA graphs, twice, and without."""
     with torch.inference_mode():
         batch = SequenceBatch.without_cache(LENGTHS, device=device)
         logits = model(torch.tensor(TOKENS, device=device), batch, all_tokens=True)
-    model.config = replace(model.config, eos_token_ids=())  # random models end now and then
+    model.config = replace(model.config, eos_token_ids=())  # random models sometimes emit an end token
     tokens = []
     for graphs in (True, True, False):
         generator = Generator(model, None, cache_tokens=2048, cuda_graphs=graphs)
@@ -197,7 +211,8 @@ def outcome(model: torch.nn.Module, device: torch.device) -> dict:
 
 
 def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Of every checkpoint below the folder: this rank's part of it, beside the others, and on the first rank alone."""
+    """For every checkpoint below the folder, return the `outcome` of both ranks together, and on the first rank that of
+    one GPU alone."""
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
         found[directory.name] = outcome(load_model(directory, device=device, mesh=ranks, progress=False), device)
@@ -208,9 +223,12 @@ def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Of every checkpoint below the folder: tokens in batch-invariant passes of this rank's part of it, which are those
-    of each sequence alone. Sums of up to 20 tokens are one-shot ones, of more NCCL's, and from 16 a rank on each rank
-    has its share of them."""
+    """For every checkpoint below the folder, return tokens of batch-invariant passes over the ranks; they must be those
+    of each sequence alone.
+
+    Sums of up to 20 tokens are one-shot sums, larger sums run through NCCL. From 16 tokens per rank on, each rank
+    computes a share of the rows.
+    """
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
         with pytest.MonkeyPatch.context() as patch:
@@ -222,7 +240,7 @@ def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """The second rank may not have the memory for its part."""
+    """Load a model while the second rank lacks the memory for its part."""
     load_weights = loading.load_weights
 
     def starved(*arguments: Any, **options: Any) -> None:
@@ -247,4 +265,4 @@ if __name__ == "__main__":
         torch.save(CASES[case](own, gpu, place), place / f"{case}.{own.rank}")
     except ValueError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)  # as the command ends, so that the first rank is heard
+        sys.exit(2)  # the exit status of the command, so that the first rank's message is shown

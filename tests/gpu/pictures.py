@@ -1,4 +1,4 @@
-"""The documents' pictures of measured figures, from the GPU receipt.
+"""Draw the documents' pictures of measured figures from the GPU receipt.
 
 usage: python -m tests.gpu.pictures
 """
@@ -10,7 +10,7 @@ from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, main_entries
 
 FOLDER = receipt.ROOT / "docs" / "pictures"
-# The entries of the README's picture, as it names them.
+# Entries of the README's picture -> their labels in it.
 SPEED_UPS = {
     "flash_mla_with_kvcache": "dense MLA decode",
     "flash_mla_with_kvcache_sparse": "sparse MLA decode",
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def write_speed_ups(path: Path) -> None:
-    """A dot per shape, a line per entry; hollow dots are stale rows."""
+    """Draw a dot per shape and a line per entry; hollow dots are stale rows."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,16 +1,17 @@
-"""The GPU receipt: what was tested and measured on which GPU arch, with what outcome, and whether it still holds.
+"""The GPU receipt: what was tested and measured on which GPU arch, with what results, and whether these are still
+valid.
 
-`tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the op NAME, whose code is
-`dsa/ops/FAMILY/NAME.py`; where NAME is an op's with more words after it, to that part of the op. Entries of WHOLES are
-of more than one op.
+`tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the entry NAME of the op in
+`dsa/ops/FAMILY/NAME.py`. If NAME is an op's name with more words after it, the entry is about that part of the op.
+Entries of WHOLES are about more than one op.
 
-An entry holds the commit, date, device and versions of its run, its results and figures, and two digests:
-- "kernels": of the machine code (`tests.kernels.machine_code`) of every variant of the kernels that it runs;
-- "launches", of an op's entry: of what a call launches over the op's cases (`tests.ops.launched_arguments`): variants,
-  the shapes, strides and dtypes of their arguments, and which of these are zeros or share memory.
-The machine code is that of the DSL that machine_code.json names, whichever is installed. An entry is stale when today's
-code has other digests. An entry of WHOLES has no launches, and is stale after MAX_AGE too. Source that is moved,
-renamed or reworded changes neither digest.
+An entry contains the commit, date, device and versions of its run, its results and figures, and two digests:
+- "kernels": of the machine code (`tests.kernels.machine_code`) of every variant of the kernels that the entry runs;
+- "launches", only in entries of ops: of what calls launch over the op's cases (`tests.ops.launched_arguments`):
+  variants, the shapes, strides and dtypes of their arguments, and which arguments are zeros or share memory.
+The machine code is always that of the DSL version that machine_code.json names, whichever version is installed. An
+entry is stale when today's code has other digests. An entry of WHOLES has no "launches", and is also stale when it is
+older than MAX_AGE. Moving, renaming or rewording source changes neither digest.
 """
 
 import contextlib
@@ -37,14 +38,16 @@ from tests.public_names import ops_of
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
-MAX_AGE = datetime.timedelta(days=30)  # of entries of WHOLES
+MAX_AGE = datetime.timedelta(days=30)  # for entries of WHOLES
 
 
 @dataclass(frozen=True)
 class Whole:
-    """label     what tables call it
-    families  of the ops that it launches; () for those that `sources` name
-    sources   Python files, or folders of them, of this project
+    """An entry about more than one op.
+
+    label     its name in tables
+    families  families of the ops that it launches; () if `sources` name the ops
+    sources   Python files, or folders of Python files, of this project, whose ops it launches
     """
 
     label: str
@@ -55,8 +58,8 @@ class Whole:
 EVERY_FAMILY = tuple(sorted({module.split(".")[2] for module in op_modules().values()}))
 INFERENCE = tuple(family for family in EVERY_FAMILY if family != "training")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
-OLDEST_DSL = "4.8.0"  # which vLLM and SGLang pin
-# The ops that take most of a pass's time: the entries whose tests run once more with the oldest DSL.
+OLDEST_DSL = "4.8.0"  # the version that vLLM and SGLang pin
+# Entries of the ops that dominate the time of a pass. Their tests run a second time with the oldest DSL.
 HOT = (
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
@@ -93,7 +96,7 @@ WHOLES = {
         "vLLM's plugin: its calls compared with the kernels that vLLM calls", sources=("dsa_engines/vllm",)
     ),
 }
-# Those of whole passes, whose benchmarks take minutes: their rows are written as they come.
+# Entries of whole passes: their benchmarks take minutes, so each row is saved as soon as it is measured.
 ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
 
 Entry = dict[str, Any]
@@ -101,13 +104,13 @@ Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """{arch: {entry's name: entry}}, as their runs have written them. "unverified" says what an entry lacks of a whole
-    run, or is None."""
+    """Return {arch: {entry's name: entry}} as runs have written them. "unverified" is None, or says which part of the
+    entry's run is missing."""
     return read(PATH) if PATH.exists() else {}
 
 
 def read(path: Path) -> Entries:
-    """Raises ValueError, which names the file, for what is no receipt."""
+    """Return the entries of a receipt's file. Raise ValueError, which names the file, if it is not a receipt."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -119,7 +122,7 @@ def read(path: Path) -> Entries:
 
 
 def save(data: Entries) -> None:
-    """Whole or not at all, whenever the process ends."""
+    """Write the receipt atomically: the file is complete even if the process is killed."""
     text = json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n"
     partial = PATH.with_suffix(f".{os.getpid()}.part")
     partial.write_text(text)
@@ -128,7 +131,7 @@ def save(data: Entries) -> None:
 
 @contextlib.contextmanager
 def changing() -> Iterator[Entries]:
-    """The entries, which are saved at the end. One process at a time: others wait."""
+    """Yield the entries, and save them at the end, under a lock: other processes wait."""
     handle = os.open(HERE, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -140,12 +143,12 @@ def changing() -> Iterator[Entries]:
 
 
 def now() -> datetime.datetime:
-    """What entries are dated by, in UTC."""
+    """Return the current time in UTC, by which entries are dated."""
     return datetime.datetime.now(datetime.UTC)
 
 
 def judged(today: datetime.date | None = None) -> Entries:
-    """`load`, where "unverified" also says why an entry is stale. Without a date no entry is too old."""
+    """Return `load`, where "unverified" also says why an entry is stale. Without a date no entry is too old."""
     data = load()
     return {
         arch: {name: entry | {"unverified": why_stale(entry, name, arch, today)} for name, entry in entries.items()}
@@ -154,7 +157,7 @@ def judged(today: datetime.date | None = None) -> Entries:
 
 
 def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = None) -> str | None:
-    """What an entry lacks to be evidence for today's code; None if it is evidence."""
+    """Return why an entry is no evidence for today's code; None if it is."""
     if entry.get("unverified"):
         return entry["unverified"]
     if "kernels" not in entry or (name not in WHOLES and "launches" not in entry):
@@ -169,34 +172,35 @@ def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = 
 
 
 def digests(name: str, arch: str) -> dict[str, str]:
-    """What an entry that runs now has to hold."""
+    """Return the digests to store in an entry that runs now."""
     found = {"kernels": kernels_digest(name, arch)}
     return found if name in WHOLES else found | {"launches": launches_digest(name, arch)}
 
 
 def kernels_digest(name: str, arch: str) -> str:
-    """Of the machine code of every variant of an entry's kernels and of the arguments that it is compiled for; names
-    do not count."""
+    """Return a digest of the machine code of every variant of an entry's kernels, and of the compile-time arguments.
+    Names do not affect it."""
     modules = kernels_of(name, arch)
     own = {variant: code for variant, code in _machine_code().items() if variant.partition(".")[0] in modules}
     return _digest(sorted([machine_code.without_names(variant), code] for variant, code in own.items()))
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """The modules of the kernels that an entry's functions launch over their cases, without their packages."""
+    """Return the modules, without packages, of the kernels that an entry's functions launch over their cases."""
     found = {
         variant.partition(".")[0]
         for function in functions_of(name)
         for call in _launches(function, arch)
         for variant, _ in call
     }
-    if name in WHOLES and "parallel" in WHOLES[name].families:  # its kernels are no op's
+    if name in WHOLES and "parallel" in WHOLES[name].families:  # these kernels belong to no op
         found |= {variant.partition(".")[0] for variant in machine_code.shipped("parallel")}
     return found
 
 
 def launches_digest(name: str, arch: str) -> str:
-    """Of what the op's functions launch over their cases; neither names nor the order of cases count."""
+    """Return a digest of what the entry's functions launch over their cases. Names and the order of cases do not affect
+    it."""
     codes = _machine_code()
     calls = [
         [[codes.get(variant) or machine_code.without_names(variant), arguments] for variant, arguments in call]
@@ -223,7 +227,7 @@ def _digest(value: Any) -> str:
 
 @functools.cache
 def functions_of(name: str) -> list[str]:
-    """The public functions of dsa that an entry is about."""
+    """Return the public functions of dsa that an entry is about."""
     if name == "oldest_dsl":
         modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
     elif name not in WHOLES:
@@ -238,14 +242,14 @@ def functions_of(name: str) -> list[str]:
 
 
 def op_module(name: str) -> str:
-    """The module of the op that an entry is about."""
+    """Return the module of the op that an entry is about."""
     modules = op_modules()
     found = [op for op in modules if f"{name}_".startswith(f"{op}_")]
     return modules[max(found, key=len)] if found else ops.op_module(name)
 
 
 def test_files(name: str) -> list[Path]:
-    """The files whose tests an entry runs."""
+    """Return the files whose tests an entry runs."""
     if name == "several_gpus":
         paths = {*HERE.rglob("test_*.py")} - {*test_files("parallel")}
         return [path for path in sorted(paths) if SEVERAL_GPUS in path.read_text()]
@@ -255,13 +259,16 @@ def test_files(name: str) -> list[Path]:
 
 
 def tested() -> list[str]:
-    """Every entry that there can be."""
+    """Return the names of all possible entries."""
     return sorted({path.stem.removeprefix("test_") for path in HERE.rglob("test_*.py")} | WHOLES.keys())
 
 
 def asked(arch: str) -> list[str]:
-    """The entries that a complete receipt has of an arch: those of the ops that have kernels for it; and the wholes,
-    where most ops have them, so that a pass of a model is kernels in the main."""
+    """Return the names of the entries that a complete receipt has for an arch.
+
+    These are the entries of ops with kernels for the arch. The wholes are included if most ops have such kernels, so
+    that a model's pass runs mostly kernels.
+    """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]
     names = [name for name in tested() if name not in WHOLES and op_module(name) in modules]
@@ -269,13 +276,13 @@ def asked(arch: str) -> list[str]:
 
 
 def archs_by_op() -> dict[str, set[str]]:
-    """{op: the archs for which one of its functions has kernels} of every op with kernels."""
+    """Return {op: the archs for which one of its functions has kernels} for every op with kernels."""
     rows = {op: [ARCHS.get(f, ()) for f in ops_of(module)] for op, module in op_modules().items()}
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 
 
 def needed(data: Entries, arch: str) -> list[str]:
-    """The entries of an arch that have to run: those that are missing or stale."""
+    """Return the entries of an arch that must run because they are missing or stale."""
     there = data.get(arch, {})
     names = sorted({*asked(arch), *there} & {*tested()})
     return [name for name in names if name not in there or why_stale(there[name], name, arch, now().date())]
@@ -287,5 +294,5 @@ def has_figures(name: str) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """The name of a module of this project."""
+    """Return the module name of a file of this project."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -1,4 +1,4 @@
-"""Which of the receipt's rows tables and pictures show, and what they say of these."""
+"""Select the receipt's rows that tables and pictures show, and name their shapes and peers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,19 +8,20 @@ from dsa_layers.families.published import published_config
 from tests.gpu import receipt
 
 Row = dict[str, Any]
-# Of whole passes whose rows do not say themselves how many layers they have.
+# Stacks of the entries whose rows do not contain the number of layers.
 OF_STACKS = {"e2e": STACKS, "million": LONG_STACKS}
 
 
 def main_entries() -> dict[str, dict[str, Any]]:
-    """Those of the arch on which most is measured."""
+    """Return the entries of the arch with the most verified entries."""
     data = receipt.judged()
     verified = {arch: [name for name in data[arch] if not data[arch][name]["unverified"]] for arch in sorted(data)}
     return data[max(verified, key=lambda arch: len(verified[arch]))]
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Whether it says this of our call and not of the peer's: what they do is not the same."""
+    """Return a function that tells whether these words are in our call's description but not in the peer's, so that the
+    two compute different things."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 
@@ -32,8 +33,8 @@ def _waits_for_host(row: Row) -> bool:
     return min(filled) < 0.75
 
 
-# Rows that do not compare like with like: a deterministic kernel with one that is not, fp16 accumulators with fp32, a
-# plan that is made once for many calls, a pass that the host holds up.
+# Rows in which ours and the peer's work differ: a deterministic kernel against one that is not, fp16 against fp32
+# accumulators, a plan that is made once for many calls, a pass that waits for the host.
 OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
     _is_ours_alone("deterministic"),
     _is_ours_alone("float16 accumulators"),
@@ -47,17 +48,19 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the time of a peer that does the same, where the GPU is what is timed."""
+    """Return the rows with the time of a peer that does the same work, limited by the GPU."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 
 def names_of(rows: Sequence[Row], other: str = "peer") -> str:
-    """Of the others that are the fastest in some of these rows. A name may have commas."""
+    """Return the names in the column `other` (peers, or baselines) of these rows, joined by "; " because a name can
+    contain commas."""
     return "; ".join(sorted({row[other] for row in rows if row.get(other)}))
 
 
 def shape_of(name: str, row: Row) -> str:
-    """The shape of an entry's row; of a pass of some of a model's layers also how many these are."""
+    """Return the shape of an entry's row. For a pass of only some of a model's layers, the number of layers is
+    appended."""
     if name in OF_STACKS:
         file, fields = OF_STACKS[name][row["model"]]
         layers, published = fields["num_hidden_layers"], published_config(file)["num_hidden_layers"]

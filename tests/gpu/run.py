@@ -1,18 +1,17 @@
-"""Run the GPU tests and benchmarks of entries of the receipt, and write them into it.
+"""Run the GPU tests and benchmarks of entries of the receipt, and write the results into the receipt.
 
 usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [--continue] [ENTRY...]
 
-Without ENTRY these are all that a complete receipt has of the GPU's arch. COMMIT is the one whose tree this is; where
-git can tell, it need not be given. `several_gpus` and `parallel` need two GPUs and are left out where there is one;
-`hostile_contents` runs under compute-sanitizer. `oldest_dsl` is left out where DSA_OLDEST_DSL does not name a folder
-with that DSL:
+Without ENTRY, the command runs all entries that a complete receipt has for the GPU's arch. COMMIT is the commit of this
+tree; it can be omitted if git knows it. `several_gpus` and `parallel` need two GPUs and are skipped with one GPU.
+`hostile_contents` runs under compute-sanitizer. `oldest_dsl` is skipped unless DSA_OLDEST_DSL names a folder with that
+DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
-`accuracy` is left out where DSA_TRAINED_MODEL does not name the checkpoint that `dsa_bench.e2e.accuracy` says how to
-train.
+`accuracy` is skipped unless DSA_TRAINED_MODEL names a checkpoint, trained as `dsa_bench.e2e.accuracy` describes.
 
-What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
-missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those whose kernels and
-launches are today's, on a GPU of the same name, with the same versions of the peers.
+Results are written as soon as they are available. After an interrupted run, some entries have passed tests but no
+benchmark, or only some rows of a whole pass; they are marked unverified. `--continue` resumes the entries whose kernels
+and launches are unchanged, on a GPU of the same name, with the same versions of the peers.
 """
 
 import argparse
@@ -42,12 +41,12 @@ from tests.kernels import machine_code
 
 SHARDS = 8
 TRAINED_MODEL = "DSA_TRAINED_MODEL"
-# What would change which code is tested, or how many tests and cases there are.
+# Variables that would change which code is tested, or the number of tests and cases.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
-BEGUN = "its benchmark has not run to its end"  # why such an entry is unverified
-# The distributions in which the peers are: with others a row says something else. cuBLASLt and torch's attention come
-# with torch.
+BEGUN = "its benchmark has not run to its end"  # the entry's "unverified" text until its benchmark is complete
+# The distributions that contain the peers. Rows measured with other versions are not comparable. cuBLASLt and torch's
+# attention are parts of torch.
 PEERS = (
     "nvidia-cudnn-frontend",
     "sgl-deep-gemm",
@@ -70,7 +69,7 @@ class Outcome:
     worst: float = 0.0
 
     def add(self, test: ElementTree.Element) -> None:
-        """A <testcase> of pytest's report."""
+        """Count a <testcase> of pytest's report."""
         if test.find("skipped") is not None:
             self.skipped += 1
             return
@@ -86,14 +85,15 @@ def _failed(tests: list[ElementTree.Element]) -> list[ElementTree.Element]:
 
 
 def _had_no_memory(test: ElementTree.Element) -> bool:
-    """Whether it failed, in this process or one that it started, for want of the GPU's memory."""
+    """Whether a test failed, in this process or a subprocess, because the GPU had no free memory."""
     said = (f"{part.get('message')} {part.text}" for kind in ("failure", "error") for part in test.iter(kind))
     return any(words in text for text in said for words in NO_MEMORY)
 
 
 def compile_all(names: list[str], arch: str) -> None:
-    """Compile what the ops' kernels ship into the cache, in parallel: one after the other they take minutes."""
-    # What runs models or all ops needs few of their variants: these compile when they are asked for.
+    """Compile the variants that the entries' kernels ship into the cache, in parallel, because one after another they
+    take minutes."""
+    # The entries of WHOLES need few of their ops' variants, so these variants compile on first use.
     modules = {m for name in names if name not in receipt.WHOLES for m in receipt.kernels_of(name, arch)}
     variants = (variant for family in machine_code.families() for variant in machine_code.shipped(family).values())
     context = multiprocessing.get_context("spawn")
@@ -108,11 +108,11 @@ def compile_all(names: list[str], arch: str) -> None:
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    compile_function(*arguments)  # its result, a loaded kernel, does not travel between processes
+    compile_function(*arguments)  # the result, a loaded kernel, cannot be sent to another process
 
 
 def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
-    """The tests of some entries, all together in several processes: most of their time is the host's."""
+    """Run the tests of some entries together, in several processes, because most of their time is spent on the host."""
     outcomes = {name: Outcome() for name in names}
     for marks, prefix, environment, group in _groups(names):
         owners = {receipt.module_of(path): name for name in group for path in receipt.test_files(name)}
@@ -123,7 +123,8 @@ def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[str, str], list[str]]]:
-    """(marks of the tests, command before pytest, environment, entries) of what can run together."""
+    """Yield (marks of the tests, command before pytest, environment, entries) for each group of entries that can run
+    together."""
     apart = {
         "hostile_contents": ("not several_gpus", MEMCHECK, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
         "oldest_dsl": ("not several_gpus", (), oldest_dsl()),
@@ -136,7 +137,7 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[s
 
 
 def oldest_dsl() -> dict[str, str]:
-    """The environment in which Python finds the oldest DSL that is supported; {} where no folder with one is named."""
+    """Return the environment in which Python finds the oldest supported DSL; {} if no folder with it is named."""
     folder = os.environ.get("DSA_OLDEST_DSL")
     if not folder:
         return {}
@@ -145,7 +146,7 @@ def oldest_dsl() -> dict[str, str]:
 
 
 def dsl_version(environment: dict[str, str]) -> str:
-    """Of the DSL that a process with this environment finds, or what kept it from telling."""
+    """Return the version of the DSL that a process with this environment finds, or the last line of its error."""
     call = [sys.executable, "-c", "import cutlass; print(cutlass.__version__)"]
     done = subprocess.run(call, env=os.environ | environment, capture_output=True, text=True)
     return (done.stdout or done.stderr).strip().rpartition("\n")[2]
@@ -168,21 +169,21 @@ def _run_group(
         def run_in_a_process(name: str, own: list[str]) -> list[ElementTree.Element]:
             report = Path(directory, f"{name}.xml")
             command = [*prefix, sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=10"]
-            # Of what is printed the end is kept, which is for failures.
+            # Only the end of the output is printed, and it should show failures, not warnings.
             command += ["--disable-warnings", *marks]
-            listed = Path(directory, f"{name}.txt")  # a command line would be too long
+            listed = Path(directory, f"{name}.txt")  # the ids would be too long for a command line
             listed.write_text("\n".join(own))
             done = subprocess.run(
                 [*command, f"--junitxml={report}", f"@{listed}"], env=environment, capture_output=True, text=True
             )
-            # A process that was ended leaves no report: its tests did not run.
+            # A killed process leaves no report: its tests count as not run.
             tests = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
             lacking = [test for test in tests if _had_no_memory(test)]
             if done.returncode:
                 print(f"pytest gave {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}", flush=True)
             if prefix and done.returncode and not (done.returncode == 1 and lacking == _failed(tests)):
                 outcomes["hostile_contents"].failed.append("compute-sanitizer or a test found errors")
-            elif done.returncode not in (0, 1):  # 1: a test failed, and the report says which
+            elif done.returncode not in (0, 1):  # 1: a test failed, which is in the report
                 for entry in {owner(_reported(test)) for test in own}:
                     outcomes[entry].failed.append(f"pytest ended with {done.returncode}")
             return tests
@@ -193,7 +194,7 @@ def _run_group(
             for tests in pool.map(lambda i: run_in_a_process(str(i), ids[i::shards]), range(shards))
             for test in tests
         ]
-        # The tests of other processes may have had the memory. By itself, it has all of it.
+        # Tests in other processes may have used the memory. Run again in one process, these tests have all of it.
         lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
         if lacking:
             print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)
@@ -202,7 +203,7 @@ def _run_group(
             tests = [test for test in tests if test not in lacking] + again
         for test in tests:
             outcomes[owner(_name(test))].add(test)
-    # One that ends its process, or the GPU's context, takes others with it.
+    # A test that kills its process or corrupts the GPU's context prevents other tests from running.
     for name, count in Counter(owner(_reported(test)) for test in ids).items():
         if missing := count - outcomes[name].tests - outcomes[name].skipped:
             outcomes[name].failed.append(f"{missing} tests did not run")
@@ -211,12 +212,12 @@ def _run_group(
 
 
 def _name(test: ElementTree.Element) -> str:
-    """Module, class if it has one, and name of a <testcase>, with dots between them."""
+    """Return module, class if any, and name of a <testcase>, joined by dots."""
     return f"{test.get('classname')}.{test.get('name')}"
 
 
 def _reported(test: str) -> str:
-    """The `_name` of a test whose id is given."""
+    """Return the `_name` of the test with this pytest id."""
     path, _, names = test.partition("::")
     place, bracket, parameters = names.partition("[")
     return f"{path.removesuffix('.py').replace('/', '.')}.{place.replace('::', '.')}{bracket}{parameters}"
@@ -242,7 +243,7 @@ def _collected(arguments: list[str]) -> list[str]:
 
 
 def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
-    """An entry's benchmark; of whole passes what is not done."""
+    """Yield the rows of an entry's benchmark; for whole passes only those that are not in `done`."""
     if name == "e2e":
         from dsa_bench.e2e import report
 
@@ -276,7 +277,7 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
 
 
 def peer_versions() -> dict[str, str]:
-    """{distribution: version} of the peers that are installed."""
+    """Return {distribution: version} of the installed peers."""
     found = {}
     for name in PEERS:
         try:
@@ -293,17 +294,17 @@ def run_entry(
     done: Sequence[dict] = (),
     keep: Callable[[list[dict]], None] = lambda rows: None,
 ) -> dict[str, Any]:
-    """The receipt's entry, from the outcome of its tests; its benchmark runs here.
+    """Run an entry's benchmark and return the entry for the receipt, with the outcome of its tests.
 
-    done  the rows that it has from an earlier run
-    keep  gets all rows after every new one
+    done  rows that an earlier run has measured
+    keep  called with all rows after every new row
     """
     started, rows = time.monotonic(), [*done]
     try:
         for row in rows_of(name, done) if bench and not outcome.failed else ():
             rows.append(row)
             keep(rows)
-    except Exception as error:  # the entries after this one are tested already
+    except Exception as error:  # continue, because the tests of later entries are already done
         traceback.print_exc()
         rows = []
         outcome.failed.append(f"its benchmark: {type(error).__name__}: {error}")
@@ -321,7 +322,8 @@ def run_entry(
 
 
 def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
-    """What the tests of an entry that was begun gave, if what it ran on and its kernels are those of `head`."""
+    """Return the test results of an interrupted entry if its device, versions and digests are those of `head`, else
+    None."""
     same = all(entry.get(key) == value for key, value in head.items() if key not in ("commit", "date"))
     if entry.get("unverified") != BEGUN or not same:
         return None
@@ -329,7 +331,7 @@ def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
 
 
 def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
-    """An entry before its benchmark is over."""
+    """Return an entry whose benchmark is not complete."""
     return {
         "tests": outcome.tests,
         "skipped": outcome.skipped,
@@ -341,7 +343,7 @@ def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
 
 
 def _keeper(arch: str, name: str, entry: dict[str, Any]) -> Callable[[list[dict]], None]:
-    """Writes the rows that there are into an entry that is not done."""
+    """Return a function that writes the rows measured so far into an incomplete entry."""
     return lambda rows: save_entry(arch, name, entry | {"bench": rows})
 
 
@@ -351,7 +353,7 @@ def save_entry(arch: str, name: str, entry: dict[str, Any]) -> None:
 
 
 def commit_of_this_tree() -> str | None:
-    """What git says, with a mark where files differ from it; None where it says nothing."""
+    """Return the commit according to git, with the suffix "-changed" if files differ from it; None without git."""
     try:
         git = ["git", "-C", str(receipt.ROOT)]
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -411,7 +413,7 @@ def main(arguments: Sequence[str]) -> int:
     fresh = [name for name in names if name not in done]
     compile_all(names, arch)
     outcomes |= run_tests(fresh) if fresh else {}
-    # What comes after may be cut off.
+    # Save before the benchmarks, which may be interrupted.
     pending = {name: _pending(outcomes[name], done.get(name, [])) for name in names}
     for name in fresh:
         if not outcomes[name].failed:

@@ -19,8 +19,8 @@ HEAD = """\
 
 
 def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
-    """A row for each module of dsa.ops, and for each part of one, with the public functions that it has, and for each
-    entry of more than one op."""
+    """Return a row for each module of dsa.ops, with its public functions, for each part of a module, and for each entry
+    of more than one op."""
     modules = [op for op in op_modules() if ops_of(op_modules()[op])]
     asked = {*entries, *receipt.asked(arch)}
     wholes = [name for name in receipt.WHOLES if name in asked]
@@ -40,7 +40,7 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     if entry["skipped"]:
         tests += f", {entry['skipped']} skipped"
     run = f"{entry['date']}, {entry['commit'][:9]}"
-    if entry["unverified"]:  # figures of the code that it ran on
+    if entry["unverified"]:  # the figures belong to the older code that the entry ran on
         tests, run = f"unverified: {entry['unverified']}", f"before: {run}"
     speed_ups = (
         _speed_up(compared(rows), "peer", "ratio"),
@@ -57,7 +57,7 @@ def _label(name: str) -> str:
 
 
 def _implementations(name: str, arch: str) -> str:
-    """Kernel or PyTorch, by function where a module has both."""
+    """Return "kernel" or "PyTorch"; if a module has both, the functions in PyTorch are named."""
     if name in receipt.WHOLES:
         return ""
     module = receipt.op_module(name)
@@ -69,7 +69,7 @@ def _implementations(name: str, arch: str) -> str:
 
 
 def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
-    """The range over all shapes of how many times as fast ours is as the best of the others."""
+    """Return the range of speed-ups over the best of the others, over all shapes."""
     ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
     if not ratios:
         return ""
@@ -77,7 +77,7 @@ def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
 
 
 def tables() -> str:
-    """A table per arch, judged on the date that the page names."""
+    """Return a table per arch, judged on the date that the page names."""
     today = datetime.date.fromisoformat(re.search(AS_OF, PATH.read_text(encoding="utf-8"))[1])
     parts = []
     judged = receipt.judged(today)
@@ -91,5 +91,5 @@ def tables() -> str:
 
 
 def dated(text: str) -> str:
-    """The page as of today."""
+    """Return the page with today's date."""
     return re.sub(AS_OF, f"As of {receipt.now().date()}", text)

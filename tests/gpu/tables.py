@@ -1,7 +1,7 @@
-"""The tables of the documents, from the GPU receipt.
+"""Generate the tables of the documents from the GPU receipt.
 
-A page has a place for a table: the lines `<!-- table NAME -->` and `<!-- end of NAME -->`. TABLES has what stands
-between them. To add a table, name its columns here and put these two lines into a page.
+A page marks the position of a table with the lines `<!-- table NAME -->` and `<!-- end of NAME -->`; TABLES generates
+the text between them. To add a table, define its columns here and put these two lines into a page.
 
 usage: python -m tests.generate
 """
@@ -28,14 +28,14 @@ def main() -> None:
 
 
 def inserted(text: str) -> str:
-    """A page with today's tables. KeyError for a place whose table does not exist."""
+    """Return a page with today's tables. Raise KeyError for a marker whose table does not exist."""
     for name in markdown.names(text):
         text = markdown.inserted(text, name, TABLES[name]())
     return text
 
 
 def of_entry(name: str, body: Callable[[list[Row]], str]) -> str:
-    """Where and when an entry was measured, and what `body` makes of its rows."""
+    """Return where and when an entry was measured, followed by what `body` makes of its rows."""
     entry = main_entries().get(name, {"unverified": "no entry"})
     if not entry.get("bench"):
         return f"Not measured on this code: {entry['unverified']}."
@@ -51,7 +51,7 @@ def place(entry: Mapping[str, Any]) -> str:
 
 
 def per(field: str, columns: Columns, rows: list[Row]) -> str:
-    """A table with a heading for each value of the field."""
+    """Return a table with a heading for each value of the field."""
     values = dict.fromkeys(row[field] for row in rows)
     parts = (f"**{value}**\n\n{markdown.table([r for r in rows if r[field] == value], columns)}" for value in values)
     return "\n\n".join(parts)
@@ -61,7 +61,7 @@ def milliseconds(ms: float) -> str:
     return f"{ms:#.3g}".rstrip(".")
 
 
-# The README: what is computed, entry, shape.
+# Rows of the README's table: (what is computed, entry, shape).
 HEADLINES = (
     ("Index scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
     ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
@@ -69,12 +69,12 @@ HEADLINES = (
     ("Sparse MLA, decode, FP8 cache", "flash_mla_with_kvcache_sparse", "B 128, 128 heads, s_q 2, k 2048, 32768 keys"),
     ("Sparse MLA, backward", "sparse_mla_attention", "8192 queries, d 576, 128 heads, k 2048"),
 )
-# Peers by their packages, where a benchmark names one of several kernels.
+# Names of peers' packages, for benchmarks that name only the kernel.
 PEERS = {"deepgemm": "sgl-deep-gemm", "vllm decode": "vLLM top-k", "cuDNN-FE": "cuDNN frontend"}
 
 
 def headlines() -> str:
-    """One line per op of HEADLINES, at one shape."""
+    """Return a table with a line per op of HEADLINES, at one shape."""
     entries = main_entries()
     found = []
     for what, name, shape in HEADLINES:
@@ -108,7 +108,7 @@ def _part_of_peers(part: str) -> Column:
 
 
 def _without_glue(row: Row) -> str:
-    """The speed-up over the peers' pass without what only hands tensors over to them."""
+    """Return the speed-up over the peers' pass without the time of code that only converts tensors for the peers."""
     if row["ratio"] is None or GLUE not in row["peer_parts"]:
         return ""
     return f"{(row['peer_ms'] - row['peer_parts'][GLUE]) / row['ms']:.2f}"
@@ -200,7 +200,8 @@ def _parallel(rows: list[Row]) -> str:
 
 
 def _parallel_computed(rows: list[Row]) -> str:
-    """From one GPU's part, measured alone, and what fewer GPUs say to each other (`dsa_bench.e2e.computed`)."""
+    """Return a table of all layers' times, computed from one GPU's part, measured alone, and the communication that
+    fewer GPUs need (`dsa_bench.e2e.computed`)."""
     measured, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
     found = []
     for row in silent:
@@ -214,7 +215,7 @@ def _million(rows: list[Row], steps: bool) -> str:
 
 
 def _joined(rows: list[Row]) -> list[dict[str, Any]]:
-    """Rows whose shape is "PASS, KEY" become one row for each key: {"shape": KEY, PASS: row}."""
+    """Join rows whose shape is "PASS, KEY" to one row for each key: {"shape": KEY, PASS: row}."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         which, shape = row["shape"].split(", ", 1)
@@ -223,7 +224,7 @@ def _joined(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _yardstick(row: Row) -> float:
-    """Milliseconds of the only one that a row has."""
+    """Return the milliseconds of a row's only yardstick."""
     (found,) = row["yardsticks"].values()
     return found["ms"]
 

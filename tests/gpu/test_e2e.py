@@ -1,4 +1,4 @@
-"""What the peers' whole passes have of the benchmark's own: slots of a selection."""
+"""Check code of the benchmark that the peers' whole passes run: the slots of a selection."""
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from dsa_bench.e2e import peer_slots
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("rows", "k"), [(1, 2048), (130, 512), (9, 1500)])
 def test_slots_of_a_selection(rows, k, by_row):
-    """Beside the formula, which a CPU runs: some keys are not there, and a table may be part of a wider one."""
-    pytest.importorskip("triton")  # which PyTorch's builds for a GPU have
+    """Compare with the formula, which runs on a CPU. Some keys are invalid, and the table can be part of a wider
+    one."""
+    pytest.importorskip("triton")  # included in PyTorch's builds for GPUs
     page_size, pages, sequences = 64, 300, 7 if by_row else rows
     indices = torch.randint(-1, page_size * pages, (rows, k), dtype=torch.int32)
     indices[:, ::5] = -1

@@ -1,6 +1,8 @@
-"""What the kernels of all ops do alike, over their cases (`dsa.cases`): right results in poisoned memory, and the same
-bits in later runs, in CUDA graphs with new data, on busy streams, on a second GPU, in compiled graphs, at other strides
-and with keys far apart."""
+"""Checks of all ops' kernels over their cases (`dsa.cases`).
+
+Results are right with free memory poisoned. They have the same bits in later runs, in CUDA graphs with new data, on
+busy streams, on a second GPU, in compiled graphs, at other strides and with keys far apart.
+"""
 
 from itertools import islice
 
@@ -20,10 +22,10 @@ by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 ordered = pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered], ids=lambda case: case.name)
 
 
-# Plain PyTorch has no kernel: it may read a tensor on the host, and sum in the order of strides.
+# Ops without kernels are excluded: PyTorch may read a tensor on the host, and may sum in the order of strides.
 WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
 SIZED = [(case, sizes) for case in WITH_KERNELS if case.ordered for sizes in ({}, *case.more)]
-# Arguments that may hold many keys or scores, and the cases that read or write these.
+# Arguments that can contain many keys or scores, and the cases with such arguments.
 KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed", "scores"
 WITH_KEYS = [*indexer.CASES, *mla.CASES, *mla_windows.CASES, *selection.CASES]
 
@@ -42,7 +44,7 @@ def written(case, arguments):
 
 @torch.no_grad()
 def copy(source, target):
-    """Every tensor of arguments, leaves too."""
+    """Copy every tensor of the arguments, including leaves."""
     for x, y in zip(flat([*source.values()]), flat([*target.values()]), strict=True):
         y.copy_(x)
 
@@ -63,7 +65,7 @@ def test_twenty_runs_have_the_same_bits(case):
 
 @pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.name)
 def test_a_graph_is_replayed_with_new_data(case):
-    case.results(given(case))  # compiles: a capture cannot
+    case.results(given(case))  # compile first, because a capture cannot
     held, graph = given(case), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = case.results(held)
@@ -77,7 +79,7 @@ def test_a_graph_is_replayed_with_new_data(case):
 
 @ordered
 def test_a_call_runs_on_the_current_stream(case):
-    """It reads what a busy stream writes into its arguments before."""
+    """Arguments are written on a busy stream before the call; the call must read these values."""
     held, new = given(case), given(case)
     with torch.no_grad():
         for x in flat([*held.values()]):
@@ -98,7 +100,7 @@ def test_arguments_on_another_gpu_than_the_current_one(case):
 
 @pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered and x.op not in NOT_ONE_GRAPH], ids=lambda x: x.name)
 def test_compiled(case, monkeypatch):
-    """Gradients, too, where the case has some."""
+    """Compare results, including gradients if the case has them."""
     torch._dynamo.reset()
     expected = case.results(given(case))
     monkeypatch.setattr(dsa, case.op, torch.compile(case.function(), fullgraph=True, backend="aot_eager"))
@@ -107,16 +109,16 @@ def test_compiled(case, monkeypatch):
 
 @pytest.mark.parametrize(("case", "sizes"), SIZED, ids=name_of)
 def test_strides_change_no_bit(case, sizes):
-    """Each tensor of the arguments in turn is part of a larger one, which holds NaN or wrong indices around it."""
+    """Each tensor argument in turn is a view of a larger tensor, which has NaN or invalid indices around it."""
     for name, value in given(case, **sizes).items():
         for place, x in tensors(value) if name not in case.written else ():
-            # Gradients for odd strides are PyTorch's, but for wider rows.
+            # For leaves only the pair with wider rows is tested; gradients at other strides are PyTorch's own.
             for pair in islice(at_other_strides(x.detach()), 1 if x.requires_grad else None):
                 plain, strided = (replaced(value, place, y.requires_grad_(x.requires_grad)) for y in pair)
                 try:
                     expected = case.results(given(case, **sizes) | {name: plain})
                     got = case.results(given(case, **sizes) | {name: strided})
-                except ValueError as error:  # kernels take some tensors in one piece
+                except ValueError as error:  # some kernels require contiguous tensors
                     assert name in str(error)
                     continue
                 assert_same_bits(got, expected)

@@ -1,5 +1,7 @@
-"""Calls of the kernels with wrong and odd arguments: other strides, tensors on the CPU among those on the GPU, numbers
-that are none. `tests.fuzz` says what counts as right."""
+"""Calls of the kernels with wrong and unusual arguments: other strides, CPU tensors among GPU tensors, invalid numbers.
+
+`tests.fuzz` defines which outcomes are right.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Generation on a GPU: the same code, with kernels where they exist, beside the CPU's references."""
+"""Generation on a GPU: the same code as on a CPU, with kernels where they exist, compared with the CPU's references."""
 
 from dataclasses import replace
 
@@ -35,15 +35,15 @@ from tests.layers.generation.guesses import Guesses, guess
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
-# Of logits whose standard deviation is 2, and where one number that FP8 rounds the other way, 2^-4 off, changes a
-# random router's choice of experts.
+# Largest accepted gap between two logits, whose standard deviation is 2. In FP8 a single number that is rounded the
+# other way, by 2^-4, can change a random router's choice of experts.
 NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
 @pytest.fixture(scope="module")
 def load_tiny(tmp_path_factory):
-    """Loads the tiny model of a family. No token ends its sequences: what a random model says is as long as it is told
-    to be."""
+    """Return a function that loads the tiny model of a family. No token ends its sequences, so they have the requested
+    length."""
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         write_tiny_checkpoint(root / family, model=family)
@@ -61,7 +61,7 @@ def without_end(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_the_references(family, load_tiny):
-    """fp32, nothing quantised: rounding differs in the last bits only, and the tokens agree."""
+    """fp32 without quantisation: rounding differs only in the last bits, and the tokens agree."""
     tokens = []
     for device in ("cpu", "cuda"):
         model = load_tiny(family, device, dtype=torch.float32, dequantize=True)
@@ -73,7 +73,7 @@ def test_greedy_tokens_equal_the_references(family, load_tiny):
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
-    """fp32, as above; random models take next to no drafts, so that nearly all of them are taken back."""
+    """fp32, as above. Random models accept very few drafts, so nearly all drafts are rolled back."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     plain, drafted = (
         [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
@@ -84,7 +84,8 @@ def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_shared_prefixes(family, load_tiny):
-    """fp32, as above: prompts of one call, which also decode beside chunks of others, and of a second one."""
+    """fp32, as above: prompts that share prefixes within one call, which also decode while others prefill in chunks,
+    and across two calls."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
@@ -99,8 +100,8 @@ def test_tokens_of_shared_prefixes(family, load_tiny):
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
-    """FP8 throughout, with graphs, which run two chains of kernels at once, and without: the same passes give the same
-    bits, whatever they take of drafts of which most are right."""
+    """FP8 throughout: passes with graphs, which run two chains of kernels at once, and without graphs give the same
+    bits, whatever number of drafts is accepted; most drafts are right."""
     model = load_tiny(family, drafter=True)
     params = SamplingParams(96)
     truth = [c.tokens for c in Generator(model, cache_tokens=1024).generate(PROMPTS, params)]
@@ -119,21 +120,21 @@ def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
-    """What a sequence gets, bit for bit, when it is alone: among 71 others, which cross 128 selected keys and V4's
-    window, and with drafts, of which most are right and some are not."""
+    """A sequence gets the bits that it gets alone: among 71 others, which exceed 128 selected keys and V4's window, and
+    with drafts, of which most but not all are right."""
     model = load_tiny(family, drafter=True, kv_cache=kv_cache)
     assert_batch_invariant(model, monkeypatch)
 
 
-# Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them. Scales of
-# rows that are no multiple of 16 bytes, which no published model has, are padded by two kernels of PyTorch each.
+# Family -> (most kernels per layer of the tiny model, most kernels before and after the layers). If scale rows are no
+# multiple of 16 bytes, which no published model has, two kernels of PyTorch pad each of them.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
-    """No more than those that tests/layers/compilation/test_launches.py counts without a GPU, an op of two kernels and
-    what PyTorch adds to its own operators included; and chains that run at once."""
+    """A graph has no more kernels than tests/layers/compilation/test_launches.py counts without a GPU, allowing for ops
+    of two kernels and for kernels that PyTorch adds to its own operators. Chains of kernels run at once."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
@@ -152,7 +153,7 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
 
 
 def mixtures():
-    """Two layers of experts, in bf16, beside which their shared experts run."""
+    """Return two layers of experts in bf16, whose shared experts run at the same time as the routed experts."""
     torch.manual_seed(0)
     made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
     return [moe.cuda() for moe in made]
@@ -160,8 +161,8 @@ def mixtures():
 
 @torch.no_grad()
 def test_branches_of_two_streams_in_one_graph():
-    """As of two parts of a batch, each with a layer on a stream of its own: neither's branch takes the other's
-    memory, though the first one's sum comes late."""
+    """Like two parts of a batch, each with a layer on its own stream: neither layer's branch reuses the other's memory,
+    even if the first layer's sum is late."""
     layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
     expected = [layer(x) for layer in layers]
     late = layers[0].experts.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
@@ -182,9 +183,10 @@ def test_branches_of_two_streams_in_one_graph():
 
 
 def test_captured_gradients_of_experts():
-    """Forward and backward in graphs have one order of launches."""
+    """Forward and backward in graphs launch in one order."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
-    # Not kept: what accumulates gradients would remember this stream, which a capture must not wait for.
+    # autograd.grad, not backward: the node that accumulates gradients would remember this stream, for which a capture
+    # must not wait.
     (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
     captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
     for _ in range(5):
@@ -196,8 +198,8 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
-    """bf16 and FP8, captured, beside the CPU: rounding may decide between two tokens whose logits are near each other.
-    At the first token that differs, how far the CPU's logit of its own token is above that of the other one."""
+    """bf16 and FP8, captured, compared with the CPU: rounding may decide between two tokens with similar logits. At the
+    first token that differs, the CPU's logit of its own token is only slightly above that of the GPU's token."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
@@ -205,7 +207,7 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
         model = load_tiny(family, device, dtype=torch.bfloat16, dequantize=weights == "bf16")
         got = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(16))
         tokens.append([c.tokens for c in got])
-    # Both prompts fit into the first pass: from then on every pass has a row for each.
+    # Both prompts fit into the first pass, so every pass has a row for each prompt.
     for i, (own, other) in enumerate(zip(*tokens)):
         n = next((n for n in range(16) if own[n] != other[n]), None)
         if n is not None:
@@ -217,8 +219,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """FP8 throughout: prefill by chunks and decode, dense and sparse, score through the 132-byte pages and attend to
-    what the 656-byte pages hold."""
+    """FP8 throughout: chunked prefill and decoding, dense and sparse, score keys in 132-byte slots and attend to
+    latents in 656-byte slots."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):
@@ -238,13 +240,13 @@ def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch
         *("write_mla_cache", "read_kv_cache", "flash_mla_with_kvcache"),
         *(("mha_varlen_fwd", "selection_bits") if multi_head else ("flash_mla_sparse_fwd",)),
     }
-    # Prefill selects positions in rows of each token's own keys; decode selects cache slots, translated by the top-k
-    # itself.
+    # Prefill selects positions among each token's keys; decoding selects cache slots, which the top-k kernel itself
+    # looks up.
     assert options == {LENGTHS, LENGTHS | PAGED}
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
-    """Every selection of a generation, of the scores that the model gives, beside the reference's."""
+    """Every selection of a generation, from the model's own scores, equals the reference's."""
     shapes, topk = set(), dsa.topk_indices
 
     def checked(scores, k, **options):
@@ -255,22 +257,22 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
     monkeypatch.setattr(dsa, "topk_indices", checked)
     model = load_model(checkpoint, device="cuda", progress=False)
-    # A comparison cannot be captured.
+    # Without graphs, because a comparison cannot be captured.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)
     generator.generate([*PROMPTS, list(range(300, 530))], SamplingParams(8))
     assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
-    """Sequences shorter than the indexer's top-k attend to all keys of a bf16 cache: every call of a generation beside
-    the reference, and one plan a pass for all layers."""
+    """Sequences shorter than the indexer's top-k attend to all keys of a bf16 cache: every call of a generation agrees
+    with the reference, and all layers of a pass share one plan."""
     calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
         out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
         with dsa.use_backend("reference"):
             expected, expected_lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
-        # Softmax weights are rounded to bf16, and these values are not small: FlashMLA's bound on the cosine.
+        # Softmax weights are rounded to bf16 and values are not small, so only FlashMLA's bound on the cosine applies.
         assert calc_diff(out, expected) < 5e-6
         assert_close("lse", lse, expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
         calls.append(lengths.tolist())
@@ -288,8 +290,8 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
-    """The published FP8 mode, in fp32 outside the quantised products: the cast and the product kernels run here, and
-    every product is held beside the reference's."""
+    """The published FP8 mode, with fp32 outside the quantised products: the cast and product kernels run, and every
+    product is compared with the reference's."""
     products = []
 
     def beside_the_reference(op):
@@ -312,15 +314,15 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
             out = model(tokens, SequenceBatch.without_cache([80], device), all_tokens=True)
         logits.append(out.cpu())
     assert len(set(products)) == 2
-    # An e4m3 rounding that fp32 noise tips over moves a value by 2^-4, and with it a random router's choice.
-    # Quantisation itself is worth about 0.05.
+    # fp32 noise can flip an e4m3 rounding, which moves a value by 2^-4 and can change a random router's choice.
+    # Quantisation itself accounts for about 0.05.
     assert calc_diff(*logits) < 4e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
-    """Every step of sequences that end one after the other: its logits beside those of the same pass, not captured,
-    which writes the same to the caches."""
+    """Compare every step's captured logits with those of the same pass without a graph, which writes the same to the
+    caches. The sequences end one after another."""
     model = load_tiny(family)
     step, replayed = DecodeStep.__call__, []
 
@@ -351,7 +353,7 @@ def test_other_dtypes_over_fp8_caches(family, load_tiny):
 
 
 def test_many_sequences_share_pages_and_slots(checkpoint):
-    """100 sequences through 64 places: what a sequence gives does not depend on who had its pages before."""
+    """100 sequences share 64 places: a sequence's tokens do not depend on which sequence used its pages before."""
     model = without_end(load_model(checkpoint, device="cuda", progress=False))
     prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]
     params = [SamplingParams(4 + i % 9) for i in range(100)]
@@ -364,7 +366,8 @@ def test_many_sequences_share_pages_and_slots(checkpoint):
 
 
 def test_sampled_tokens_are_those_of_a_cpu():
-    """Greedy rows, whole vocabularies and likeliest tokens side by side, and rows that no token can be chosen from."""
+    """Greedy rows, rows sampled from the whole vocabulary and from the likeliest tokens together, and rows from which
+    no token can be chosen."""
     kinds = ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.6, "top_p": 0.95})
     params = [SamplingParams(**kinds[i % 4]) for i in range(44)]
     params += [SamplingParams(temperature=2.0, top_k=3, top_p=0.5), SamplingParams(temperature=1e-3, top_p=0.1)]
@@ -374,9 +377,9 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # equal ones, at the cut too
+    logits[4:8] = logits[4:8].round()  # creates equal logits, also at the limit of top-k
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
-    drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some are taken
+    drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [
         sample_drafted(x, drafts, params, [RandomStream(seed) for seed in range(len(params))])
         for x in (logits, logits.cuda())
@@ -387,7 +390,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
-    """Also where others take over its pages and its state slot: what it left there reaches none of them."""
+    """NaN also does not reach sequences that reuse the pages and the state slot of the ended sequence."""
     model = load_tiny(family)
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
     embeddings.data[77] = torch.nan
@@ -401,7 +404,7 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """With and without earlier tokens, dense and sparse: PyTorch raises where the host would wait for the GPU."""
+    """PyTorch raises if the host would wait for the GPU in passes with and without earlier tokens, dense and sparse."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
@@ -413,7 +416,7 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
             chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(new, earlier, pages))]
             model(tokens, prefill_batch(chunks, cache.page_size, "cuda"), cache)
 
-    run()  # kernels are compiled and loaded, and weights that are dequantised are kept
+    run()  # the first run compiles and loads kernels and caches dequantised weights
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -424,7 +427,8 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
 @pytest.mark.parametrize("pages", [None, torch.bfloat16, "fp8"], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
 def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
-    """Multi-head and absorbed, with rope in place and keys and values as parts of one projection."""
+    """Compare the multi-head with the absorbed form; rope is in place, and keys and values are parts of one
+    projection."""
     nope, rope, value = sizes
     with torch.device("cuda"):
         indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)
@@ -442,25 +446,26 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
         with torch.inference_mode():
             results.append(layer(x, *rotary(batch.positions), batch, cache, selection).float())
         assert (selection.bits is not None) == multi_head
-    # The absorbed form has dequantised projections where the multi-head form rounds latents to e4m3.
+    # The absorbed form uses dequantised projections, while the multi-head form rounds latents to e4m3.
     assert (results[0] - results[1]).norm() < 0.06 * results[1].norm()
 
 
 @pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
-    """From the prompt to the logits, in one piece and in chunks. passes: the queries of those whose keys are more than
-    are selected."""
+    """Compare from the prompt to the logits, in one pass and in chunks. passes: the number of queries of each pass with
+    more keys than are selected."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS
-    # A pass has its own rows from what writes them; pages are read for the second chunk of a sequence.
+    # A pass gets its own rows directly from the op that writes them; pages are read only for the second chunk of a
+    # sequence.
     assert ("read_kv_cache" in run.launched) == (chunk == 50)
 
 
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_decoding_beside_the_references(kv_cache, record_property):
-    """24 tokens for each of three sequences, one of which has fewer keys than are selected."""
+    """Generate 24 tokens for each of three sequences, one of which has fewer keys than are selected."""
     run, queries = tiny_model.run_beside_references(kv_cache, 1000, 24, "flash_mla_with_kvcache", record_property)
     assert queries == [3] * 23 * tiny_model.LAYERS
     assert run.launched >= tiny_model.PREFILL_OPS | tiny_model.DECODE_OPS

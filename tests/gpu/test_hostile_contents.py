@@ -1,6 +1,7 @@
-"""What an index tensor holds never makes a kernel read or write outside its tensors.
+"""The contents of an index tensor never make a kernel read or write outside its tensors.
 
-The receipt's run puts this file under compute-sanitizer's memcheck: alone it only sees results and crashes.
+The receipt's run puts this file under compute-sanitizer's memcheck. Without it, the tests only detect wrong results and
+crashes.
 """
 
 import pytest

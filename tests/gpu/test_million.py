@@ -1,4 +1,5 @@
-"""Contexts of a million tokens on the GPU: needles in every layer, the memory of a pass, and what attends to it."""
+"""Contexts of a million tokens on the GPU: needles in every layer, the memory of a pass, and attention over so many
+keys."""
 
 from functools import partial
 from unittest import mock
@@ -19,11 +20,12 @@ from tests.needles import Haystack, planted
 
 TOKENS = 2**20
 SHARES = (0.0, 0.1, 0.3333, 0.5, 0.77, 0.99, 0.99999)
-SELECT = {"V4-Flash": 2, "GLM-5.2": 1}  # layers with an indexer
+SELECT = {"V4-Flash": 2, "GLM-5.2": 1}  # number of layers with an indexer
 
 
 def small_stack(name):
-    """With its kernels compiled in parallel before: one after the other, in the passes, they would take minutes."""
+    """Return a small stack. Its kernels are compiled in parallel first, because one after another, during the passes,
+    they take minutes."""
     sizes = SMALL | FEWER[name]
     prompts = [(8192, begin) for begin in range(0, TOKENS, 2**17)] + [(8192, TOKENS - 8192), (300, TOKENS - 300)]
     asked = partial(million.asked_by, skeleton(name, **sizes), prompts, [1], TOKENS)
@@ -33,9 +35,12 @@ def small_stack(name):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, record_error):
-    """In decoding, in a prompt's pass over more tokens than are scored at once, and in a long one, whose keys are
-    selected as they are scored. FP8 products are summed with fewer bits than fp32 has, and a prompt's scores in fp16:
-    off by 5e-4 of their root mean square, and a few of them by six times as much."""
+    """Needles are found in decoding, in a prompt's pass with more tokens than are scored at once, and in a long pass
+    that selects keys while it scores them.
+
+    Scores differ from fp32 by about 5e-4 of their root mean square, and a few by six times as much, because FP8
+    products are summed with fewer bits than fp32 has, and a prompt's scores in fp16.
+    """
     model = small_stack(name)
     hay = Haystack(model, TOKENS, "cuda")
     with planted(SHARES) as finds:
@@ -52,8 +57,8 @@ def test_every_layer_finds_needles(name, record_error):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name):
-    """Of passes whose activations are small, so that none of the workspace is hidden below them: at a million tokens,
-    and where the most latents are read beforehand."""
+    """Measure the memory of passes with small activations, which cannot hide the workspace: at a million tokens, and at
+    the length at which the most latents are read beforehand."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
     prompt = LongPrompt(model, TOKENS, 8192)
@@ -72,7 +77,7 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_prefills_over_fp8_pages(heads, record_error):
-    """As those over latents that were read before, for as many queries as a pass has."""
+    """Compare with prefill over latents that were read beforehand, for as many queries as a pass has."""
     pages, k = 300, 2048
     cache = torch.empty(pages, 64, 1, 656, dtype=torch.uint8, device="cuda")
     slots = torch.arange(64 * pages, device="cuda")
@@ -92,7 +97,8 @@ def test_prefills_over_fp8_pages(heads, record_error):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_tokens_share_a_list_of_entries(heads):
-    """One row in memory for all queries, of which each has its first ones: the bits of a list for each."""
+    """All queries share one list in memory, and each uses a prefix of it; the bits equal those with a separate list per
+    query."""
     queries, entries, window = 1000, 8192, 128
     q, kv, compressed = (
         torch.randn(n, h, 512, device="cuda").bfloat16() for n, h in ((queries, heads), (queries, 1), (entries, 1))
@@ -114,7 +120,7 @@ def test_tokens_share_a_list_of_entries(heads):
 
 @pytest.mark.parametrize("name", ["V3.2", "GLM-5", "GLM-5.2", "V4-Flash"])
 def test_angles_are_those_of_the_cpu(name):
-    """Whose error at a million tokens a test on the CPU states."""
+    """Compare with the CPU's angles, whose error at a million tokens is tested on the CPU."""
     config = skeleton(name).config
     positions = torch.arange(TOKENS - 8192, TOKENS)
     for rope in {config.rope, getattr(config, "compress_rope", config.rope)}:

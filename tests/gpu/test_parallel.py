@@ -1,4 +1,4 @@
-"""Models over two GPUs: sums and their bits, tiny models in FP8 and FP4 beside one GPU, and ranks that fail."""
+"""Models over two GPUs: sums and their bits, tiny models in FP8 and FP4 compared with one GPU, and ranks that fail."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.several_gpus
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny checkpoint of every family, of DeepSeek-V4 with experts in FP4."""
+    """Write a tiny checkpoint of every family; DeepSeek-V4's has experts in FP4."""
     folder = tmp_path_factory.mktemp("models")
     for model in model_types():
         write_tiny_checkpoint(folder / model, model=model)
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def run(case, folder, ranks=2):
-    """What each rank has found."""
+    """Return the results of each rank."""
     done = ended(case, folder, ranks)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(ranks)]
@@ -43,8 +43,11 @@ def ended(case, folder, ranks=2):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums(folder, ranks):
-    """In the order of the ranks, rounded once, the same bits on all: through symmetric memory, in a CUDA graph, and
-    where each has a share of the rows by copies and through NCCL, at once and beside other work."""
+    """Sums are in the order of the ranks, rounded once, with the same bits on all ranks.
+
+    They are computed through symmetric memory, in a CUDA graph, and with rows shared among the ranks through copies and
+    through NCCL, directly and at the same time as other work.
+    """
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     for found in run("sums", folder, ranks):
@@ -83,15 +86,15 @@ def test_tiny_models(folder):
         assert one["tokens"] == other["tokens"], model
         with_graphs, again, without = one["tokens"]
         assert with_graphs == again == without, model
-        # A rounding to FP8 falls the other way now and then, as the tensor cores' sums over half of the channels round
-        # otherwise, and with random weights another key or expert is chosen.
+        # The tensor cores' sums over half of the channels round differently, so some roundings to FP8 go the other way,
+        # and with random weights another key or expert is chosen.
         assert calc_diff(one["logits"], whole["logits"]) < 0.05, model
         apart = (one["logits"] - whole["logits"]).norm(dim=1) / whole["logits"].norm(dim=1)
         assert apart.median() < 0.2, model
 
 
 def test_batch_invariant_tokens(folder):
-    """What a sequence gets, bit for bit, when it is alone: among 71 others, and with drafts. The same on both ranks."""
+    """A sequence gets the bits that it gets alone, among 71 others and with drafts. Both ranks have the same tokens."""
     first, second = run("batch_invariant", folder)
     assert first == second and first.keys() == {*model_types()}
 

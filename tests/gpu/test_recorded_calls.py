@@ -1,4 +1,4 @@
-"""Calls that come again and again, whose steps are recorded: the bits of calls that are not, whatever the contents."""
+"""Repeated calls, whose steps are recorded, give the bits of calls that are not recorded, whatever the contents."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dsa.runtime.recorded_calls import REPEATS
 
 
 def arguments(call, seed):
-    """Of one signature, in memory of their own, with other floats for every seed."""
+    """Return arguments of one signature, in new memory, with other floats for every seed."""
     maker = Maker("cuda")
     maker.generator.manual_seed(seed)
     return call.make(maker)

@@ -1,4 +1,4 @@
-"""examples/train_indexer.py on a GPU, with the model that it trains, short sequences and few steps."""
+"""Run examples/train_indexer.py on a GPU with the example's model, short sequences and few steps."""
 
 import copy
 import csv
@@ -37,13 +37,17 @@ def text(tmp_path_factory):
 
 
 def test_a_captured_pass_is_the_same_as_it_is(text):
-    """Call by call, with weights, the experts' biases, tokens and the losses' weights that all differ from the last
-    call's: a graph that kept one of them would not agree. What follows from a rounding stays within a call."""
+    """Compare a captured with an uncaptured pass, call by call.
+
+    Weights, the experts' biases, tokens and the losses' weights differ in every call, so a graph that kept one of them
+    would not agree. Afterwards the weights of one model are copied to the other, so rounding errors do not accumulate
+    over calls.
+    """
     tokens = Corpus.of(text, train_tokenizer(text.train, PLAN.vocab)).train.cuda()
     models = [build(MODEL, torch.bfloat16).cuda()]
     for name, parameter in models[0].named_parameters():
         if "o_proj" in name or "down_proj" in name:
-            torch.nn.init.normal_(parameter, std=0.02)  # a block that adds nothing passes on no gradients
+            torch.nn.init.normal_(parameter, std=0.02)  # a block whose output is zero has no gradients
     models.append(copy.deepcopy(models[0]))
     learnt = [
         {n: p for n, p in model.named_parameters() if p.requires_grad and ".indexer." not in n} for model in models
@@ -54,7 +58,7 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
     ]
     generator = torch.Generator("cuda").manual_seed(0)
     for call in range(8):
-        drawn = draw(tokens, 16, PLAN.length, generator)  # enough for the embedding's gradient to sort them
+        drawn = draw(tokens, 16, PLAN.length, generator)  # enough tokens that the embedding's gradient sorts them
         weights = torch.rand(3, generator=generator, device="cuda")
         losses = []
         for model, own in zip(models, passes):

@@ -1,4 +1,4 @@
-"""transformers' models on dsa's kernels, beside transformers' own eager attention on the same GPU."""
+"""transformers' models on dsa's kernels, compared with transformers' own eager attention on the same GPU."""
 
 import copy
 import gc
@@ -17,9 +17,10 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# What rounding to bf16 may add to transformers' own distance from fp32: both choose other keys now and then.
+# Bound of our error: FACTOR times the distance of transformers in bf16 from fp32, plus SLACK. With bf16 rounding both
+# sometimes choose other keys.
 FACTOR, SLACK = 2.0, 1e-4
-# What FP8 index scores may do to logits and gradients, as calc_diff: of random weights they choose other keys often.
+# Bound of calc_diff of logits and gradients with FP8 index scores: with random weights they often choose other keys.
 FP8 = 0.1
 PREFILL = {
     "deepseek_v32": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
@@ -38,7 +39,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def exact(family):
-    """transformers' model in fp32."""
+    """Return transformers' model in fp32."""
     return make(family, "cuda")
 
 
@@ -48,8 +49,8 @@ def tokens():
 
 
 def in_bf16(model):
-    """As transformers loads a model in bf16: what it keeps in fp32 stays so, but for norms, whose result 5.17's eager
-    layers would not take."""
+    """Return a copy as transformers loads a model in bf16: modules that it keeps in fp32 stay in fp32, except norms,
+    whose fp32 result the eager layers of version 5.17 would not accept."""
     rounded = copy.deepcopy(model)
     strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
         "indexer.weights_proj"
@@ -62,12 +63,12 @@ def in_bf16(model):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The ops that have run kernels."""
+    """Return the set of ops that have run kernels."""
     return launched_ops(monkeypatch)
 
 
 def in_chunks(model, tokens, chunks):
-    """Logits of all tokens, over a cache."""
+    """Return the logits of all tokens, computed in chunks with a cache."""
     cache = DynamicCache(config=model.config)
     return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split(chunks, 1)], 1)
 
@@ -82,7 +83,7 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """Both ways of computing in bf16 are about as far from transformers in fp32."""
+    """In bf16, our attention and transformers' are about equally far from transformers in fp32."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -93,8 +94,8 @@ def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
 
 @torch.no_grad()
 def test_fp8_index_scores(family, exact, tokens, launched):
-    """The kernels' logits are as far from the references' as rounding takes transformers from fp32, and not farther
-    from fp32 than FP8 scores take them."""
+    """The kernels' logits differ from the references' by no more than bf16 rounding, and from fp32 by no more than FP8
+    scores allow."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = accelerate(rounded, fp8_indexer=True)
@@ -114,7 +115,7 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """Tokens of a padded batch are those of its sequences alone, or have logits near theirs."""
+    """The tokens of a padded batch are those of each sequence alone, or have nearly equal logits."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -132,7 +133,7 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
 def test_gradients(exact, tokens, launched, fp8_indexer):
-    """bf16 gradients of the kernels and of transformers' own, beside transformers' in fp32."""
+    """Compare bf16 gradients of the kernels, and those of transformers' own attention, with transformers in fp32."""
 
     def gradients(model):
         model.zero_grad()

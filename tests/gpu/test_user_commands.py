@@ -1,4 +1,4 @@
-"""What a user runs first, as the user runs it: commands in processes of their own, and the documents' Python."""
+"""The commands that a user runs first, each in a separate process, and the Python code of the documents."""
 
 import json
 import os
@@ -15,7 +15,7 @@ README, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/re
 
 
 def dsa_command(line, directory):
-    """Run a command line of the documents."""
+    """Run a command line from the documents."""
     words = shlex.split(line, comments=True)
     assert words[0] == "dsa"
     command = [sys.executable, "-m", "dsa_layers.command.main", *words[1:]]
@@ -26,7 +26,7 @@ def dsa_command(line, directory):
 
 @pytest.fixture(autouse=True)
 def _this_checkout(monkeypatch):
-    """The commands run in another folder, with this checkout's code."""
+    """Make commands that run in another folder use this checkout's code."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
 
 
@@ -62,7 +62,7 @@ def test_the_tiny_families(name, tmp_path):
 
 @pytest.mark.parametrize("model", ["", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
 def test_what_is_compiled_in_advance_is_all_that_runs(model, tmp_path, monkeypatch):
-    """`dsa compile` fills a folder, without a GPU, to which generation adds nothing: prompts of several lengths, alone
+    """`dsa compile` fills a folder without a GPU, and generation adds nothing to it: prompts of several lengths, alone
     and together, in one chunk and in many."""
     out = tmp_path / "kernels"
     checkpoint = ".tiny" if model else ""

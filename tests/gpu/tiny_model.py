@@ -1,10 +1,10 @@
-"""The tiny checkpoint's model on the GPU in bf16: generation under the kernels beside generation under the references.
+"""The tiny checkpoint's model on the GPU in bf16: compare generation with kernels and generation with references.
 
-Two runs that differ by rounding part ways: near-ties decide which keys and which experts a token gets, and which token
-comes next. So the references run first, and the kernels' run is given what they chose. Then
-- every call of the attention op is compared with the reference on the same arguments, as closely as alone,
+Two runs that differ by rounding diverge: near-ties decide which keys and which experts a token gets, and which token
+comes next. So the references run first, and the kernels' run uses the references' choices. Then these are compared:
+- every call of the attention op with the reference on the same arguments, with the tolerance of the op's own tests,
 - the logits with those of the references' run,
-- and what the kernels' run would have chosen itself with what it was given.
+- the choices that the kernels' run would have made with those that it used.
 """
 
 import functools
@@ -33,7 +33,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu.launched_ops import launched_ops
 
-# Two sequences longer than the 128 keys that a token selects, and a short one beside them.
+# Two sequences longer than the 128 keys that a token selects, and a short one.
 PROMPTS = [list(range(100, 430)), list(range(900, 1050)), [7, 8, 9]]
 LAYERS = 4
 PREFILL_OPS = {
@@ -41,24 +41,31 @@ PREFILL_OPS = {
     *("write_mla_cache", "flash_mla_sparse_fwd"),
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
-# calc_diff of the logits. Given the same choices, the references' run in bf16 is 1e-4 from theirs in fp32, and with FP8
-# pages 6e-4: so much is rounding between the layers worth, and kernels move some of it by a step.
+# Limit of calc_diff of the logits. With the same choices, the references' run in bf16 differs from that in fp32 by
+# 1e-4, and with FP8 pages by 6e-4. This is the effect of rounding between the layers, and kernels change some of these
+# roundings.
 LOGITS_TOLERANCE = 1e-3
-# Logits, whose standard deviation is 2, that may change places within that tolerance.
+# Largest gap between two logits, whose standard deviation is 2, that may swap ranks within that tolerance.
 NEAR_TIE = 0.25
-# Of an attention op, those of its own tests: calc_diff of the result, and the relative error of lse.
+# Tolerances of each attention op, from the op's own tests: calc_diff of the result, relative error of lse.
 ATTENTION = {
     "flash_mla_sparse_fwd": (7e-6, 2.01 / 65536),
     "flash_mla_with_kvcache": (5e-6, 8.01 / 65536),
 }
-# Sums of 576 products of order 1 in fp32: a logit near zero has this error all the same.
+# A logit is a sum of 576 products of order 1 in fp32, so even a logit near zero has an error of this size.
 LSE_ABS_TOLERANCE = 1e-5
 
 
 @dataclass
 class Run:
-    """In order: the indices of every top-k, (experts, weights) of every router, the logits behind every new token, and
-    the tokens of every pass. launched: the ops that ran their kernels."""
+    """What a run has chosen and computed, in order.
+
+    topk_indices  the indices of every top-k
+    routes        (experts, weights) of every router
+    logits        the logits from which every new token was chosen
+    tokens        the tokens of every pass
+    launched      the ops that ran their kernels
+    """
 
     topk_indices: list[torch.Tensor] = field(default_factory=list)
     routes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -69,8 +76,11 @@ class Run:
 
 @functools.cache
 def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
-    """Index keys in FP8 and the latents in FP8 or, "model", in bf16. Weights in bf16: FP8 linear layers would round
-    activations to e4m3, and what differs in the last bit of bf16 would then differ by several times that."""
+    """Return the model with bf16 weights and FP8 index keys; the latents are FP8 or, with "model", bf16.
+
+    FP8 linear layers would round activations to e4m3, which would magnify a difference in the last bit of bf16 several
+    times.
+    """
     precision = Precision(torch.bfloat16, fp8_linear=False, fp8_indexer=True, kv_cache=kv_cache)
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_checkpoint(directory)
@@ -85,8 +95,10 @@ def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
 
 
 def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: Run | None = None) -> Run:
-    """Greedy tokens for all prompts together, `chunk` prompt tokens a pass, over pages that hold NaN. With `given`, its
-    choices are followed, and those that would have been made are noted."""
+    """Generate greedy tokens for all prompts together, `chunk` prompt tokens per pass, over pages filled with NaN.
+
+    With `given`, the run uses the choices of `given` and records the choices that it would have made itself.
+    """
     run = Run()
     followed = given or run
     sample = passes.sample
@@ -97,13 +109,13 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
     with pytest.MonkeyPatch.context() as patch:
         run.launched = launched_ops(patch)
-        # Both runs have one form of attention, whose selections are rows of the same keys.
+        # Both runs use the absorbed form of attention, so that both select rows of the same keys.
         patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
         patch.setattr(GroupedSigmoidRouter, "forward", router)
         patch.setattr(passes, "sample", _following(sample_and_note, run.tokens, followed.tokens))
-        # Each pass runs as Python, whose choices can be followed.
+        # Passes run as Python, because choices inside a graph cannot be replaced.
         generator = Generator(model, cache_tokens=1024, prefill_chunk=chunk, cuda_graphs=False)
         for layer in range(LAYERS):
             pages = generator.cache.layer(layer)
@@ -114,7 +126,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
 
 def _following(choose: Callable[..., Any], chosen: list, followed: list) -> Callable[..., Any]:
-    """`choose`, whose results are noted in `chosen`, but which answers as `followed` says, call by call."""
+    """Return a function that records the results of `choose` in `chosen`, but returns the results in `followed`, call
+    by call."""
 
     def answer(*arguments: Any, **options: Any) -> Any:
         chosen.append(choose(*arguments, **options))
@@ -130,7 +143,8 @@ def run_beside_references(
     attention: str,
     report: Callable[[str, Any], None],
 ) -> tuple[Run, list[int]]:
-    """The kernels' run, compared as this module says, and how many queries each call of dsa.`attention` had."""
+    """Run the kernels and compare the run as this module describes. Return the run, and the number of queries in each
+    call of dsa.`attention`."""
     model, op, exact, queries = load(kv_cache), getattr(dsa, attention), getattr(reference, attention), []
     most, lse_rel_tol = ATTENTION[attention]
     with dsa.use_backend("reference"):
@@ -140,7 +154,8 @@ def run_beside_references(
     def checked(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         out, *rest = op(q, *arguments, **options)
         expected_out, *expected_rest = exact(q.float(), *arguments, **options)
-        # The ops' own bounds on single numbers are for values of a tenth; these are of order 1.
+        # The ops' bounds on single numbers assume values of 0.1; here they are of order 1, so only calc_diff is
+        # checked.
         assert calc_diff(out, expected_out) < most
         for x, y in zip(rest, expected_rest, strict=True):
             assert_close("lse or max_logits", x, y, abs_tol=LSE_ABS_TOLERANCE, rel_tol=lse_rel_tol)
@@ -167,14 +182,14 @@ def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> Non
     report("overlap in the first layer: mean, least", (first.mean().item(), first.min().item()))
     report("tokens that differ, of", (different, len(margins)))
     assert diff < LOGITS_TOLERANCE
-    # The first layer's indexer sees the same numbers in both runs, the others what rounding has made of them.
+    # In both runs the first layer's indexer has the same input; the inputs of other layers differ by rounding.
     assert first.mean() > 0.999 and first.min() > 0.95
     assert overlaps.mean() > 0.98 and overlaps.min() > 0.85
     assert margins.max() < NEAR_TIE and different <= 1 + len(margins) // 8
 
 
 def _overlaps(topk_indices: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-    """For every row of every selection, the share of the expected keys that are among the picked."""
+    """Return, for every row of every selection, the fraction of the expected keys that were selected."""
     shares = []
     for own, other in zip(topk_indices, expected, strict=True):
         valid = other >= 0

@@ -1,4 +1,4 @@
-"""transformers' models with the sizes that kernels care about, and few of everything else."""
+"""transformers' models with the sizes that the kernels support, and small sizes everywhere else."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ _SMALL = {
     "index_head_dim": 128, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
     "attn_implementation": "eager", "experts_implementation": "eager",
 }  # fmt: skip
-# No layer chooses experts by what it computes: a choice that rounding tips over would hide what attention does.
+# No layer chooses experts from its activations: a choice that rounding changes would hide errors of attention.
 _DENSE = {"intermediate_size": 256, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _YARN = {
     "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1,
@@ -48,7 +48,7 @@ MODELS = {
 
 
 def make(family: str, device: str) -> nn.Module:
-    """In fp32, with random weights, the same on every device."""
+    """Return a model in fp32 with random weights, which are the same on every device."""
     torch.manual_seed(0)
     model = MODELS[family]().eval()
     for name, parameter in model.named_parameters():

@@ -13,7 +13,8 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 def counted(compile_function=ORIGINAL):
-    """A new cache of the FP8 cast, as in a new process, and the list of the arguments that it compiles."""
+    """Return (the FP8 cast's cached compile function with an empty cache, as in a new process, the list of the
+    arguments that it compiles)."""
     compiled = []
 
     @functools.wraps(ORIGINAL)
@@ -25,7 +26,7 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """The arguments that a new process compiles, of these calls' arguments."""
+    """Return the arguments that a new process compiles for these calls."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))
@@ -33,7 +34,7 @@ def compiled_for(*calls):
 
 
 class StubKernel:
-    """Write an object file in two halves, and list the directory in between."""
+    """A kernel that writes its object file in two halves and lists the directory in between."""
 
     def __init__(self, fails_with=None):
         self.ir_module = SimpleNamespace(operation=SimpleNamespace(walk=lambda visit: None))
@@ -59,7 +60,7 @@ def suffixes(directory):
 
 
 def with_a_flipped_bit(content):
-    """May still load, as another kernel."""
+    """Return the content with one bit flipped. Such a file can still load, but contains another kernel."""
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 

@@ -1,4 +1,4 @@
-"""Parameters of the tests of kernels: shipped variants and their SASS."""
+"""Fixtures and parameters of the tests of kernels: shipped variants and their SASS."""
 
 import hashlib
 import os
@@ -13,8 +13,8 @@ from tests.kernels.variants import sample, sass_of, shipped_variants_of
 
 @pytest.fixture(scope="session", autouse=True)
 def disassembled_once(tmp_path_factory):
-    """Keep the disassembler's output in files: several tests in several processes read the SASS of one variant, and the
-    disassembler takes half a second."""
+    """Cache the disassembler's output in files, because several tests in several processes read the SASS of one
+    variant, and the disassembler needs half a second."""
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "sass"
     folder.mkdir(exist_ok=True)
@@ -26,7 +26,7 @@ def disassembled_once(tmp_path_factory):
             if not path.exists():
                 partial = path.with_name(f"{path.name}.{os.getpid()}")
                 partial.write_text(*disassembler(cubin, option))
-                partial.replace(path)  # in one step, because another process may read it
+                partial.replace(path)  # atomically, because another process may read the file
         return [path.read_text() for path in paths]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -36,13 +36,13 @@ def disassembled_once(tmp_path_factory):
 
 @pytest.fixture
 def sass(compile_function, arguments) -> Sass:
-    """The SASS of the variant."""
+    """Return the SASS of the variant."""
     return sass_of(compile_function, *arguments)
 
 
 @pytest.fixture
 def in_order(compile_function, arguments) -> list[list[str]]:
-    """The names of the instructions of each of the variant's kernels, in the order of addresses."""
+    """Return the instruction names of each of the variant's kernels, in the order of addresses."""
     return disassembly.instructions_in_order(cubin(compile_function, *arguments))
 
 

@@ -2,12 +2,12 @@
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
-machine_code.json has for each family of kernels the key of its code (`key_of`), and for each variant that the family
-ships a digest of what runs: instructions, constants, registers and shared memory of its kernels, and
-the host code that computes their grids. Symbols do not count, so that names in the source may change.
+For each family of kernels, machine_code.json contains the key of its source (`key_of`), and for each variant that the
+family ships a digest of the code that runs: instructions, constants, registers and shared memory of the kernels, and
+the host code that computes their grids. Symbols do not affect a digest, so names in the source may change.
 
-The command compiles the families whose key is another, prints what became of their variants, and writes the file.
---all compiles every family; --check writes nothing, and exits with 1 where a variant is another.
+The command compiles the families whose key has changed, prints which variants have changed, and writes the file. --all
+compiles every family; --check writes nothing, and exits with 1 if a variant has changed.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from tests.code_lines import code_lines
 PATH = Path(__file__).with_suffix(".json")
 FAMILIES = Path(dsa.kernels.__path__[0])
 SHARED = FAMILIES.parent / "cute"
-_NO_BYTES = 8  # type of a section that has a size and no bytes in the file
-_SIZED = 4  # .nv.info: format of an attribute with a size
-_REGISTERS, _BLOCK = 0x2F, 0x10  # attributes (symbol, registers) and (x, y, z)
+_NO_BYTES = 8  # type of a section that has a size but no bytes in the file
+_SIZED = 4  # .nv.info: format of an attribute whose entry contains a size
+_REGISTERS, _BLOCK = 0x2F, 0x10  # attributes whose values are (symbol, registers) and (x, y, z)
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
-_LAUNCHER = "_mlir_ciface_"  # before the name of the host function that computes grids and launches
-_SYMBOL = "<IBBHQQ"  # name, info, other, section, value, size
+_LAUNCHER = "_mlir_ciface_"  # prefix of the name of the host function that computes grids and launches
+_SYMBOL = "<IBBHQQ"  # fields: name, info, other, section, value, size
 _CONSTANTS = ".rodata.cst"  # section of the host code's vector constants, up to 16 bytes each
 _HANDLES = ".lbss"  # section of the handles of kernels, in the order of their first launches
 
@@ -47,16 +47,17 @@ Digests = dict[str, str]
 
 
 def digest(object_file: bytes) -> str:
-    """Of a compiled variant: its kernels' code and the host code that launches them, without symbols."""
+    """Return a digest of a compiled variant: its kernels' code and the host code that launches them, without
+    symbols."""
     cubin = cubin_in(object_file)
-    # Kernels are in the file in the reverse order of their first launches.
+    # The file contains the kernels in the reverse order of their first launches.
     parts = [f"{kind} {size} {hashlib.sha256(code).hexdigest()}" for kind, size, code in code_sections(cubin)]
     parts += [f"registers {[*registers(cubin)]}", f"launcher {hashlib.sha256(launcher(object_file)).hexdigest()}"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
-    """(one of _KINDS, its size, its content) of each section of a kernel's instructions, constants or shared memory."""
+    """Yield (one of _KINDS, size, content) for each section of a kernel's instructions, constants or shared memory."""
     for name, size, content in _sections(cubin):
         for kind in _KINDS:
             if name.startswith(kind):
@@ -64,17 +65,17 @@ def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
 
 
 def registers(cubin: bytes) -> list[int]:
-    """Registers per thread of each kernel."""
+    """Return the registers per thread of each kernel."""
     return [struct.unpack("<II", value)[1] for value in _attributes(cubin, _REGISTERS)]
 
 
 def threads(cubin: bytes) -> list[int]:
-    """Threads per CTA of each kernel."""
+    """Return the threads per CTA of each kernel."""
     return [math.prod(struct.unpack("<III", value)) for value in _attributes(cubin, _BLOCK)]
 
 
 def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
-    """The values of an attribute of kernels."""
+    """Yield the values of an attribute of all kernels."""
     for name, _, content in _sections(cubin):
         at = 0
         while name.startswith(".nv.info") and at < len(content):
@@ -85,8 +86,8 @@ def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def launcher(object_file: bytes) -> bytes:
-    """The instructions of the host functions that launch, with the vector constants that they load and which of the
-    kernels each launch is of."""
+    """Return the instructions of the host functions that launch, with the vector constants that they load, and which
+    kernel each launch is for."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [
@@ -110,7 +111,7 @@ def launcher(object_file: bytes) -> bytes:
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
-    """(name, size, content) of each section of a 64-bit little-endian ELF file."""
+    """Yield (name, size, content) of each section of a 64-bit little-endian ELF file."""
     (table,) = struct.unpack_from("<Q", elf, 40)
     entry, count, names = struct.unpack_from("<HHH", elf, 58)
     heads = [struct.unpack_from("<IIQQQQ", elf, table + i * entry) for i in range(count)]
@@ -124,7 +125,7 @@ def _text(strings: bytes, at: int) -> str:
 
 
 def name_of(compile_function: Any, arguments: tuple) -> str:
-    """A variant's name on record: module, compile function and arguments."""
+    """Return a variant's name in the record: module, compile function and arguments."""
     return f"{compile_function.__module__.rpartition('.')[2]}.{compile_function.__name__}{arguments!r}"
 
 
@@ -133,8 +134,8 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """The key of the code of a family and of dsa/cute on disk, and of the compiler's options. Kernels import nothing
-    else. Comments and docstrings do not count: to reword them needs no compiler and no GPU."""
+    """Return the key of the source of a family and of dsa/cute, and of the compiler's options. Kernels import nothing
+    else. Comments and docstrings do not affect the key, so rewording them needs no compiler and no GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
     digest = hashlib.sha256(OPTIONS.encode())
@@ -146,13 +147,13 @@ def key_of(family: str) -> str:
 
 
 def without_names(variant: str) -> str:
-    """A variant's arguments alone: names of functions, configurations and their fields may change."""
+    """Return a variant's arguments without names: names of functions, configurations and their fields may change."""
     return re.sub(r"\w+=|\w+(?=\()", "", variant[variant.index("(") :])
 
 
 @functools.cache
 def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
-    """{name: (compile function, arguments)} of the variants that a family's modules ship."""
+    """Return {name: (compile function, arguments)} of the variants that a family's modules ship."""
     package = f"{dsa.kernels.__name__}.{family}"
     modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules([str(FAMILIES / family)], f"{package}.")]
     variants = [variant for module in modules for variant in getattr(module, "shipped_variants", list)()]
@@ -160,7 +161,7 @@ def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
 
 
 def recorded() -> dict[str, Any]:
-    """{"dsl": its version, "families": {family: {"key": of its sources, "variants": {name: digest}}}}."""
+    """Return {"dsl": its version, "families": {family: {"key": key of its source, "variants": {name: digest}}}}."""
     if not PATH.exists():
         return {"dsl": None, "families": {}}
     try:
@@ -170,13 +171,13 @@ def recorded() -> dict[str, Any]:
 
 
 def changed_families() -> list[str]:
-    """The families whose sources or variants are not those on record."""
+    """Return the families whose source differs from the recorded one."""
     there = recorded()["families"]
     return [f for f in families() if f not in there or there[f]["key"] != key_of(f)]
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """{family: digests of its variants as they compile now}. Uses all cores and the compile cache."""
+    """Return {family: digests of its variants as they compile now}. Uses all cores and the compile cache."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build
@@ -195,7 +196,8 @@ def compiled(names: Iterable[str]) -> dict[str, Digests]:
 
 
 def current() -> Digests:
-    """{name: digest} of every variant of today's sources. Families that are not on record are compiled."""
+    """Return {name: digest} of every variant of today's source. Families whose source differs from the record are
+    compiled."""
     there = recorded()["families"]
     changed = changed_families()
     digests = compiled(changed) if changed else {}
@@ -205,8 +207,8 @@ def current() -> Digests:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
-    """(changed or gone, new or changed, renamed) variants; a line each. A variant that keeps its name is not renamed,
-    even if another one has its code now."""
+    """Return the lists of (changed or removed, new or changed, renamed) variants, one line each. A variant that keeps
+    its name does not count as renamed, even if another variant now has its code."""
     unmatched = defaultdict(list)
     for name, code in after.items():
         if before.get(name) != code:

@@ -1,4 +1,4 @@
-"""Digests of machine code depend on code and not on names; the kernels' machine code is that on record."""
+"""Digests of machine code depend on code and not on names, and the kernels' machine code equals the record."""
 
 import re
 
@@ -49,7 +49,8 @@ def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: c
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """The object file of a function that fills 32 columns of `rows` rows with `value`."""
+    """Return a function that compiles a kernel that fills 32 columns of `rows` rows with `value`, to an object file's
+    bytes."""
     path = tmp_path_factory.mktemp("filled") / "object.o"
 
     def compiled(function, rows, value):
@@ -70,9 +71,10 @@ def _fill_twice(x: cute.Tensor, order: cutlass.Constexpr, value: cutlass.Constex
 @pytest.mark.parametrize(
     ("count", "calls"),
     [
-        (1, [(_fill, 3, 1.0), (_fill_with_other_names, 3, 1.0)]),  # names in the source
-        (3, [(_fill, 3, 1.0), (_fill, 3, 2.0), (_fill, 4, 1.0)]),  # a constant and a grid
-        (4, [(_fill_twice, order, 1.0) for order in ((0, 1), (1, 0), (0, 1, 0), (0, 1, 1))]),  # the order of launches
+        (1, [(_fill, 3, 1.0), (_fill_with_other_names, 3, 1.0)]),  # other names in the source
+        (3, [(_fill, 3, 1.0), (_fill, 3, 2.0), (_fill, 4, 1.0)]),  # another constant, another grid
+        # other orders of launches
+        (4, [(_fill_twice, order, 1.0) for order in ((0, 1), (1, 0), (0, 1, 0), (0, 1, 1))]),
     ],
 )
 def test_digests_differ_by_code_constants_grids_and_order_only(filled, count, calls):
@@ -109,9 +111,9 @@ def test_registers_are_those_of_the_kernel(code):
             {"same": "1", "new name": "2", "changed": "5", "added": "6"},
             (["changed", "gone"], ["added", "changed"], ["old name -> new name"]),
         ),
-        # Variants that exchange their code are changed.
+        # Two variants that exchange their code count as changed.
         ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, (["a", "b"], ["a", "b"], [])),
-        # Of two names with one code only one is renamed.
+        # If two names had the same code, only one counts as renamed.
         ({"a": "1", "b": "1"}, {"c": "1"}, (["b"], [], ["a -> c"])),
     ],
 )
@@ -160,7 +162,8 @@ def test_a_record_that_is_damaged_says_how_to_renew_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", machine_code.families())
 def test_machine_code_is_that_on_record(family, request):
-    """A family with the recorded key has the recorded code. Another family is compiled; a full run compiles all."""
+    """A family whose key is recorded is assumed to have the recorded code. Other families are compiled; a full run
+    compiles all families."""
     there = machine_code.recorded()
     assert family in there["families"], RENEW
     own = there["families"][family]

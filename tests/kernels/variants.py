@@ -1,4 +1,4 @@
-"""The shipped variants that a run of the tests compiles, a sample or with --all every one, and their SASS."""
+"""The shipped variants that a run of the tests compiles (a sample, or every variant with --all), and their SASS."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def shipped(*compile_functions: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Run a test for the shipped variants of these functions. It may ask for the fixtures `sass`, `in_order`,
+    """Run a test for the shipped variants of these functions. The test can use the fixtures `sass`, `in_order`,
     `compile_function` and `arguments`."""
     return pytest.mark.shipped_variants.with_args(*compile_functions)
 
@@ -27,25 +27,26 @@ def sass_of(compile_function: Callable[..., Any], *arguments: Any) -> Sass:
 
 
 def assert_counts(sass: Sass, **expected: int) -> None:
-    """The SASS has each of these instructions this many times."""
+    """Require that the SASS contains each of these instructions this many times."""
     assert {name: sass.instructions[name] for name in expected} == expected
 
 
 def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
-    """The variants of a compile function that its module lists."""
+    """Return the variants of a compile function that its module lists."""
     module = sys.modules[compile_function.__module__]
     return [variant for variant in module.shipped_variants() if variant[0] is compile_function]
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """One of up to 63 variants of a compile function, 2 of 64, 3 of 144: those with the lowest hashes of arguments and
-    commit. All tests of one commit get the same variants, and a new variant replaces at most one of them."""
+    """Return some variants of a compile function: one of up to 63, two of 64, three of 144, those with the lowest
+    hashes of arguments and commit. All tests of one commit get the same variants, and a new variant replaces at most
+    one of them."""
     count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 
 
 def all_compile_functions() -> set[Callable[..., Any]]:
-    """The compile functions of all modules of kernels."""
+    """Return the compile functions of all kernel modules."""
     variants = [machine_code.shipped(family).values() for family in machine_code.families()]
     return {compile_function for shipped_of_family in variants for compile_function, _ in shipped_of_family}
 

@@ -27,19 +27,20 @@ def zeros(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def assert_same_bits(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
-    """The same dtypes, shapes and bytes, including the bytes of NaN and the signs of zeros."""
+    """Require the same dtypes, shapes and bytes, including the bytes of NaN and the signs of zeros."""
     for x, y in zip(got, expected, strict=True):
         assert same_bits(x, y)
 
 
 def assert_close(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float = 2e-5) -> None:
-    """Results are close to those of a formula in float64."""
+    """Require results close to those of a formula in float64."""
     for x, y in zip(got, expected):
         torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
 
 
 def assert_same_gradients(function: Callable, formula: Callable, inputs: Sequence[torch.Tensor]) -> None:
-    """The sum of squares of function(*inputs) has the gradients of that of formula(*inputs) in float64."""
+    """Require that the sum of squares of function(*inputs), in fp32, has the gradients of that of formula(*inputs), in
+    float64."""
     gradients = []
     for compute, dtype in ((function, F32), (formula, F64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -48,6 +49,6 @@ def assert_same_gradients(function: Callable, formula: Callable, inputs: Sequenc
 
 
 def assert_refused(message: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """The call raises an error whose text matches the pattern `message`."""
+    """Require that the call raises an error whose text matches the pattern `message`."""
     with pytest.raises((TypeError, ValueError), match=message):
         call(*arguments, **options)

@@ -1,4 +1,4 @@
-"""The references against the float64 formulas of the cases: at the cases' sizes, for every option, and gradients."""
+"""The references compared with the cases' float64 formulas: at the cases' sizes, for every option, and gradients."""
 
 import importlib
 import itertools
@@ -21,13 +21,13 @@ def test_a_reference_is_right(case, seed):
 
 
 def every(*alternatives, **options):
-    """All combinations of one of the alternatives, each a dict of sizes, and one value of every option."""
+    """Return all combinations of one of the alternatives (dicts of sizes) and one value of every option."""
     combinations = [dict(zip(options, values)) for values in itertools.product(*options.values())]
     return [first | rest for first in alternatives or ({},) for rest in combinations]
 
 
 def by_name(*names, of):
-    """A dict for each group of values, by the names of the sizes."""
+    """Return a dict for each group of values, keyed by the names of the sizes."""
     return [dict(zip(names, values)) for values in of]
 
 
@@ -36,7 +36,7 @@ CACHE = {"pages": 4, "page_size": 7}
 ROTATED = by_name("shape", "rotated", of=[((5, 8), 8), ((4, 3, 24), 16), ((3, 2, 2, 9), 6), ((0, 2, 8), 4)])
 ROTATIONS = every(*ROTATED, interleaved=BOTH, dims=["first", "last"], dtype=FLOATS)
 NORMED = every(tokens=[7], channels=[384], dtype=FLOATS, use_ue8m0=BOTH, eps=[1e-2])
-# The eps are large, so that a result without one of them is wrong.
+# The values of eps are large, so that a result that omits one of them is wrong.
 STREAMS = every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32], eps=[1e-3], hc_eps=[1e-2])
 # The last sequence has 2 queries and 1 key.
 WINDOWS = {"sequences": ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1)), "heads": 4, "d": 24, "d_v": 16, "dtype": F32}
@@ -45,7 +45,7 @@ WINDOWED = every(WINDOWS, window=[1, 2, 5, 128], sink=BOTH)
 DECODED = {"lengths": (9, 0, 1, 2, 17), "d": 24, "d_v": 16, "dtype": F32}
 LENGTHS = [[0], [3], [4], [9, 1, 0, 16], [7, 8]]
 COMPRESSED = every(c=[16], overlap=BOTH, dtype=[F32])
-# Experts from `first_expert` on; None counts all of them.
+# (first_expert, count); None means all experts from first_expert on.
 ROUTED = by_name("first_expert", "count", of=[(0, None), (4, 4), (9, None)])
 ROUTED = every(*ROUTED, channels=[64], experts=[12], top_k=[3], tokens=[1, 5], dtype=HALVES)
 GROUPS = {"scores": "sqrtsoftplus", "n_group": 3, "topk_group": 2}
@@ -190,7 +190,8 @@ def test_a_reference_is_right_for_every_option(name, sizes):
     BY_NAME[name].verify(**sizes)
 
 
-# (constant of dsa.reference, its values, case, sizes). The constants bound how many queries are computed at a time.
+# (constant of dsa.reference, its values, case, sizes). The constants bound the number of queries that are computed at a
+# time.
 CHUNKED = [
     (
         "indexer.fp8_mqa_logits._CHUNK",
@@ -207,7 +208,7 @@ CHUNKED = [
             **{"tokens": [5], "heads": [4], "keys": [7], "top_k": [5], "invalid": [0.3], "sink": BOTH, "counted": BOTH},
         ),
     ),
-    # Prefixes, sequences without queries or keys, fewer keys than queries, and queries of no sequence.
+    # Prefixes, sequences without queries or keys, fewer keys than queries, and queries that belong to no sequence.
     (
         "mla.mha_varlen_fwd._CHUNK",
         [2**26, 100],

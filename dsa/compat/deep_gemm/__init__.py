@@ -2,23 +2,24 @@
 
 `import dsa.compat.deep_gemm as deep_gemm` replaces `import deep_gemm` (2.8.1, or an earlier build) in code that
 multiplies FP8 matrices or scores keys on Hopper. Products have two names, as in DeepGEMM: `fp8_gemm_nt` is
-`fp8_fp4_gemm_nt`, and so on. With that one import changed, DeepGEMM's own tests/test_fp8_fp4.py (2.6.1, the newest that
-is published) runs on Hopper; DG_USE_NVIDIA_TOOLS=1 skips its timing, which calls `cublaslt_gemm_nt`.
+`fp8_fp4_gemm_nt`, and so on. With only this import changed, DeepGEMM's own tests/test_fp8_fp4.py (2.6.1, the newest
+published version) runs on Hopper; DG_USE_NVIDIA_TOOLS=1 skips the timing, which calls `cublaslt_gemm_nt`.
 
-As in DeepGEMM on Hopper
+As in DeepGEMM on Hopper,
 - a and b are (e4m3 values, fp32 scales) and row-major. a has a scale per row and 128 channels, b per 128 x 128 block.
-  Scales may be stored row by row or column by column (`get_mn_major_tma_aligned_tensor`);
-- the caller gives the result d, [.., N] with rows at any stride, and the functions return nothing;
+  Scales may be stored row-major or column-major (`get_mn_major_tma_aligned_tensor`);
+- the caller passes the result tensor d, [.., N] with any row stride, and the functions return nothing;
 - nothing is copied to the host and nothing waits for the GPU: a CUDA graph can capture the calls;
 - FP4 values, scales packed four to an int32, `alpha` and epilogues are refused.
 
-These products run the kernels of `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`, and a row has the same bits.
-The recipe (1, 1, 128), gradients of weights accumulated in fp32, has no kernel here: PyTorch dequantizes both operands
-and multiplies in fp32 without tensor cores, many times slower than DeepGEMM (`gradients`).
-Beyond DeepGEMM: d may be fp32 or fp16, too, N any multiple of 8 and K of 16, and groups may begin at any row.
-`compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` change nothing: no row of padding is zeroed.
+These products run the kernels of `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`, and give the same bits per row.
+The recipe (1, 1, 128), for gradients of weights accumulated in fp32, has no kernel here: PyTorch dequantizes both
+operands and multiplies them in fp32 without tensor cores, many times slower than DeepGEMM (`gradients`).
+Beyond DeepGEMM, d may also be fp32 or fp16, N may be any multiple of 8 and K any multiple of 16, and groups may begin
+at any row. `compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` have no effect: no row of padding is zeroed.
 
-Errors are those of the ops, in their names for the arguments, "a[1]: ..."; ValueError or TypeError, before a launch.
+Errors are those of the ops, with the ops' names of the arguments ("a[1]: ..."): ValueError or TypeError, raised before
+a launch.
 Sources: DeepGEMM's csrc/apis/gemm.hpp, layout.hpp and tests of FP8 products (2.6.1), and the schemas of 2.8.1.
 """
 

@@ -1,4 +1,4 @@
-"""Checks that DeepGEMM's products share: operands, recipes, results, and what Hopper has not."""
+"""Checks that DeepGEMM's products share: operands, recipes, results, and arguments that Hopper does not support."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from dsa.runtime.checks import check_pair, check_same_device, check_writable
 Recipe = Sequence[int] | None
 
 BLOCK_SCALES = (1, 128, 128)  # b has a scale per 128 x 128 block
-ROW_SCALES = (1, 1, 128)  # b has a scale per row and 128 channels, as a has
+ROW_SCALES = (1, 1, 128)  # b has a scale per row and 128 channels, like a
 
 
 def operands(a: Scaled, b: Scaled) -> tuple[Scaled, Scaled]:
-    """Return (a, b) as pairs. Raises ValueError for FP4 weights, and says what multiplies them."""
+    """Return (a, b) as pairs. Raise ValueError for FP4 weights; the message names the ops that accept them."""
     q, w = (check_pair(name, value, "(e4m3 values, fp32 scales)") for name, value in (("a", a), ("b", b)))
     if isinstance(w[0], torch.Tensor) and w[0].dtype in BYTES:
         raise ValueError(
@@ -28,10 +28,11 @@ def operands(a: Scaled, b: Scaled) -> tuple[Scaled, Scaled]:
 def find_recipe(
     recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe, accepted: Sequence[tuple[int, int, int]] = (BLOCK_SCALES,)
 ) -> tuple[int, int, int]:
-    """Return the recipe of a call: (rows of a scale of a, rows of a scale of b, channels of both).
+    """Return the recipe of a call: (rows per scale of a, rows per scale of b, channels per scale of both).
 
     recipe    three numbers, or None
-    recipe_a  without recipe: (rows, channels) of a, given together with recipe_b of b. None: the first of accepted
+    recipe_a  if recipe is None: (rows, channels) per scale of a, given together with recipe_b for b. If all three
+              arguments are None, the recipe is the first of accepted
     """
     recipe = as_recipe("recipe", recipe)
     recipe_a, recipe_b = as_recipe("recipe_a", recipe_a), as_recipe("recipe_b", recipe_b)
@@ -49,7 +50,7 @@ def find_recipe(
 
 
 def as_recipe(name: str, value: object) -> tuple[int, ...] | None:
-    """Return a recipe as a tuple. Raises TypeError for what is neither None nor a list or tuple of ints."""
+    """Return a recipe as a tuple. Raise TypeError unless it is None or a list or tuple of ints."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
@@ -67,14 +68,14 @@ def _check_recipe(
 
 
 def refuse(**arguments: object) -> None:
-    """Raises ValueError for an argument that is not None: DeepGEMM has it, but not on Hopper."""
+    """Raise ValueError for any argument that is not None: DeepGEMM accepts these arguments, but not on Hopper."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}: must be None on Hopper, got {type(value).__name__}")
 
 
 def check_result(d: torch.Tensor, q: torch.Tensor) -> None:
-    """d, whose dtype and shape are checked, can be written on the device of a[0]."""
+    """Check that d, whose dtype and shape are already checked, can be written and is on the device of a[0]."""
     check_same_device(("a[0]", q), d=d)
     check_writable("d", d)
     if d.shape[-1] > 1 and d.stride(-1) != 1:

@@ -1,9 +1,9 @@
 """DeepGEMM's FP8 products for gradients of weights, recipe (1, 1, 128): both operands have a scale per row and 128
 channels, and the sums are accumulated in fp32.
 
-No kernel here takes a second operand with a scale per row. PyTorch dequantizes both operands to fp32, 4 bytes per value
-of a and b, and multiplies them in fp32, or in TF32 where the user allows PyTorch that. This is the formula up to fp32
-rounding, without FP8 tensor cores and therefore many times slower than DeepGEMM.
+No kernel here accepts a second operand with a scale per row. PyTorch dequantizes both operands to fp32, 4 bytes per
+value of a and b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in PyTorch. The result is the
+formula up to fp32 rounding, but without FP8 tensor cores it is many times slower than DeepGEMM.
 """
 
 from collections.abc import Sequence
@@ -32,17 +32,17 @@ def k_grouped_fp8_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     epilogue: object = None,
 ) -> None:
-    """d[g] = c[g] + a_g b_g^T, where a_g [M, K_g] and b_g [N, K_g] have channels of their own.
+    """d[g] = c[g] + a_g b_g^T, where the groups a_g [M, K_g] and b_g [N, K_g] can differ in K_g.
 
-    a               (e4m3, fp32 [M, sum(K_g) / 128]): the values are those of all a_g, each row-major, one after the
-                    other, M sum(K_g) in all in a contiguous tensor of any shape
+    a               (e4m3, fp32 [M, sum(K_g) / 128]): the values of all a_g, each row-major, one group after another:
+                    M sum(K_g) values in a contiguous tensor of any shape
     b               (e4m3, fp32 [N, sum(K_g) / 128]), likewise
     d               fp32 [G, M, N]
-    ks_cpu          K_g of each group: G multiples of 128, also 0
+    ks_cpu          K_g of each group: G multiples of 128; 0 is allowed
     grouped_layout  int32 [G] on the device: the same numbers, which DeepGEMM's kernel reads. They are not read here
     c               fp32 [G, M, N], which may be d itself; None: 0
 
-    `use_psum_layout` must be False, as in DeepGEMM on Hopper. Computed by PyTorch in fp32, a product per group.
+    `use_psum_layout` must be False, as in DeepGEMM on Hopper. PyTorch computes one product per group in fp32.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
@@ -70,7 +70,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
 
 def write_gradient(d: torch.Tensor, c: torch.Tensor | None, a: Scaled, b: Scaled) -> None:
-    """`fp8_fp4_gemm_nt` with recipe (1, 1, 128)."""
+    """Compute `fp8_fp4_gemm_nt` with recipe (1, 1, 128)."""
     (q, s), (w, ws) = a, b
     check_tensor("a[0]", q, E4M3, ("M", "K"))
     check_tensor("b[0]", w, E4M3, ("N", q.shape[1]), "a[0]")
@@ -86,7 +86,7 @@ def write_gradient(d: torch.Tensor, c: torch.Tensor | None, a: Scaled, b: Scaled
 
 
 def _start_from(d: torch.Tensor, c: torch.Tensor | None) -> None:
-    """Set d to c, to 0 without one."""
+    """Set d to c, or to 0 if c is None."""
     if c is None:
         d.zero_()
     else:
@@ -94,12 +94,12 @@ def _start_from(d: torch.Tensor, c: torch.Tensor | None) -> None:
 
 
 def _dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x[m, k] = q[m, k] scale[m, k // 128] in fp32; the last block of channels may be smaller."""
+    """Return x[m, k] = q[m, k] scale[m, k // 128] in fp32; the last block of channels may be smaller."""
     return q.float().mul_(scale.repeat_interleave(BLOCK, 1)[:, : q.shape[1]])
 
 
 def _check_channels(ks_cpu: Sequence[int], groups: int) -> int:
-    """Return the sum of ks_cpu."""
+    """Check ks_cpu and return its sum."""
     if not isinstance(ks_cpu, (list, tuple)) or len(ks_cpu) != groups:
         got = f"{len(ks_cpu)} of them" if isinstance(ks_cpu, (list, tuple)) else type(ks_cpu).__name__
         raise ValueError(f"ks_cpu: must be {groups} ints, one per group of d, got {got}")
@@ -121,7 +121,7 @@ def _check_flat(name: str, values: torch.Tensor, scales: torch.Tensor, rows: int
 
 
 def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[str, torch.Tensor]) -> None:
-    """d is written before the operands are read, so it must not overlap them. It may be c."""
+    """Check d and c. d is written before the operands are read, so it must not overlap them. It may be c."""
     q = operands["a[0]"]
     check_result(d, q)
     for name, x in operands.items():
@@ -135,7 +135,7 @@ def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[s
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the ranges of addresses from the first to the last number of two tensors meet."""
+    """Whether the address ranges of two tensors, from the first to the last element, overlap."""
     if x.is_meta or y.is_meta or not x.numel() or not y.numel():
         return False
     (begin, end), (first, last) = map(_range, (x, y))

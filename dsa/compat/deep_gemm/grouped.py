@@ -1,4 +1,4 @@
-"""DeepGEMM's products of FP8 rows in groups, each group with a weight of its own."""
+"""DeepGEMM's grouped products of FP8 rows, with one weight per group."""
 
 import torch
 
@@ -26,23 +26,24 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """d[m] = a[m] b[g]^T, g the group of row m: `dsa.grouped_fp8_gemm_nt` with groups one after the other in the rows.
+    """d[m] = a[m] b[g]^T, g the group of row m: `dsa.grouped_fp8_gemm_nt` with the groups' rows one group after
+    another.
 
     a                           ([M, K] e4m3, [M, ceil(K / 128)] fp32)
     b                           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
-    d                           [M, N] bf16, fp32 or fp16; rows at any stride
+    d                           [M, N] bf16, fp32 or fp16; any row stride
     grouped_layout              int32 [M]: the group of each row, ascending except for -1 in rows of padding. DeepGEMM
-                                reads the index of every 128th row and takes groups in any order.
-                                With use_psum_layout int32 [E]: the row after the last of each group. Group 0 begins at
-                                row 0, each other one at the first multiple of the alignment after the end before it
-    expected_m_for_psum_layout  with use_psum_layout, the expected rows per group: they choose the kernel and change no
-                                result. None: M in all
+                                reads the index of every 128th row and accepts groups in any order.
+                                With use_psum_layout int32 [E]: the row after the last row of each group. Group 0 begins
+                                at row 0, each other group at the first multiple of the alignment after the previous end
+    expected_m_for_psum_layout  with use_psum_layout, the expected rows per group, which affect the choice of the kernel
+                                but not the result. None: M rows in all groups together
 
     The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding that follow a group
-    up to the next multiple of the alignment are multiplied with its weight, so a row of zeros gives zeros. All other
-    rows of padding are undefined. Indices of E and more, and decreasing ones, are an error where the reference runs; a
-    kernel leaves such rows unwritten or multiplies them with the weight of a row before them, and stays inside its
-    tensors.
+    up to the next multiple of the alignment are multiplied with its weight, so a row of zeros gives zeros. The results
+    of all other rows of padding are undefined. Indices of E or more, and decreasing indices, raise an error where the
+    reference runs; a kernel leaves such rows unwritten or multiplies them with the weight of an earlier row, and never
+    accesses memory outside its tensors.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
@@ -65,7 +66,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         write(d, q, s, w, ws, ends.contiguous(), expected_rows=expected)
     else:
         _check_groups(grouped_layout, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
-        ends[-1] = len(q)  # the reference would fill rows of no group with NaN
+        ends[-1] = len(q)  # the reference would fill rows that belong to no group with NaN
         d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None, None))
 
 
@@ -87,10 +88,10 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
     a           ([E, max M, K] e4m3, [E, max M, ceil(K / 128)] fp32)
     b           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
     d           [E, max M, N] bf16, fp32 or fp16; any strides, with rows contiguous
-    masked_m    int32 [E]: how many rows of each group are valid; less than 0 means none, more than max M all
-    expected_m  at least 1: the expected number of valid rows per group, which changes no result
+    masked_m    int32 [E]: the number of valid rows of each group; below 0 means none, above max M means all
+    expected_m  at least 1: the expected number of valid rows per group, which does not affect the result
 
-    Rows after the valid ones are not written. One launch per group.
+    Rows after the valid rows are not written. There is one launch per group.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
@@ -122,7 +123,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
 
 
 def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, rows: int) -> int | None:
-    """Return how many rows all groups are expected to have."""
+    """Return the number of rows that all groups together are expected to have."""
     if per_group is None:
         return None
     if not use_psum_layout:
@@ -132,10 +133,10 @@ def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, ro
 
 
 def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return after which row each group ends, int32 [E], for the group of each row or -1, [M].
+    """Return the row after the last row of each group, int32 [E], given the group of each row or -1, [M].
 
-    Rows of padding belong to the group before them, or to group 0. After the last group they do so up to the next
-    multiple of the alignment only: in a buffer for any number of rows, most may be padding.
+    Rows of padding belong to the group before them, or to group 0. After the last group, only the rows up to the next
+    multiple of the alignment belong to it: in a buffer for any number of rows, most rows may be padding.
     """
     rows = torch.arange(1, len(m_indices) + 1, dtype=torch.int32, device=m_indices.device)
     used = torch.where(m_indices < 0, 0, rows).amax()
@@ -145,13 +146,14 @@ def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _aligned(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """Round ends up to multiples of the alignment, at most to the number of rows."""
+    """Round ends up to multiples of the alignment, but at most to the number of rows."""
     alignment = get_mk_alignment_for_contiguous_layout()
     return torch.div(ends + (alignment - 1), alignment, rounding_mode="floor").mul_(alignment).clamp_(max=rows)
 
 
 def _check_groups(grouped_layout: torch.Tensor, most: int, ends: bool) -> None:
-    """Check the values of grouped_layout, which a reference reads and a kernel cannot check before its launch."""
+    """Check the values of grouped_layout before a reference reads them; a kernel cannot check them before its
+    launch."""
     numbers = grouped_layout if ends else grouped_layout[grouped_layout >= 0]
     if numbers.numel() and (numbers.max() > most or numbers.min() < 0 or (numbers.diff() < 0).any()):
         what = "ends of groups" if ends else "the rows' groups, or -1,"

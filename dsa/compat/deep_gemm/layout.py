@@ -1,4 +1,4 @@
-"""Where groups begin and how scales are stored: DeepGEMM's layout helpers, as they are on Hopper."""
+"""DeepGEMM's layout helpers as they are on Hopper: the alignment of groups, and the storage of scales."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _alignment = HOPPER_ALIGNMENT
 
 
 def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
-    """Set the multiple of rows at which groups of the contiguous layout begin, in this process; at first 128."""
+    """Set the multiple of rows at which groups of the contiguous layout begin, for this process; the default is 128."""
     global _alignment
     check_int("new_value", new_value, 1)
     _alignment = new_value
@@ -25,7 +25,7 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """Return the best alignment for so many expected rows per group: 128 on Hopper, for any number."""
+    """Return the best alignment for this number of expected rows per group: on Hopper always 128."""
     if expected_m is not None:
         check_int("expected_m", expected_m, 0)
     return HOPPER_ALIGNMENT
@@ -41,10 +41,10 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
-    """Store fp32 scales [M, n] or [E, M, n] column by column, each column at a multiple of 16 bytes.
+    """Store fp32 scales [M, n] or [E, M, n] column-major, with columns that start at multiples of 16 bytes.
 
-    Returns a tensor of the same shape and values, or sf itself where it is stored so already. The products take scales
-    in this layout and row by row.
+    Returns a tensor of the same shape and values; if sf already has this layout, returns sf itself. The products accept
+    scales in this layout and row-major.
     """
     shape = shape_of(sf)
     check_tensor("sf", sf, (torch.float32,), ("M", "n") if len(shape) < 3 else ("E", "M", "n"))
@@ -70,11 +70,11 @@ def transform_sf_into_required_layout(
 
     sf          fp32 [ceil(mn / rows), ceil(k / 128)], with num_groups [num_groups, .., ..]
     recipe      (rows, 128), or with is_sfa the recipe of a product: (rows of a, rows of b, 128)
-    num_groups  how many matrices sf is of; None: one, without a dimension for it
-    is_sfa      whether sf is of a or of b, for a recipe of three numbers; None for one of two
+    num_groups  the number of matrices to which sf belongs; None: one, and sf has no dimension for it
+    is_sfa      for a recipe of three numbers, whether sf belongs to a (True) or b (False); None for a recipe of two
 
-    Scales per row go through `get_mn_major_tma_aligned_tensor`; scales per 128 x 128 block are returned as they are.
-    `disable_ue8m0_cast` and `psum_layout` change nothing.
+    Scales per row are stored by `get_mn_major_tma_aligned_tensor`; scales per 128 x 128 block are returned unchanged.
+    `disable_ue8m0_cast` and `psum_layout` have no effect.
     """
     check_int("mn", mn, 0)
     check_int("k", k, 0)

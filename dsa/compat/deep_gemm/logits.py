@@ -1,9 +1,9 @@
-"""DeepGEMM's index scores by its names, for `dsa.compat.deep_gemm`: over `dsa.fp8_mqa_logits`,
+"""DeepGEMM's index scores by its names, for `dsa.compat.deep_gemm`: implemented with `dsa.fp8_mqa_logits`,
 `dsa.fp8_paged_mqa_logits` and `dsa.get_paged_mqa_logits_metadata`, whose docstrings say what they compute.
 
-The names with fp8_fp4 are those of DeepGEMM since 2.8, whose queries come as (values, scales) and whose results, but
-for scores of all keys, are not cleaned by default; `fp8_mqa_logits` and `fp8_paged_mqa_logits` are those of builds
-before it. Where the two differ in the order of their arguments, those of earlier builds are taken by name only.
+The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales), and by default their results
+are not cleaned, except for scores of all keys. `fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier
+builds. Where the order of arguments differs between these versions, the arguments of earlier builds are keyword-only.
 """
 
 import torch
@@ -18,8 +18,8 @@ Queries = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def get_num_sms() -> int:
-    """How many multiprocessors the current GPU has, and 132 where there is none: for `get_paged_mqa_logits_metadata`,
-    any number of whose parts gives the same scores."""
+    """Return the number of SMs of the current GPU, or 132 without a GPU, for `get_paged_mqa_logits_metadata`. The
+    number of SMs for which a plan is made does not affect the scores."""
     return backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -35,13 +35,13 @@ def fp8_fp4_mqa_logits(
     clean_logits: bool | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """`dsa.fp8_mqa_logits`, compressed and not cleaned: [S, max_seqlen_k], column j of row t for key ks[t] + j; what is
-    behind the row's keys is unspecified. With max_seqlen_k = 0 [S, Skv], cleaned, as 2.8.0 and builds before it have
-    it.
+    """`dsa.fp8_mqa_logits`, compressed and not cleaned: [S, max_seqlen_k], where column j of row t is the score of key
+    ks[t] + j; values after the row's keys are unspecified. With max_seqlen_k = 0, [S, Skv] and cleaned, as in 2.8.0 and
+    earlier builds.
 
     q              ([S, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
-    schedule_meta  None: the op plans itself
-    clean_logits   None: whether max_seqlen_k is 0
+    schedule_meta  must be None: the op plans itself
+    clean_logits   None: True if max_seqlen_k is 0, else False
     """
     keys = (kv, weights, cu_seq_len_k_start, cu_seq_len_k_end)
     if schedule_meta is not None:
@@ -69,8 +69,8 @@ def get_paged_mqa_logits_metadata(
 ) -> torch.Tensor:
     """`dsa.get_paged_mqa_logits_metadata`.
 
-    indices  None, or [B] int32, with context_lens [B] or [B, 1]: the sequence of each row, so that rows of one sequence
-             can share its loads. The plan and the scores are the same with and without
+    indices  None, or [B] int32, with context_lens [B] or [B, 1]: the sequence of each row, so that DeepGEMM's rows of
+             one sequence can share loads. Here the plan and the scores are the same with and without indices
     """
     if indices is not None:
         shape = shape_of(context_lens)
@@ -93,11 +93,12 @@ def fp8_fp4_paged_mqa_logits(
     clean_logits: bool = False,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """`dsa.fp8_paged_mqa_logits`, not cleaned: [B * next_n, max_context_len], unspecified behind a row's keys.
+    """`dsa.fp8_paged_mqa_logits`, not cleaned: [B * next_n, max_context_len], with unspecified values after a row's
+    keys.
 
     q        ([B, next_n, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
-    indices  as for `get_paged_mqa_logits_metadata`, with next_n = 1. The block table has a row for each query in either
-             case, so that the scores are the same with and without
+    indices  as for `get_paged_mqa_logits_metadata`, with next_n = 1. With or without indices the block table has a row
+             for each query, so the scores are the same
     """
     values = _values_of(q)
     _check_paged_indices(indices, values)
@@ -141,7 +142,7 @@ def _check_one_query(name: str, x: torch.Tensor) -> None:
 
 
 def _check_indices(indices: torch.Tensor, x: torch.Tensor, name: str, shape: tuple[int | str, ...]) -> None:
-    """indices are what DeepGEMM takes for them; what they hold changes nothing here."""
+    """Check that DeepGEMM would accept these indices; their values have no effect here."""
     check_tensor("indices", indices, INT32, shape, name)
     if isinstance(x, torch.Tensor):
         check_same_device((name, x), indices=indices)

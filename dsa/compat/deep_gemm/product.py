@@ -31,16 +31,16 @@ def fp8_fp4_gemm_nt(
     alpha: float | None = None,
     epilogue: object = None,
 ) -> None:
-    """d = a b^T, both with their scales: `dsa.fp8_gemm_nt`, written to d.
+    """d = a b^T with the scales of both operands: `dsa.fp8_gemm_nt`, written to d.
 
     a       ([M, K] e4m3, [M, ceil(K / 128)] fp32)
     b       ([N, K] e4m3, [ceil(N / 128), ceil(K / 128)] fp32)
-    d       [M, N] bf16, fp32 or fp16; rows at any stride
-    c       None
-    recipe  (1, 128, 128), or None for it; as a pair recipe_a = (1, 128), recipe_b = (128, 128)
+    d       [M, N] bf16, fp32 or fp16; any row stride
+    c       must be None
+    recipe  None or (1, 128, 128), which mean the same; or the pair recipe_a = (1, 128), recipe_b = (128, 128)
 
-    With recipe (1, 1, 128), or the pair (1, 128) and (1, 128), the scales of b are [N, ceil(K / 128)], d is fp32, and
-    d = c + a b^T: c is fp32 [M, N] and may be d itself; None: 0. PyTorch computes this in fp32 (`gradients`).
+    With recipe (1, 1, 128), or the pair (1, 128) and (1, 128), the scales of b are [N, ceil(K / 128)], d is fp32, and d
+    = c + a b^T: c is fp32 [M, N] and may be d itself; None: 0. PyTorch computes this product in fp32 (`gradients`).
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(alpha=alpha, epilogue=epilogue)
@@ -72,7 +72,7 @@ def write(
 ) -> None:
     """Write the product of checked arguments to d: of one matrix, or of groups of rows that end at `ends`."""
     out = rows_at_16_bytes(d)
-    # The copy starts with the values of d: kernels do not write rows that belong to no group.
+    # The contiguous copy starts with the values of d, because kernels do not write rows that belong to no group.
     written = d.clone(memory_format=torch.contiguous_format) if out is None else out
     with backends.on_device(d):
         if ends is None:

@@ -1,1 +1,1 @@
-"""PyTorch references of the paged caches: writers, readers and the compressor."""
+"""PyTorch references of the ops on paged caches: writers, readers, slot mapping and the compressor."""

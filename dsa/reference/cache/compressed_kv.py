@@ -1,7 +1,7 @@
 """DeepSeek-V4's compressor: every m tokens become one entry, a sum of their projections weighted per channel.
 
-Entry i of a sequence is made of its block i, the tokens i m to i m + m - 1. With overlap it is also made of block
-i - 1. The token that ends a block is the first to see its entry.
+Entry i of a sequence is made of the tokens i m to i m + m - 1, which are its block i. With overlap it is also made of
+block i - 1. The token that ends a block is the first to attend to the block's entry.
 """
 
 import torch
@@ -27,9 +27,9 @@ def compress_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Differentiable in
-    kv, gate and ape. Raises ValueError for integers that `dsa.compress_kv` refuses, before anything is written.
-    Arguments as of `dsa.compress_kv`.
+    Returns (entries [N, d] fp32, tokens [N] int64: the indices of the new tokens that end blocks, ascending).
+    Differentiable in kv, gate and ape. Raises ValueError for integers that `dsa.compress_kv` refuses, before anything
+    is written. Arguments as in `dsa.compress_kv`.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     m, d = ape.shape[0], kv.shape[1] // 2 if overlap else kv.shape[1]
@@ -37,7 +37,8 @@ def compress_kv(
     bounds, first = cu_seqlens.tolist(), starts.tolist()
     _check_sequences(bounds, first, None if state_slots is None else state_slots.tolist(), kv, state)
     for b, (start, low, high) in enumerate(zip(first, bounds, bounds[1:])):
-        # From the first token that a new entry needs: the first of block start // m, or of the block before.
+        # `begin` is the position of the first token that a new entry needs: the first token of block start // m, or
+        # with overlap of the block before it.
         begin = max(start // m - overlap, 0) * m
         positions = torch.arange(start, start + high - low, device=kv.device)
         k, z = kv[low:high].float(), gate[low:high].float() + ape[positions % m]
@@ -83,11 +84,11 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
+    """Write rope(RMSNorm(C)) of every entry that ends at a new token into that token's slot of the cache, in place.
 
-    Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable. Raises ValueError for slots below -1
-    or beyond the cache, and for integers as `compress_kv` does, before anything is written. Arguments as of
-    `dsa.write_compressed_kv`.
+    Sum, norm and rope are computed in fp32; their result is rounded once, to kv's dtype. Not differentiable. Raises
+    ValueError for slots below -1 or beyond the cache, and for integers as `compress_kv` does, before anything is
+    written. Arguments as in `dsa.write_compressed_kv`.
     """
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     entries, tokens = compress_kv(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap=overlap)
@@ -101,14 +102,14 @@ def write_compressed_kv(
 
 
 def is_index_cache(cache: torch.Tensor, d: int) -> bool:
-    """Whether the cache holds d e4m3 numbers and a scale per entry."""
+    """Whether each slot of the cache contains d e4m3 numbers and one fp32 scale."""
     return cache.dtype == torch.uint8 and cache.shape[3] == d + 4
 
 
 def _check_sequences(
     bounds: list[int], starts: list[int], state_slots: list[int] | None, kv: torch.Tensor, state: torch.Tensor | None
 ) -> None:
-    """ValueError for integers that no sequences have."""
+    """Raise ValueError for boundaries, starts or state slots that no valid call has."""
     if bounds[0] < 0 or bounds[-1] > len(kv) or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most kv's T={len(kv)}, got {bounds}")
     if any(start < 0 or (start and state_slots is None) for start in starts):

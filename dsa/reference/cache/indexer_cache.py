@@ -1,18 +1,18 @@
 """Paged cache of the lightning indexer's keys: FP8 e4m3 with one fp32 scale per token.
 
-cache is [pages, P, 1, D + 4] uint8, but the shape only counts bytes: a page holds the P x D values of all its tokens
-first, and the P fp32 scales (little endian) after them. Pages may lie any distance apart (cache.stride(0)); a page
-itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
+cache is [pages, P, 1, D + 4] uint8, but this shape only gives the number of bytes: a page stores the P x D values of
+all its tokens first, then the P fp32 scales (little endian). Pages may be any distance apart (cache.stride(0)); each
+page is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 """
 
 import torch
 
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes token t's key and scale into slot slots[t] = page * P + offset, in place.
+    """Write token t's key and scale into slot slots[t] = page * P + offset, in place.
 
-    Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache.
-    Arguments as of `dsa.write_indexer_cache`.
+    No other byte of the cache changes. Raises ValueError for a slot below -1 or beyond the cache. Arguments as in
+    `dsa.write_indexer_cache`.
     """
     values, scales = _planes(cache)
     capacity = cache.shape[0] * cache.shape[1]
@@ -24,9 +24,9 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 
 
 def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for slots outside the cache.
+    """Return the keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for slots outside the cache.
 
-    Arguments as of `dsa.read_indexer_cache`.
+    Arguments as in `dsa.read_indexer_cache`.
     """
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
@@ -39,20 +39,20 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 
 
 def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, offset) of slots = page * page_size + offset; no slot is negative."""
+    """Return (page, offset) of slots = page * page_size + offset; slots must not be negative."""
     slots = slots.long()
     return slots // page_size, slots % page_size
 
 
 def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
-    """ValueError for a slot to write to that is neither -1 nor in a cache of `capacity` slots."""
+    """Raise ValueError unless every slot is -1 or inside a cache of `capacity` slots."""
     bad = (slots < -1) | (slots >= capacity)
     if bad.any():
         raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()} (sizes as of cache)")
 
 
 def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the cache's bytes: values [pages, P, D] and scales [pages, P, 4]."""
+    """Return views of the cache's bytes: values [pages, P, D] and scales [pages, P, 4]."""
     pages, page_size, _, width = cache.shape
     d = width - 4
     page_stride = cache.stride(0)

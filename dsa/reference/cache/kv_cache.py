@@ -2,11 +2,11 @@
 
 The layout follows from the cache's dtype and last dimension; P is the page size.
   float   [pages, P, 1, d] fp32, bf16 or fp16.
-  V3.2    [pages, P, 1, 656] bytes, d = 576. Per token: 512 e4m3 | 4 fp32 scales, one per 128 of them | 64 bf16 (rope).
+  V3.2    [pages, P, 1, 656] bytes, d = 576. Per token: 512 e4m3 | 4 fp32 scales, one per 128 e4m3 | 64 bf16 (rope).
           The scales are any fp32 numbers and multiply in full precision.
   V4      [pages, P, 1, 584] bytes, d = 512. Per page: P x (448 e4m3 | 64 bf16 (rope)), then P x 8 bytes of scales:
-          7 of ue8m0, one per 64 of the e4m3, and a pad byte. The shape only counts bytes: the scales follow the rows
-          of the whole page. Pages may lie farther apart than P * 584 bytes (cache.stride(0)).
+          7 ue8m0 scales, one per 64 e4m3, and a pad byte. The shape only gives the number of bytes: the scales follow
+          the rows of the whole page. Pages may be more than P * 584 bytes apart (cache.stride(0)).
 Bytes are uint8, int8 or float8_e4m3fn; multi-byte numbers are little endian. Scales multiply: value = e4m3 * scale.
 Source: FlashMLA's FP8 caches.
 """
@@ -25,7 +25,7 @@ BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def row_dim(cache: torch.Tensor) -> int:
-    """d, the channels of a cached token: 576 or 512 for the byte layouts, the last dimension for floats."""
+    """Return d, the channels per cached token: 576 or 512 for the byte layouts, the last dimension for floats."""
     if cache.dtype not in BYTE_DTYPES:
         return cache.shape[-1]
     return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
@@ -37,7 +37,8 @@ def is_v4(cache: torch.Tensor) -> bool:
 
 
 def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes."""
+    """Return a zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576
+    bytes."""
     stride = -(-page_size * V4_BYTES // V4_ROW) * V4_ROW
     data = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
     return data[:, : page_size * V4_BYTES].unflatten(1, (page_size, 1, V4_BYTES))
@@ -46,11 +47,11 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 @torch.no_grad()
 @without_autocast
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
-    """Writes token t's row into slot slots[t] = page * P + offset, in place.
+    """Write token t's row into slot slots[t] = page * P + offset, in place.
 
-    The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`. The rope channels are rounded to bf16, a float cache
-    rounds to its dtype. V4's pad byte is written 0; every other byte of the cache stays as it is. Raises ValueError for
-    a slot below -1 or beyond the cache. Arguments as of `dsa.write_kv_cache`.
+    The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`. The rope channels of byte caches are rounded to bf16; a
+    float cache rounds all channels to its dtype. V4's pad byte is set to 0; no other byte of the cache changes. Raises
+    ValueError for a slot below -1 or beyond the cache. Arguments as in `dsa.write_kv_cache`.
     """
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     keep = slots >= 0
@@ -71,9 +72,9 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
 
 @without_autocast
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The rows in `slots`, [..., d], in fp32 or rounded from fp32 to `dtype`; zeros for slots outside the cache.
+    """Return the rows in `slots`, [..., d], in fp32 or rounded from fp32 to `dtype`; zeros for slots outside the cache.
 
-    Arguments as of `dsa.read_kv_cache`.
+    Arguments as in `dsa.read_kv_cache`.
     """
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
@@ -94,7 +95,7 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 
 
 def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """[T, d] fp32 from e4m3 bytes [T, n], fp32 scales [T, n / group] and bf16 bytes [T, 2 * rope]."""
+    """Return [T, d] fp32 from e4m3 bytes [T, n], fp32 scales [T, n / group] and bf16 bytes [T, 2 * rope]."""
     values = nope.view(torch.float8_e4m3fn).float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
     return torch.cat((values.flatten(1), rope.contiguous().view(torch.bfloat16).float()), dim=1)
 
@@ -104,7 +105,7 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _v4_planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a V4 cache's bytes: rows [pages, P, 576] and scales [pages, P, 8]."""
+    """Return views of a V4 cache's bytes: rows [pages, P, 576] and scales [pages, P, 8]."""
     pages, page_size = cache.shape[:2]
     raw = cache.view(torch.uint8)
     start, stride = raw.storage_offset(), raw.stride(0)

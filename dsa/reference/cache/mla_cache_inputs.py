@@ -1,4 +1,4 @@
-"""Norm, rope and the cache's rounding of attention's latent projection."""
+"""Norm and rope of attention's latent projection, and the write to the cache."""
 
 import torch
 
@@ -22,14 +22,14 @@ def write_mla_cache(
     use_ue8m0: bool = True,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Writes rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
+    """Write rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
 
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R channels. In
     V3.2 kv is the latent (N = 512) followed by the rope key (R = 64); in V4 N = d = 512 includes the last R channels.
 
-    Norm and rope each round to kv's dtype, then `write_kv_cache` stores the rows. Every other byte of the cache stays
-    as it is. out gets the rows of all tokens; for a byte cache it gets them as the cache returns them. Raises
-    ValueError for slots below -1 or beyond the cache and then writes nothing. Arguments as of `dsa.write_mla_cache`.
+    Norm and rope each round to kv's dtype, then `write_kv_cache` stores the rows. No other byte of the cache changes.
+    out receives the rows of all tokens; with a byte cache it receives the rows as the cache returns them. Raises
+    ValueError for slots below -1 or beyond the cache, and then writes nothing. Arguments as in `dsa.write_mla_cache`.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
     n = norm_weight.shape[0]
@@ -42,7 +42,7 @@ def write_mla_cache(
 
 
 def _as_read(rows: torch.Tensor, cache: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
-    """The rows [T, d] as a cache of this layout returns them."""
+    """Return the rows [T, d] as a cache of this layout returns them."""
     page = torch.empty(1, max(len(rows), 1), 1, cache.shape[3], dtype=torch.uint8, device=cache.device)
     slots = torch.arange(len(rows), device=cache.device)
     write_kv_cache(rows, page, slots, use_ue8m0)

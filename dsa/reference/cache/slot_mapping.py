@@ -1,4 +1,4 @@
-"""Where the rows of packed tokens lie in a paged cache."""
+"""The slots of packed tokens' rows in a paged cache."""
 
 import torch
 
@@ -15,15 +15,15 @@ def slot_mapping(
     ratio: int = 1,
     ring: bool = False,
 ) -> torch.Tensor:
-    """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: where token t's row r lies in a cache.
+    """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: the slot of token t's row r in a cache.
 
     Token t = cu_seqlens[b] + i is number i of the n new tokens of sequence b. The new tokens are the last of the
     sequence's cache_seqlens[b] tokens, so the position is p = cache_seqlens[b] - n + i. Without cache_seqlens p = i.
 
-    A row is `ratio` tokens: r = p // ratio. The token that ends a row has its slot; the others have no slot. A ring of
-    R = max_pages * page_size rows keeps the last R rows of a sequence, and r mod R takes the place of r.
+    A row covers `ratio` tokens: r = p // ratio. The token that ends a row gets the row's slot; the other tokens get -1.
+    With `ring`, the cache keeps the last R = max_pages * page_size rows of a sequence, and row r is stored at r mod R.
 
-    If sequences overlap, a token belongs to the one that begins last. Arguments as of `dsa.slot_mapping`.
+    If sequences overlap, a token belongs to the sequence that begins last. Arguments as in `dsa.slot_mapping`.
     Source: vLLM's and SGLang's slot mapping; the rings and compressed entries of DeepSeek-V4 (arXiv 2606.19348).
     """
     batch, max_pages = block_table.shape
@@ -32,7 +32,7 @@ def slot_mapping(
         return torch.full_like(t, -1)
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     has = (begins <= t[:, None]) & (t[:, None] < ends)
-    # argmax finds the first of equal numbers; flipped, that is the last sequence.
+    # argmax returns the first of equal numbers; after the flip, that is the last sequence.
     b = batch - 1 - torch.where(has, begins, -INT_MAX - 2).flip(1).argmax(1)
     length = ends - begins if cache_seqlens is None else cache_seqlens.long()
     position = (length - ends)[b] + t

@@ -1,1 +1,1 @@
-"""PyTorch references of norms, rope and hyper connections."""
+"""PyTorch references of norms, rotary embedding and hyper-connections."""

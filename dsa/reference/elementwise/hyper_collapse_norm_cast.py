@@ -1,4 +1,4 @@
-"""A sublayer's input from DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
+"""A sublayer's input in DeepSeek-V4's hyper-connections: the collapse of the streams, its RMS norm and the FP8 cast."""
 
 import torch
 
@@ -24,7 +24,7 @@ def hyper_collapse_norm_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, post, comb = hyper_collapse(...), and then (y, q, q_scale) = rms_norm_cast_to_fp8(x, ...).
 
-    Returns (y, q, q_scale, post, comb). Arguments: see `dsa.hyper_collapse_norm_cast_to_fp8`.
+    Returns (y, q, q_scale, post, comb). Arguments as in `dsa.hyper_collapse_norm_cast_to_fp8`.
     """
     x, post, comb = hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
     return (*rms_norm_cast_to_fp8(x, weight, norm_eps, use_ue8m0), post, comb)

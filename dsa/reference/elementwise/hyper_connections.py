@@ -18,15 +18,16 @@ def hyper_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is the vector of a token's n streams, z = mix / sqrt(mean(v^2) + eps), and z * scale + base holds n numbers a, n
-    numbers b and a matrix c [n, n]:
+    v is the concatenation of a token's n streams and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of n
+    numbers a, n numbers b and a matrix c [n, n]:
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
-    Sinkhorn divides every column by its sum + hc_eps, and then `iterations` - 1 times every row and every column.
+    Sinkhorn divides every column by its sum + hc_eps. Then, `iterations` - 1 times, it divides every row and after that
+    every column in the same way.
 
-    Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor.
-    Arguments: see `dsa.hyper_collapse`.
+    Returns (x, post, comb). Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor.
+    Arguments as in `dsa.hyper_collapse`.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     n = streams.shape[1]
@@ -49,7 +50,7 @@ def hyper_collapse(
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
 
-    Gradients flow to every tensor. Arguments: see `dsa.hyper_expand`.
+    Gradients flow to every tensor. Arguments as in `dsa.hyper_expand`.
     """
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype).contiguous()
@@ -65,9 +66,10 @@ def hyper_head(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k. v is the vector of the streams.
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, with v the concatenated streams.
 
-    In fp32, and x is rounded once. Gradients flow to every tensor. Arguments: see `dsa.hyper_head`.
+    Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor. Arguments as in
+    `dsa.hyper_head`.
     """
     v = streams.float()
     inverse = torch.rsqrt(v.flatten(1).square().mean(-1, keepdim=True) + eps)

@@ -13,7 +13,7 @@ def hyper_expand_mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(X', mix): X' = hyper_expand(y, streams, post, comb) and mix = hyper_mix(X', parts).
 
-    Gradients flow to every tensor. Arguments: see `dsa.hyper_expand_mix`.
+    Gradients flow to every tensor. Arguments as in `dsa.hyper_expand_mix`.
     """
     new = hyper_expand(y, streams, post, comb)
     return new, hyper_mix(new, parts)

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's hyper-connections: the fp32 projection of a token's residual streams, by a matrix of bf16 parts."""
+"""DeepSeek-V4's hyper-connections: the fp32 projection of a token's residual streams, with a matrix given as three bf16
+parts."""
 
 import torch
 
@@ -7,11 +8,11 @@ from dsa.reference.autocast import without_autocast
 
 @without_autocast
 def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32. v is the vector of a token's n streams, W the sum of the three parts.
+    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32. v is the concatenation of a token's n streams, W the sum of the parts.
 
-    Gradients flow to both. Arguments: see `dsa.hyper_mix`.
+    Gradients flow to streams and parts. Arguments as in `dsa.hyper_mix`.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    # On a CPU the last bit of a product depends on strides.
+    # Contiguous operands, because on a CPU the last bit of a product depends on strides.
     high, middle, low = parts.float().contiguous()
     return torch.nn.functional.linear(streams.flatten(1).float().contiguous(), high + (middle + low))

@@ -1,4 +1,4 @@
-"""Root mean square norm and the FP8 cast of its result, optionally after adding a residual stream."""
+"""RMS norm and the FP8 cast of its result, optionally after adding a residual stream."""
 
 import torch
 
@@ -14,7 +14,7 @@ def rms_norm_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y = rms_norm(x, weight, eps) and (q, scale) = per_token_cast_to_fp8(y, use_ue8m0): returns (y, q, scale).
 
-    Arguments: see `dsa.rms_norm_cast_to_fp8`.
+    Arguments as in `dsa.rms_norm_cast_to_fp8`.
     """
     y = rms_norm(x, weight, eps)
     return (y, *per_token_cast_to_fp8(y, use_ue8m0))
@@ -27,7 +27,7 @@ def add_rms_norm_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """total = residual + x, rounded to their dtype, and (y, q, scale) = rms_norm_cast_to_fp8(total, ...).
 
-    Returns (total, y, q, scale). Arguments: see `dsa.add_rms_norm_cast_to_fp8`.
+    Returns (total, y, q, scale). Arguments as in `dsa.add_rms_norm_cast_to_fp8`.
     """
     total = (residual + x).contiguous()
     return (total, *rms_norm_cast_to_fp8(total, weight, eps, use_ue8m0))

@@ -1,4 +1,4 @@
-"""Root mean square norm of heads, and then rotary position embedding."""
+"""RMS norm of heads, followed by rotary position embedding."""
 
 import torch
 
@@ -11,8 +11,8 @@ from dsa.reference.elementwise.rotary import apply_rotary
 def rms_norm_rotary(
     x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
-    """`rms_norm`, and then `apply_rotary` of the last channels, as pairs of neighbours.
+    """`rms_norm`, and then `apply_rotary` on the last channels, on adjacent pairs.
 
-    Arguments: see `dsa.rms_norm_rotary`.
+    Arguments as in `dsa.rms_norm_rotary`.
     """
     return apply_rotary(rms_norm(x, weight, eps), cos, sin, interleaved=True, dims="last")

@@ -4,12 +4,12 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# For specs that stand in other references. Ops import both from dsa.ops.elementwise.rotary.
+# The specs of other references use this tuple and `check_rotated`; ops import both from dsa.ops.elementwise.rotary.
 DIMS = ("first", "last")
 
 
 def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
-    """Raise ValueError where the argument `name` has fewer channels than cos and sin rotate."""
+    """Raise ValueError if the argument `name` has fewer channels than cos and sin rotate."""
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
@@ -23,7 +23,7 @@ def apply_rotary(
     """Rotate the first or last R = 2 * cos.shape[-1] channels of x; copy the others.
 
     (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2), in fp32,
-    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments: see `dsa.apply_rotary`.
+    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as in `dsa.apply_rotary`.
     """
     rotated = 2 * cos.shape[-1]
     if rotated == 0:

@@ -1,1 +1,1 @@
-"""PyTorch references of FP8 products and casts."""
+"""PyTorch references of matrix products and FP8 casts."""

@@ -1,9 +1,10 @@
-"""FP4 weights as published, and the same weights in FP8: two e2m1 codes a byte, a power-of-two scale per 32 channels.
+"""FP4 weights as published (two e2m1 codes per byte, a power-of-two scale per 32 channels), and their exact conversion
+to FP8.
 
-e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibble of a byte is the even channel. Hopper's tensor
-cores do not take FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number. So a block of
-128 x 128 gets one scale, 2^-6 times the largest scale of the block's groups. The e4m3 values take up the ratio of a
-group's scale to the block's scale: nothing is rounded.
+The e2m1 values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibble of a byte is the even channel.
+Hopper's tensor cores do not accept FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number.
+So a block of 128 x 128 gets one scale, 2^-6 times the largest scale of the groups in the block. The e4m3 values absorb
+the ratio of a group's scale to the block's scale, so nothing is rounded.
 """
 
 import torch
@@ -17,14 +18,15 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float3
 _BYTES = torch.arange(256, device="cpu")
 _PAIRS = torch.cat((E2M1, -E2M1))[torch.stack((_BYTES % 16, _BYTES // 16), -1)]
 
-# Largest exponent: e4m3, up to 448, still holds 6 * 2^6, with 6 the largest e2m1 value.
+# Largest exponent of the ratio: 6, the largest e2m1 value, times 2^6 is below 448, the largest e4m3 value.
 _HEADROOM = 6
-# Smallest exponent: e4m3's lowest step is 2^-9, and 0.5 is the smallest e2m1 value. The kernels' tables end here, too.
+# Smallest exponent of the ratio: 0.5, the smallest nonzero e2m1 value, times 2^-8 is 2^-9, the smallest e4m3 value. The
+# kernels' tables have the same limit.
 _LOWEST_SHIFT = -8
-LOWEST_EXPONENT = -126  # of a normal fp32 number
+LOWEST_EXPONENT = -126  # the smallest exponent of a normal fp32 number
 _NAN = 128  # the exponent of e8m0's NaN
 
-# [shift, byte]: the two e4m3 values of a byte's codes times 2^shift.
+# Entry [shift, byte]: the two e4m3 values of a byte's two codes times 2^shift.
 _POWERS = torch.tensor([2.0**i for i in range(_LOWEST_SHIFT, _HEADROOM + 1)], dtype=torch.float32, device="cpu")
 _IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.int16).flatten()
 
@@ -33,7 +35,7 @@ _IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.
 def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The FP8 scale of each 128 x 128 block of an FP4 weight: 2^-6 times the largest scale of the block's groups.
 
-    Groups of zeros are ignored; a block with nothing else gets 2^-126. Raises ValueError like `widen_fp4`.
+    Groups of zeros are ignored; a block in which all codes are zero gets 2^-126. Raises ValueError like `widen_fp4`.
     Arguments as in `dsa.fp4_block_scales`.
     """
     return widen_fp4(packed, scale)[1]
@@ -43,7 +45,7 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An FP4 weight in FP8, exactly: q * s = e2m1 * scale, where s is 2^-6 times the largest scale of a block's groups.
 
-    Raises ValueError for a NaN scale and for a block that e4m3 cannot hold with one scale. Arguments as in
+    Raises ValueError for a NaN scale and for a block that e4m3 cannot represent with one scale. Arguments as in
     `dsa.widen_fp4`.
     """
     *leading, rows, half = packed.shape
@@ -52,7 +54,7 @@ def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     block_scale = torch.empty(*leading, *blocks, dtype=torch.float32, device=packed.device)
     if packed.numel() == 0:
         return q, block_scale.fill_(2.0**LOWEST_EXPONENT)
-    # One matrix at a time: the indices into the tables take four times the bytes of the matrix.
+    # One matrix at a time, because the int32 table indices need four times the bytes of the packed matrix.
     for i in range(torch.Size(leading).numel()):
         place = _place(i, leading)
         q[place], block_scale[place] = widen_matrix(packed[place], scale[place], place)
@@ -71,7 +73,7 @@ def _place(index: int, leading: list[int]) -> tuple[int, ...]:
 def widen_matrix(
     packed: torch.Tensor, scale: torch.Tensor, place: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`widen_fp4` of a matrix. place: the matrix's index in the leading dimensions, for messages."""
+    """Compute `widen_fp4` of one matrix. place: the matrix's index in the leading dimensions, for error messages."""
     exponents = group_exponents(scale)
     if (exponents == _NAN).any():
         where = [*place, *(exponents == _NAN).nonzero()[0].tolist()]
@@ -87,46 +89,46 @@ def widen_matrix(
 
 
 def e2m1_groups(packed: torch.Tensor) -> torch.Tensor:
-    """The e2m1 values of bytes [..., N, K / 2] as fp32 [..., N, K / 32, 32]."""
+    """Return the e2m1 values of bytes [..., N, K / 2] as fp32 [..., N, K / 32, 32]."""
     groups = _bytes(packed)
     return _PAIRS.to(packed.device).index_select(0, groups.flatten().int()).view(*groups.shape[:-1], GROUP)
 
 
 def group_exponents(scale: torch.Tensor) -> torch.Tensor:
-    """The exponents e of scales 2^e, int32; 128 for NaN."""
+    """Return the exponents e of scales 2^e as int32; 128 for NaN."""
     return scale.view(torch.uint8).int() - 127
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^exponents in fp32, made of bits, so no device rounds. exponents: int32 in [-126, 127]."""
+    """Return 2^exponents in fp32, built from bits, so that no device rounds. exponents: int32 in [-126, 127]."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
-    """[..., K / 2] -> uint8 [..., K / 32, 16]"""
+    """Return the bytes [..., K / 2] as uint8 [..., K / 32, 16]."""
     return packed.contiguous().view(torch.uint8).view(*packed.shape[:-1], 2 * packed.shape[-1] // GROUP, GROUP // 2)
 
 
 def _shifts(exponents: torch.Tensor, block_exponents: torch.Tensor) -> torch.Tensor:
-    """Exponents of groups [N, K / 32] minus those of their blocks."""
+    """Return the exponents of groups [N, K / 32] minus those of their blocks."""
     rows, columns = exponents.shape
     per_group = block_exponents.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // GROUP, 1)[:, :columns]
     return exponents - per_group
 
 
 def _places(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Indices of a matrix's bytes in the tables: int32 [N, K / 32, 16]."""
+    """Return the table indices of a matrix's bytes: int32 [N, K / 32, 16]."""
     return (shift[..., None] - _LOWEST_SHIFT) * len(_BYTES) + _bytes(packed)
 
 
 def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """[N, K] e4m3"""
+    """Return the e4m3 values [N, K] of a packed matrix whose groups are shifted by `shift`."""
     found = _IN_E4M3.to(packed.device).index_select(0, _places(packed, shift).flatten())
     return found.view(len(packed), -1).view(torch.float8_e4m3fn)
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = LOWEST_EXPONENT) -> torch.Tensor:
-    """[N, K / 32] -> [ceil(N / 128), 128, ceil(K / 128), 4]; ragged blocks are padded with `fill`."""
+    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; ragged blocks are padded with `fill`."""
     rows, columns = of_groups.shape
     each = BLOCK // GROUP
     padded = torch.nn.functional.pad(of_groups, (0, -columns % each, 0, -rows % BLOCK), value=fill)

@@ -1,11 +1,13 @@
 """Casts between float and FP8 e4m3 with one scale per group: value = q * scale.
 
 All casts follow DeepGEMM's rule. amax = max(|x|, 1e-4) over the group and scale = amax / 448, or the next power of two
-at or above amax / 448 ("ue8m0"); q = round_to_e4m3(x * (1 / scale)): the reciprocal is rounded to fp32, and so is the
-product. Scales are returned as fp32 in both cases.
+at or above amax / 448 ("ue8m0"); q = round_to_e4m3(x * (1 / scale)), where the reciprocal and the product are each
+rounded to fp32. Scales are returned as fp32 in both cases.
+
 NaN in a group makes the group's scale and values NaN; infinity makes the scale infinite and the values NaN or 0. In all
 other groups the bytes equal those of DeepGEMM's functions on the same device. Without ue8m0 the device matters: PyTorch
 divides by 448 on a CPU and multiplies by 1 / 448 on a GPU, so a scale's last bit may differ.
+
 Source: `act_quant` of DeepSeek-V3.2's inference code; DeepGEMM's `per_token_cast_to_fp8` and `per_block_cast_to_fp8`.
 """
 
@@ -16,12 +18,13 @@ from dsa.reference.gemm.hadamard import hadamard_transform
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
-MANTISSA = (1 << 23) - 1  # its bits in an fp32 number
+MANTISSA = (1 << 23) - 1  # the mantissa bits of an fp32 number
 
 
 def ceil_to_ue8m0(scale: torch.Tensor) -> torch.Tensor:
-    """2^ceil(log2(scale)), exactly: the lowest power of two at or above `scale` (fp32, positive and normal)."""
-    # By its bits: torch.ldexp reads out of bounds on a GPU that is not the current one (pytorch#189567).
+    """2^ceil(log2(scale)), exactly: the smallest power of two that is at least `scale` (fp32, positive and normal)."""
+    # Computed on the bits, because torch.ldexp reads out of bounds on a GPU that is not the current one
+    # (pytorch#189567).
     rounded_up = (scale.view(torch.int32) + MANTISSA) & ~MANTISSA
     return torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
 
@@ -41,8 +44,8 @@ def per_token_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast with one scale per token and `gran_k` channels.
 
-    hadamard=True first transforms every group of gran_k channels, a power of two, and rounds the result to x's dtype.
-    Arguments as in `dsa.per_token_cast_to_fp8`.
+    hadamard=True first applies the Hadamard transform to every group of gran_k channels, where gran_k is a power of
+    two, and rounds the result to x's dtype. Arguments as in `dsa.per_token_cast_to_fp8`.
     """
     groups = x.detach().unflatten(-1, (x.shape[-1] // gran_k, gran_k))
     if hadamard:
@@ -64,7 +67,7 @@ def per_block_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast a weight with one scale per block x block tile. Arguments as in `dsa.per_block_cast_to_fp8`."""
     rows, cols = w.shape
-    # A block larger than the weight has the weight's size.
+    # A block larger than the weight is cut to the weight's size.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     padded = torch.nn.functional.pad(w.float(), (0, -cols % width, 0, -rows % height))
     tiles = padded.view(-(-rows // height), height, -(-cols // width), width)
@@ -87,7 +90,7 @@ def dequantize_per_block(
     Arguments as in `dsa.dequantize_per_block`.
     """
     rows, cols = q.shape
-    # Repeat scales, then cut: 576 rows have 5 scale rows, and the last block has 64 rows.
+    # Repeat scales, then cut, because the last block may be ragged: 576 rows have 5 scale rows, the last for 64 rows.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     full = scale.float().repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
     return (q.float() * full).to(dtype)

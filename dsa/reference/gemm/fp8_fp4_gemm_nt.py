@@ -1,4 +1,4 @@
-"""Grouped GEMM of FP8 activations and FP4 weights: widens the weights to FP8."""
+"""Grouped GEMM of FP8 activations and FP4 weights, which are converted to FP8 first."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ def grouped_fp8_fp4_gemm_nt(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`grouped_fp8_gemm_nt(a, widen_fp4(b[0], b[1]), ends, out_dtype, rows=rows, weights=weights)`, the same bits.
+    """`grouped_fp8_gemm_nt(a, widen_fp4(b[0], b[1]), ends, out_dtype, rows=rows, weights=weights)`, with the same bits.
 
-    Only weights with rows are widened. Rows from ends[E - 1] on are NaN. Raises ValueError for ends and rows like
-    `grouped_fp8_gemm_nt`, for a weight that `widen_fp4` refuses, and for b[2] other than
-    `fp4_block_scales(b[0], b[1])`. Arguments as in `dsa.grouped_fp8_fp4_gemm_nt`.
+    Only weights of experts that have rows are widened. Rows from ends[E - 1] on are NaN. Raises ValueError for ends and
+    rows like `grouped_fp8_gemm_nt`, for a weight that `widen_fp4` refuses, and if b[2] is not `fp4_block_scales(b[0],
+    b[1])`. Arguments as in `dsa.grouped_fp8_fp4_gemm_nt`.
     """
     packed, scale, block_scale = b
     widened = widened_by_weight(packed, scale, block_scale)

@@ -1,4 +1,5 @@
-"""GEMM of FP8 activations, one scale per token and 128 channels, and FP8 weights, one scale per 128 x 128 block."""
+"""GEMM of FP8 activations with one scale per token and 128 channels, and FP8 weights with one scale per 128 x 128
+block."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,7 +30,7 @@ def fp8_gemm_nt(
     leading = q.shape[:-1]
     tokens = q.shape[:-1].numel()
     q, s, w = q.reshape(tokens, q.shape[-1]).float(), s.reshape(tokens, groups), w.float()
-    # Repeat scales, one per weight row, then cut: the last block may be ragged.
+    # Repeat block scales to one scale per weight row, then cut, because the last block may be ragged.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
     y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)
     for g in range(groups):
@@ -50,13 +51,14 @@ def grouped_fp8_gemm_nt(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
-    with weight e.
+    """`fp8_gemm_nt` of each row with one of E weights: weight 0 for rows before ends[0], weight e for rows ends[e - 1]
+    to ends[e] - 1.
 
-    Row m is row rows[m] of a. The fp32 sum is multiplied by weights[m] and then rounded. Rows from ends[E - 1] on
-    belong to no expert and are not read. Their results, undefined in general, are NaN here, so a use of them shows.
-    Raises ValueError for ends that do not ascend from at least 0 to at most M, and for an expert's row outside a.
-    `expected_rows` changes nothing. Arguments as in `dsa.grouped_fp8_gemm_nt`.
+    Row m is row rows[m] of a, or row m of a without rows. The fp32 sum is multiplied by weights[m] and then rounded.
+    Rows from ends[E - 1] on belong to no expert and are not read. Their results, which are undefined in general, are
+    NaN here, so that a use of them is visible. Raises ValueError for ends that do not ascend from at least 0 to at most
+    M, and for an expert's row that is not a row of a. `expected_rows` has no effect. Arguments as in
+    `dsa.grouped_fp8_gemm_nt`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index per row.
     """
     w, ws = b
@@ -72,8 +74,10 @@ def products_by_weight(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`grouped_fp8_gemm_nt`, and the check of the contents of ends and rows. weight_of: e -> (w [N, K], scales), called
-    for weights with rows."""
+    """Check the contents of ends and rows, and compute `grouped_fp8_gemm_nt`.
+
+    weight_of: e -> (w [N, K], scales), called only for weights of experts that have rows.
+    """
     q, s = a
     count, limits = len(q if rows is None else rows), [0, *ends.tolist()]
     if limits != sorted(limits) or limits[-1] > count:

@@ -1,4 +1,4 @@
-"""Product of 16-bit matrices with fp32 results."""
+"""Product of two 16-bit matrices with an fp32 result."""
 
 import torch
 
@@ -7,11 +7,11 @@ from dsa.reference.autocast import without_autocast
 
 @without_autocast
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
-    """y[t, o] = s_o sum_k x[t, k] weight[o, k] in fp32, s_o = scale from o = scaled_from on, 1 before.
+    """y[t, o] = s_o sum_k x[t, k] weight[o, k] in fp32, where s_o = scale for o >= scaled_from, else 1.
 
     Differentiable in x and weight. Arguments as in `dsa.linear_fp32`.
     """
-    # On a CPU the last bit of a product depends on strides.
+    # Contiguous operands, because on a CPU the last bit of a product depends on strides.
     y = torch.nn.functional.linear(x.float().contiguous(), weight.float().contiguous())
     if scaled_from == 0:
         return y * scale

@@ -1,4 +1,4 @@
-"""Rotation of heads and FP8 cast by groups of heads."""
+"""Rotary embedding of heads, followed by the FP8 cast per group of heads."""
 
 import torch
 
@@ -12,8 +12,11 @@ from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 def rotary_cast_to_fp8(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary` of pairs of neighbours in the last channels, then `per_token_cast_to_fp8` of the heads of a group,
-    group after group. Arguments as in `dsa.rotary_cast_to_fp8`."""
+    """`apply_rotary` on adjacent pairs of the last channels, then `per_token_cast_to_fp8` of each group of heads.
+
+    The rows of the result are those of the first group, then those of the second group, and so on. Arguments as in
+    `dsa.rotary_cast_to_fp8`.
+    """
     rotated = apply_rotary(x, cos, sin, interleaved=True, dims="last")
     rows = rotated.unflatten(1, (groups, x.shape[1] // groups)).transpose(0, 1).flatten(2).flatten(0, 1)
     return per_token_cast_to_fp8(rows, use_ue8m0)

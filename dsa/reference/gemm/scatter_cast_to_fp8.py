@@ -1,4 +1,4 @@
-"""FP8 cast of tokens to the rows of their experts."""
+"""FP8 cast of tokens, stored to the rows of the tokens' experts."""
 
 import torch
 
@@ -13,7 +13,7 @@ def scatter_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8(x, use_ue8m0)`, token t stored in the rows places[t, 0] to places[t, k - 1] of T * k rows.
 
-    Rows without a token are zero, with scales of 1; places outside are ignored. Arguments as in
+    Rows that no token is stored to are zero, with scales of 1; places outside [0, T * k) are ignored. Arguments as in
     `dsa.scatter_cast_to_fp8`.
     """
     q, scale = per_token_cast_to_fp8(x, use_ue8m0)

@@ -1,4 +1,4 @@
-"""SwiGLU and the FP8 cast of the result, for the down projection."""
+"""SwiGLU and the FP8 cast of its result, for the down projection."""
 
 import torch
 
@@ -23,6 +23,6 @@ def swiglu_cast_to_fp8(
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     h = (torch.nn.functional.silu(g) * u).to(gate.dtype)
-    # Zeros do not change a block's scale.
+    # Padding with zeros does not change a block's scale.
     q, scale = per_token_cast_to_fp8(torch.nn.functional.pad(h, (0, -channels % BLOCK)), use_ue8m0)
     return q[..., :channels].contiguous(), scale

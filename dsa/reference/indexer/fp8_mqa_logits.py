@@ -1,11 +1,11 @@
-"""Scores of the lightning indexer over a contiguous key sequence: multi-query attention logits summed over heads."""
+"""Scores of the lightning indexer over contiguous keys: multi-query attention logits summed over heads."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
 
-# At most so many elements of a [queries, H, keys] tensor at once: 128 MiB in fp32, and ReLU makes a second tensor.
+# Most elements of a [queries, H, keys] tensor of scores: 128 MiB in fp32, and ReLU makes a second such tensor.
 _CHUNK = 2**25
 _SPLIT_KV = 256
 _ROW_ALIGNMENT = 1024
@@ -25,9 +25,9 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    The reference writes -inf outside the ranges for both values of clean_logits. It computes in fp32 for both values of
-    accumulators, and rounds to logits_dtype once. The result is a view of a wider buffer whose rows start at multiples
-    of 1024 bytes. NaN in a key reaches only that key's column. Arguments as of `dsa.fp8_mqa_logits`.
+    The reference writes -inf outside the ranges whatever clean_logits is. It computes in fp32 whatever accumulators is,
+    and rounds to logits_dtype once. The result is a view of a wider buffer whose rows start at multiples of 1024 bytes.
+    NaN in a key reaches only that key's column. Arguments as in `dsa.fp8_mqa_logits`.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     k, k_scale = kv
@@ -38,7 +38,7 @@ def fp8_mqa_logits(
 
 
 def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
-    """Return the result's columns, and the columns of its buffer."""
+    """Return (columns of the result, columns of its buffer)."""
     if max_seqlen_k:
         return max_seqlen_k, -(-max_seqlen_k // _SPLIT_KV) * _SPLIT_KV
     return keys, keys + _SPLIT_KV
@@ -54,7 +54,7 @@ def mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t], -inf elsewhere.
 
-    `fp8_mqa_logits` without quantisation. Differentiable in q, k and weights. Arguments as of `dsa.mqa_logits`.
+    `fp8_mqa_logits` without quantisation. Differentiable in q, k and weights. Arguments as in `dsa.mqa_logits`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
@@ -63,13 +63,14 @@ def mqa_logits(
 
 
 def padded_logits(rows: int, columns: int, needed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return [rows, columns] of -inf, a view of a buffer. Its row stride is `needed`, rounded up to 1024 bytes."""
+    """Return [rows, columns] of -inf: a view of a buffer whose row stride is `needed` elements rounded up to 1024
+    bytes."""
     buffer = torch.full((rows, row_stride(needed, dtype)), -torch.inf, dtype=dtype, device=device)
     return buffer[:, :columns]
 
 
 def row_stride(needed: int, dtype: torch.dtype) -> int:
-    """Round a row of `needed` elements up to a multiple of 1024 bytes."""
+    """Return `needed` elements rounded up to a multiple of 1024 bytes, in elements."""
     alignment = _ROW_ALIGNMENT // dtype.itemsize
     return -(-needed // alignment) * alignment
 
@@ -84,7 +85,7 @@ def _fill(
     ends: torch.Tensor,
     compressed: bool,
 ) -> None:
-    """Write the scores to `logits`, which holds -inf. A chunk of queries at a time bounds the memory."""
+    """Write the scores to `logits`, which contains -inf. Chunks of queries bound the memory."""
     keys = k.shape[0]
     starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)
     if not (starts < ends).any():

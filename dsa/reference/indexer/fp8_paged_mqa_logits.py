@@ -8,14 +8,14 @@ from dsa.reference.indexer.fp8_mqa_logits import padded_logits
 from dsa.reference.indexer.index_scores import index_scores
 
 SPLIT_KV = 256
-MOST_SPLITS = 2**31 - 1  # of all sequences together
+MOST_SPLITS = 2**31 - 1  # limit for all sequences together
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i to boundary i + 1, which it excludes.
+    """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from boundary i up to, but without, boundary i + 1.
 
-    Arguments and result as of `dsa.get_paged_mqa_logits_metadata`.
-    Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
+    Arguments and result as in `dsa.get_paged_mqa_logits_metadata`.
+    Source: DeepGEMM's function of this name; the plan is that of DeepGEMM for next_n <= 2.
     """
     lengths = context_lens.long().clamp_min(0)
     if lengths.dim() == 2:
@@ -47,9 +47,9 @@ def fp8_paged_mqa_logits(
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
     Returns [B * next_n, max_context_len], a view of a wider buffer whose rows start at multiples of 1024 bytes. The
-    reference writes -inf past a row's keys for both values of clean_logits: a length of 0 or less gives a row of -inf.
-    A key whose page is outside the table or the cache gives -inf. The reference computes in fp32 for both values of
-    accumulators, and rounds to logits_dtype once. It takes any page size. Arguments as of `dsa.fp8_paged_mqa_logits`.
+    reference writes -inf past a row's keys whatever clean_logits is: a length of 0 or less gives a row of -inf. A key
+    whose page is outside the table or the cache gives -inf. The reference computes in fp32 whatever accumulators is,
+    and rounds to logits_dtype once. It accepts any page size. Arguments as in `dsa.fp8_paged_mqa_logits`.
     Source: DeepGEMM's function of this name.
     """
     batch, next_n = q.shape[:2]

@@ -1,4 +1,4 @@
-"""The lightning indexer's score of a key for a query: serving's logits and training's losses share it."""
+"""The lightning indexer's score of a key for a query, which the logits of serving and the losses of training share."""
 
 import torch
 
@@ -6,13 +6,13 @@ import torch
 def index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]), in fp32, or in float64 if q is float64.
 
-    q        [..., H, D] of any float dtype: [T, H, D] of T queries
-    k        [N, D], keys that all queries score, or [..., N, D], keys per query
+    q        [..., H, D] of any float dtype: [T, H, D] for T queries
+    k        [N, D], keys that all queries score, or [..., N, D], separate keys for each query
     weights  [..., H], of any sign
 
-    Returns [..., N]. Differentiable in all three. NaN in a key reaches only that key's scores. To score a single head,
-    give it as a query with H = 1: q[..., None, :], weights[..., None].
-    The arguments are not checked. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
+    Returns [..., N]. Differentiable in q, k and weights. NaN in a key reaches only that key's scores. To get the scores
+    of each head, pass every head as a query with H = 1: q[..., None, :], weights[..., None]. The arguments are not
+    checked. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     # Contiguous, because the rounding of a product on a CPU depends on strides.

@@ -1,4 +1,4 @@
-"""What the lightning indexer applies to its projections before it scores: norm, rope, Hadamard, FP8."""
+"""The preparation of the lightning indexer's queries and keys for scoring: norm, rope, Hadamard, FP8."""
 
 import torch
 
@@ -20,9 +20,9 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)), with one scale s per token and head, which multiplies the weight: w8 = weights s.
+    """q8, s = FP8(H128 rope(q)), with one scale s per token and head; the scale moves into the weights: w8 = weights s.
 
-    Rope and Hadamard each round to q's dtype. Arguments as of `dsa.quantize_indexer_queries`.
+    Returns (q8, w8). Rope and Hadamard each round to q's dtype. Arguments as in `dsa.quantize_indexer_queries`.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     q8, scale = per_token_cast_to_fp8(
@@ -50,7 +50,7 @@ def write_indexer_keys(
     """Write FP8(H128 rope(LayerNorm(k))) and its scale to token t's slot slots[t] = page * P + offset, in place.
 
     LayerNorm, rope and Hadamard each round to k's dtype. No other byte of the cache changes. Raises ValueError for a
-    slot below -1 or beyond the cache. Arguments as of `dsa.write_indexer_keys`.
+    slot below -1 or beyond the cache. Arguments as in `dsa.write_indexer_keys`.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     normed = torch.nn.functional.layer_norm(k.float(), k.shape[1:], norm_weight, norm_bias, eps).to(k.dtype)

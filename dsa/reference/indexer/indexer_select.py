@@ -1,4 +1,4 @@
-"""Index scores over contiguous keys and the exact selection of the largest, in one op."""
+"""Index scores over contiguous keys and the exact selection of the largest scores, in one op."""
 
 import torch
 
@@ -6,7 +6,7 @@ from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer import topk_indices
 from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits
 
-# Scores per chunk of queries: 64 MiB.
+# Most scores per chunk of queries: 64 MiB in fp32.
 _CHUNK = 2**24
 
 
@@ -26,8 +26,8 @@ def indexer_select(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)`.
 
-    ks and ke are clipped to the keys. The scores are fp32 for both values of accumulators. They are computed for a
-    chunk of queries at a time. Arguments and results as of `dsa.indexer_select`.
+    ks and ke are clipped to the keys. The scores are fp32 whatever accumulators is. They are computed for a chunk of
+    queries at a time. Arguments and results as in `dsa.indexer_select`.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
     indices, values = indices_and_values(q, *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, *options)
@@ -49,7 +49,7 @@ def indices_and_values(
     return_values: bool,
     accumulators: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) of `indexer_select`; values are [0, 0] without return_values."""
+    """Return (indices, values) of `indexer_select`; without return_values, values has shape [0, 0]."""
     queries, keys = len(q), len(k)
     if block_table is not None and row_to_seq is None:
         row_to_seq = torch.arange(queries, dtype=torch.int32, device=q.device)
@@ -64,5 +64,5 @@ def indices_and_values(
         sequences = None if row_to_seq is None else row_to_seq[part]
         options = starts[part], lengths[part], block_table, page_size, sequences, False, True
         indices[part], values[part] = topk_indices.indices_and_values(scores, top_k, *options)
-    values += 0.0  # no -0.0
+    values += 0.0  # replaces -0.0 by 0.0
     return indices, values if return_values else values.new_empty(0, 0)

@@ -1,4 +1,4 @@
-"""Index scores over a paged key cache and the exact selection of the largest, in one op, for decoding."""
+"""Index scores over a paged key cache and the exact selection of the largest scores, in one op, for decoding."""
 
 import torch
 
@@ -6,7 +6,7 @@ from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer import topk_indices
 from dsa.reference.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 
-# Scores per chunk of sequences: 64 MiB.
+# Most scores per chunk of sequences: 64 MiB in fp32.
 _CHUNK = 2**24
 
 
@@ -26,9 +26,9 @@ def paged_indexer_select(
     """`topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
     top_k, lengths=L)`, for slots also with block_table, page_size and row_to_seq.
 
-    L counts the keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The scores are fp32 for
-    both values of accumulators. They are computed for a chunk of sequences at a time. A cache without pages has no key
-    to select. Arguments and results as of `dsa.paged_indexer_select`.
+    L is the number of keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The scores are
+    fp32 whatever accumulators is. They are computed for a chunk of sequences at a time. From a cache without pages no
+    key is selected. Arguments and results as in `dsa.paged_indexer_select`.
     """
     options = max_context_len, top_k, slots, return_values, accumulators
     indices, values = indices_and_values(q, kv_cache, weights, context_lens, block_table, *options)
@@ -48,7 +48,7 @@ def indices_and_values(
     return_values: bool,
     accumulators: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) of `paged_indexer_select`; values are [0, 0] without return_values."""
+    """Return (indices, values) of `paged_indexer_select`; without return_values, values has shape [0, 0]."""
     batch, next_n = q.shape[:2]
     pages, page_size = kv_cache.shape[:2]
     columns = min(max_context_len, block_table.shape[1] * page_size)
@@ -69,5 +69,5 @@ def indices_and_values(
             paging = table, page_size, sequences.repeat_interleave(next_n, output_size=len(scores))
         given = None, seen.flatten(), *paging, False, True
         indices[rows], values[rows] = topk_indices.indices_and_values(scores, top_k, *given)
-    values += 0.0  # no -0.0
+    values += 0.0  # replaces -0.0 by 0.0
     return indices, values if return_values else values.new_empty(0, 0)

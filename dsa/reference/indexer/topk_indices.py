@@ -4,9 +4,9 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Scores per sort: each of the sort's int64 indices takes 8 bytes.
+# Most scores per sort; the sort's int64 indices need 8 bytes per score.
 _CHUNK = 2**24
-_MOST_SLOTS = 2**31  # what an int32 can number
+_MOST_SLOTS = 2**31  # slots that an int32 can index
 _NEVER = torch.iinfo(torch.int32).min
 
 
@@ -24,8 +24,8 @@ def topk_indices(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r.
 
-    Ties go to the lowest index; -0.0 equals 0.0. -inf is the lowest score and may be picked; NaN is never picked.
-    Arguments and results as of `dsa.topk_indices`.
+    Of equal scores the lowest index is picked; -0.0 equals 0.0. -inf is the lowest score and can be picked; NaN is
+    never picked. Arguments and results as in `dsa.topk_indices`.
     """
     options = starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
     indices, values = indices_and_values(scores, k, *options)
@@ -44,7 +44,7 @@ def indices_and_values(
     sorted: bool,
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) of `topk_indices`; values are [0, 0] without return_values."""
+    """Return (indices, values) of `topk_indices`; without return_values, values has shape [0, 0]."""
     (rows, cols), device = scores.shape, scores.device
     first = torch.zeros(rows, dtype=torch.long, device=device) if starts is None else starts.long()
     count = cols - first if lengths is None else lengths.long()
@@ -64,12 +64,12 @@ def indices_and_values(
 def _select(
     scores: torch.Tensor, k: int, first: torch.Tensor, count: torch.Tensor, by_value: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) [rows, min(k, cols)], with -1 and -inf after a row's last candidate."""
+    """Return (indices, values) [rows, min(k, cols)], padded with -1 and -inf after a row's last candidate."""
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()
-    # Integer keys sort as the floats do, and leave a key for "no candidate" below that of -inf. Adding 0.0 turns -0.0
-    # into 0.0.
+    # The integer keys sort like the floats. They leave one key below that of -inf for columns that are no candidates.
+    # Adding 0.0 turns -0.0 into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(~exists, _NEVER)
     key, order = key.sort(dim=1, descending=True, stable=True)

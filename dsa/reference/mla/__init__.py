@@ -1,1 +1,1 @@
-"""PyTorch references of multi-head latent attention, dense and sparse, its windows and merges."""
+"""PyTorch references of multi-head latent attention: dense, sparse, over sliding windows, and the merge of branches."""

@@ -30,10 +30,11 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
-    Everything is fp32 in between, with the FP8 scales in full precision. The result does not depend on the plan, and no
-    sequence's on another. A query without keys has out 0 and lse +inf, and NaN in a cached row reaches only the queries
-    that select it. Arguments as of `dsa.flash_mla_with_kvcache`; keys of fp32 queries may have any float dtype.
-    Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
+    Intermediate results are fp32, and FP8 scales multiply in full precision. The result does not depend on the plan,
+    and no sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and NaN in a
+    cached row reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`; with fp32 queries,
+    keys may have any float dtype.
+    Source: FlashMLA's function of this name, which supports fewer caches, head counts and combinations.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
@@ -52,7 +53,7 @@ def dense_mla_decode(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense decoding of checked arguments, whatever the plan: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
+    """Compute dense decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
     batch, s_q, h_q, _ = q.shape
     pages, page_size, h_k, _ = k_cache.shape
     group = h_q // h_k
@@ -67,7 +68,8 @@ def dense_mla_decode(
             heads = slice(head * group, (head + 1) * group)
             kv = read_kv_cache(k_cache[:, :, head : head + 1], slots)
             for i in range(s_q):
-                # A slice rather than a mask: a key that a query does not see must not touch it, even if it is NaN.
+                # A slice rather than a mask, because a key that a query does not see must not affect the query, even if
+                # it is NaN.
                 seen = max(0, int(cache_seqlens[b]) - s_q + i + 1) if causal else length
                 keys = kv[None, :seen], slots[None, :seen] >= 0
                 row, row_lse, _ = attend(q[b, None, i, heads], *keys, softmax_scale, head_dim_v)
@@ -88,8 +90,10 @@ def sparse_mla_decode(
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q], a view of [B, s_q,
-    h_q]."""
+    """Compute sparse decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q].
+
+    lse is a view of a tensor [B, s_q, h_q].
+    """
     given = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     selections = [(cache, _slots(cache, *rest)) for cache, *rest in given if cache is not None]
     out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, softmax_scale)
@@ -102,7 +106,10 @@ def sparse_mla_decode(
 def _sparse(
     q: torch.Tensor, selections: list[tuple[torch.Tensor, torch.Tensor]], d_v: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [R, h_q, d] over (cache, slots [R, K]) pairs, -1 for no key: out [R, h_q, d_v] and lse [R, h_q]."""
+    """Compute attention of q [R, h_q, d] over (cache, slots [R, K]) pairs, with slot -1 for no key.
+
+    Return out [R, h_q, d_v] and lse [R, h_q].
+    """
     rows, h_q, d = q.shape
     out = torch.empty(rows, h_q, d_v, dtype=torch.float32, device=q.device)
     lse = torch.empty(rows, h_q, dtype=torch.float32, device=q.device)
@@ -116,7 +123,7 @@ def _sparse(
 
 
 def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """[B * s_q, K], -1 for every index that is no key."""
+    """Return the indices as slots [B * s_q, K], with -1 for every index that names no key."""
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]

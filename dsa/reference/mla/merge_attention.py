@@ -14,8 +14,8 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
-    Everything is fp32 in between. Where every branch is empty, out is 0 and lse +inf.
-    Arguments as of `dsa.merge_attention`.
+    Intermediate results are fp32. Where every branch is empty, out is 0 and lse +inf. Arguments as in
+    `dsa.merge_attention`.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     branches = torch.stack([*lses])

@@ -1,4 +1,4 @@
-"""Multi-head attention over packed sequences, over all keys or over those that are selected."""
+"""Multi-head attention over packed sequences, over all keys or over selected keys."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.mla.selection_bits import selected_keys
 
-_CHUNK = 2**26  # numbers in the largest tensor of scores: 256 MiB of fp32
+_CHUNK = 2**26  # most elements of a tensor of scores: 256 MiB of fp32
 
 
 @without_autocast
@@ -26,8 +26,8 @@ def mha_varlen_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'] over the keys j that query t sees.
 
-    Everything is fp32 in between. Arguments as of `dsa.mha_varlen_fwd`;
-    dense_keys only says what need not be read.
+    Intermediate results are fp32. dense_keys has no effect: it only tells kernels which bits of `selected` they need
+    not read. Arguments as in `dsa.mha_varlen_fwd`.
     Source: FlashAttention's `flash_attn_varlen_func`.
     """
     if k_rope is not None:
@@ -40,7 +40,7 @@ def mha_varlen_fwd(
         count = last - first
         if count == 0:
             continue
-        # Contiguous: how a product on a CPU rounds depends on strides.
+        # Contiguous, because the rounding of a product on a CPU depends on strides.
         own_k, own_v = (
             x[first:last].float().repeat_interleave(heads // kv_heads, 1).transpose(0, 1).contiguous() for x in (k, v)
         )
@@ -62,6 +62,6 @@ def mha_varlen_fwd(
 
 
 def _spans(bounds: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """(first row, end) of each sequence; none of one whose bounds are not inside the rows, or decrease."""
+    """Return (first row, end) of each sequence; (0, 0) if its bounds decrease or are not inside the rows."""
     pairs = itertools.pairwise(bounds.tolist())
     return [(first, end) if 0 <= first <= end <= rows else (0, 0) for first, end in pairs]

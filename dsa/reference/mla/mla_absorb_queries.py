@@ -1,4 +1,5 @@
-"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels rotated."""
+"""Queries for attention to latents: MLA's FP8 weight W_UK is absorbed into the queries, and rope channels are
+rotated."""
 
 import torch
 
@@ -10,7 +11,10 @@ from dsa.reference.gemm.fp8_cast import dequantize_per_block
 def by_head(
     weight: torch.Tensor, weight_scale: torch.Tensor, heads: int, dtype: torch.dtype, least: int
 ) -> torch.Tensor:
-    """kv_b [H, N, L] in `dtype`, contiguous, so that sums do not depend on the weights' strides. least: N if H is 0."""
+    """Return kv_b [H, N, L] in `dtype`, contiguous, so that sums do not depend on the weights' strides.
+
+    least: N if there are no heads.
+    """
     rows = len(weight) // heads if heads else least
     return dequantize_per_block(weight.contiguous(), weight_scale, dtype).view(heads, rows, weight.shape[1])
 
@@ -26,7 +30,7 @@ def mla_absorb_queries(
 ) -> torch.Tensor:
     """q[t, h] = [sum_d q_nope[t, h, d] W_UK[h][d] | rope(q_pe[t, h])].
 
-    W_UK is dequantised to q_nope's dtype, products are summed in fp32. Arguments as of `dsa.mla_absorb_queries`.
+    W_UK is dequantised to q_nope's dtype; products are summed in fp32. Arguments as in `dsa.mla_absorb_queries`.
     """
     heads, nope = q_nope.shape[1:]
     w_uk = by_head(*kv_b, heads, q_nope.dtype, nope)[:, :nope]

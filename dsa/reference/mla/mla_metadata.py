@@ -9,10 +9,10 @@ _TO_THE_END = 2**30
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What `flash_mla_with_kvcache` remembers of its first call. Later calls must have the same `config`.
+    """The plan that `flash_mla_with_kvcache` stores on its first call. Later calls must have the same `config`.
 
-    capture  the number of the CUDA graph in whose capture the plan was made: a replay fills in its numbers. None: the
-             plan was made outside of captures
+    capture  the number of the CUDA graph in whose capture the plan was made, so that each replay computes the plan's
+    numbers. None: the plan was made outside of captures
     """
 
     have_initialized: bool = False
@@ -25,7 +25,8 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
-    Arguments and results as of `dsa.get_mla_metadata`. The reference needs no plan: its own has one part and no splits.
+    The reference needs no plan: it returns one with one part and no splits. Arguments and results as in
+    `dsa.get_mla_metadata`.
     Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:
@@ -34,8 +35,10 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
 
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's plan: one part, no sequence split. Its numbers are filled in on the device: a copy from the host
-    would make the host wait."""
+    """Return the reference's plan: one part, no sequence split.
+
+    Its numbers are filled in on the device, because a copy from the host would make the host wait.
+    """
     batch = cache_seqlens.shape[0]
     metadata = torch.zeros(1, 8, dtype=torch.int32, device=cache_seqlens.device)
     for column, number in ((2, batch - 1), (3, _TO_THE_END), (5, -1)):

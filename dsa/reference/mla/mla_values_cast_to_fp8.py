@@ -1,4 +1,5 @@
-"""Values of attended latents: MLA's W_UV, in FP8, applied to what a head attended to, and the result cast to FP8."""
+"""MLA's FP8 weight W_UV applied to the latents that each head attended to, and the cast of the resulting values to
+FP8."""
 
 import torch
 
@@ -14,7 +15,7 @@ def mla_values_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8` of y[t, h] = W_UV[h] attended[t, h], W_UV dequantised to attended's dtype, sums in fp32.
 
-    y is rounded to that dtype before the cast. Arguments as of `dsa.mla_values_cast_to_fp8`.
+    y is rounded to attended's dtype before the cast. Arguments as in `dsa.mla_values_cast_to_fp8`.
     """
     w_uv = by_head(*kv_b, attended.shape[1], attended.dtype, v_dim)[:, -v_dim:]
     y = torch.einsum("thc,hvc->thv", attended.float(), w_uv.float()).to(attended.dtype)

@@ -1,4 +1,4 @@
-"""Which keys are selected, a bit a key: what multi-head attention over selected keys reads."""
+"""Bit masks of selected keys, one bit per key, as multi-head attention over selected keys reads them."""
 
 import torch
 
@@ -6,9 +6,9 @@ KEYS, WORDS = 128, 4  # keys per block, and words of 32 bits per block
 
 
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
-    """Bit 2 i + j of bits[t, 4 b + c]: whether query t's list has the key starts[t] + 128 b + 8 i + 2 c + j.
+    """Bit 2 i + j of bits[t, 4 b + c]: whether query t's list contains the key starts[t] + 128 b + 8 i + 2 c + j.
 
-    Arguments as of `dsa.selection_bits`.
+    Arguments as in `dsa.selection_bits`.
     """
     blocks = -(-max_keys // KEYS)
     key = indices.long() if starts is None else indices.long() - starts.long()[:, None]
@@ -27,8 +27,10 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
 
 def selected_keys(bits: torch.Tensor, keys: int) -> torch.Tensor:
-    """The inverse: bool [T, keys], whether a query's bit of each key is set. Keys beyond those of bits [T, words] are
-    not selected."""
+    """Return the inverse of `selection_bits`: bool [T, keys], whether each key's bit is set.
+
+    Keys for which bits [T, words] has no bit are not selected.
+    """
     by_word = bits[..., None].long() >> torch.arange(32, device=bits.device) & 1
     blocks = bits.shape[1] // WORDS
     flags = by_word.view(len(bits), blocks, WORDS, 16, 2).transpose(2, 3).reshape(len(bits), blocks * KEYS) > 0

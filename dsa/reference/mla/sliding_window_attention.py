@@ -1,4 +1,4 @@
-"""Attention over a sliding window of latents, alone or joined with selected keys."""
+"""Attention over a sliding window of latents, with or without selected keys."""
 
 import torch
 
@@ -22,12 +22,13 @@ def sliding_window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position among its sequence's keys. A sequence's queries belong to its last keys: query i of Lq has
-    p = Lk - Lq + i. A query with p < 0 sees no key.
+    p is the query's position among its sequence's keys. A sequence's queries are its last tokens: query i of Lq has p =
+    Lk - Lq + i. A query with p < 0 sees no key.
 
-    Everything is fp32 in between. A query without keys, also one that belongs to no sequence, has out 0 and lse +inf,
-    and NaN in kv reaches only the queries whose window holds it. Arguments as of `dsa.sliding_window_attention`; keys
-    of fp32 queries may have any float dtype. Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
+    Intermediate results are fp32. A query without keys, including one that belongs to no sequence, has out 0 and lse
+    +inf. NaN in kv reaches only the queries whose window contains it. Arguments as in `dsa.sliding_window_attention`;
+    with fp32 queries, keys may have any float dtype.
+    Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     index = _window(*packed, indices)
@@ -55,11 +56,11 @@ def window_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . k_j) k_j[:d_v] over the keys of t's window and its selected entries.
 
-    The window's keys are those rows of kv that `sliding_window_attention` attends to, the selected entries the rows
+    The window's keys are the rows of kv that `sliding_window_attention` attends to; the selected entries are the rows
     indices[t] of compressed. There is one softmax over all of them, and one sink.
 
-    Everything is fp32 in between. A query without keys has out 0 and lse +inf, and NaN reaches only the queries that
-    attend to it. Arguments as of `dsa.window_sparse_attention`; keys of fp32 queries may have any float dtype.
+    Intermediate results are fp32. A query without keys has out 0 and lse +inf, and NaN reaches only the queries that
+    attend to it. Arguments as in `dsa.window_sparse_attention`; with fp32 queries, keys may have any float dtype.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -67,7 +68,8 @@ def window_sparse_attention(
     counts = indices.shape[1] if topk_length is None else topk_length[:, None]
     selected = (indices >= 0) & (indices < compressed.shape[0])
     selected &= torch.arange(indices.shape[1], device=q.device) < counts
-    # All keys in one array, the window's first. An index beyond the window's keys must not name a selected key.
+    # All keys are in one array, the window's keys first. A window index of kv.shape[0] or more must not name a selected
+    # key.
     near = torch.where(near < kv.shape[0], near, -1)
     index = torch.cat((near.long(), torch.where(selected, indices.long() + kv.shape[0], -1)), dim=1)
     keys = torch.cat((kv.float(), compressed.float())).squeeze(1)
@@ -85,7 +87,7 @@ def _window(
     window: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The window's keys of each query; no more columns than there are keys."""
+    """Check the bounds, and return the indices of each query's window. There are at most as many columns as keys."""
     for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
         values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:

@@ -21,12 +21,12 @@ def sliding_window_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[b, i] = softmax_j(softmax_scale * q[b, i] . k_j) k_j[:d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
+    p = cache_seqlens[b] - s_q + i, because the queries are the last of the cached tokens. A query with p < 0 sees no
     key.
 
-    Everything is fp32 in between. A query without keys has out 0 and lse +inf, a page outside the table or the cache
-    holds no keys, and NaN in a cached row reaches only the queries whose window holds it. Arguments as of
-    `dsa.sliding_window_decode`; keys of fp32 queries may have any float dtype.
+    Intermediate results are fp32. A query without keys has out 0 and lse +inf. A page outside the table or the cache
+    has no keys. NaN in a cached row reaches only the queries whose window contains it. Arguments as in
+    `dsa.sliding_window_decode`; with fp32 queries, keys may have any float dtype.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     window = columns_of(window, block_table, cache)
@@ -35,5 +35,6 @@ def sliding_window_decode(
 
 
 def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
-    """The window, at most the keys of a row of block_table, so that huge windows need little memory."""
+    """Return the window, limited to the number of keys that a row of block_table covers, so that huge windows need
+    little memory."""
     return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))

@@ -1,16 +1,17 @@
 """Softmax attention of every query over its own list of keys: the part that the MLA references share.
 
-A key's value is its first d_v numbers. An empty row has output 0, LSE +inf and largest logit -inf.
+A key's value is its first d_v channels. A query without keys has output 0, LSE +inf and largest logit -inf.
 """
 
 import torch
 
-# Numbers in the largest gathered [queries, K, D] tensor: 256 MiB of fp32, and on a CPU 4 MiB, which stay in its caches.
+# Most elements of a gathered [queries, K, D] tensor: 256 MiB of fp32 on a GPU; 4 MiB on a CPU, which fit its caches.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
 def queries_at_a_time(keys: int, dim: int, device: torch.device) -> int:
-    """Of how many queries the keys are gathered at a time. A query's result does not depend on it."""
+    """Return the number of queries whose keys are gathered at a time. A query's result does not depend on this
+    number."""
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // max(1, keys * dim))
 
 
@@ -19,12 +20,13 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax_j(scale * q . kv[j]) kv[j, :d_v] over the valid j.
 
-    q [R, H, D] float, kv [R, K, D] fp32 with zeros where `valid` [R, K] is False: a NaN there would reach the sum.
+    q [R, H, D] float, kv [R, K, D] fp32 with zeros where `valid` [R, K] is False, because a NaN there would reach the
+    sum.
     Returns out [R, H, d_v], lse [R, H] (natural log) and max_logits [R, H], the largest scaled logit; all fp32.
     """
     if kv.shape[1] == 0:
         kv, valid = kv.new_zeros(kv.shape[0], 1, kv.shape[2]), valid.new_zeros(kv.shape[0], 1)
-    # Contiguous: how a product on a CPU rounds depends on strides.
+    # Contiguous, because the rounding of a product on a CPU depends on strides.
     logits = (q.float().contiguous() @ kv.transpose(1, 2) * scale).masked_fill(~valid.unsqueeze(1), -torch.inf)
     max_logits = logits.amax(2)
     lse = logits.logsumexp(2)
@@ -36,12 +38,13 @@ def attend(
 def gather_attend(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, d_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attend` over rows of one key tensor: q [R, H, D], kv [N, D] of any float dtype, indices [R, K] of any int dtype.
+    """Compute `attend` over rows of one key tensor: q [R, H, D], kv [N, D] of any float dtype, indices [R, K] of any
+    int dtype.
 
-    An index below 0 or at least N is no key. Works through some queries at a time so that memory stays bounded.
+    An index below 0 or at least N names no key. Chunks of queries bound the memory.
     """
     keys = kv.shape[0]
-    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # row N: the zeros that invalid indices gather
+    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # row N is the zeros that invalid indices gather
     chunk = queries_at_a_time(indices.shape[1], kv.shape[1], kv.device)
     parts = []
     for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):
@@ -54,10 +57,12 @@ def gather_attend(
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
-    """out * e^lse / (e^lse + e^sink): out [..., H, d_v], lse [..., H], attn_sink [H], -inf (no sink) to +inf (zero).
-    A row without keys, whose lse is +inf, becomes zeros."""
+    """Return out * e^lse / (e^lse + e^sink): out [..., H, d_v], lse [..., H], attn_sink [H].
+
+    A sink of -inf changes nothing; a sink of +inf gives zeros. A row without keys, whose lse is +inf, becomes zeros.
+    """
     empty = lse == torch.inf
-    # sigmoid's gradient is y (1 - y), where 1 - y, the sink's probability, cancels in fp32 and is 0 from
-    # lse - sink = 17 on. The logarithm's gradient is sigmoid(sink - lse), which has all digits.
+    # Not sigmoid: its gradient is y (1 - y), where 1 - y, the sink's probability, cancels in fp32 and is 0 from lse -
+    # sink = 17 on. The gradient of logsigmoid is sigmoid(sink - lse), which is exact to fp32 precision.
     share = torch.nn.functional.logsigmoid(lse.masked_fill(empty, 0.0) - attn_sink).exp()
     return out * share.masked_fill(empty, 0.0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The keys of a sliding window as lists for sparse attention: indices of packed keys, and slots of a cache."""
+"""The keys of a sliding window as lists for sparse attention: indices of packed keys, or slots of a cache."""
 
 import torch
 
@@ -7,11 +7,11 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees.
 
     Query t = cu_seqlens_q[b] + i is number i of the Lq queries of sequence b, whose Lk keys begin at k0 =
-    cu_seqlens_k[b]. p is the query's position among these keys. The queries belong to the last of them: p = Lk - Lq +
-    i, and a query with p < 0 sees no key.
+    cu_seqlens_k[b]. p is the query's position among these keys. The queries are the last of the sequence's tokens: p =
+    Lk - Lq + i, and a query with p < 0 sees no key.
 
-    Of boundaries in any order, a query belongs to that sequence with queries which begins last before it, if the
-    sequence ends after it. Arguments as of `dsa.window_indices`.
+    If boundaries are not in order, query t belongs to the sequence that has queries and the last begin at or before t,
+    if this sequence ends after t. Arguments as in `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
@@ -32,13 +32,14 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
 def window_slots(
     block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
 ) -> torch.Tensor:
-    """slots[b, i] = where the keys max(0, p - window + 1), ..., p of sequence b lie in its cache, for query i of s_q.
+    """slots[b, i] = the slots of the keys max(0, p - window + 1), ..., p of sequence b in its cache, for query i of
+    s_q.
 
-    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
+    p = cache_seqlens[b] - s_q + i, because the queries are the last of the cached tokens. A query with p < 0 sees no
     key.
 
-    Key s is in slot block_table[b, s // page_size] * page_size + s % page_size, or without a table in the ring that is
-    page b, b * page_size + s % page_size. Arguments as of `dsa.window_slots`.
+    Key s is in slot block_table[b, s // page_size] * page_size + s % page_size. Without a table page b is a ring, and
+    key s is in slot b * page_size + s % page_size. Arguments as in `dsa.window_slots`.
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
     """
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
@@ -47,7 +48,7 @@ def window_slots(
     if block_table is None:
         page = torch.arange(batch, device=device)[:, None, None]
     else:
-        # A page of -1 after the others stands for what is outside the table.
+        # Append a column of pages -1, to which positions outside the table are mapped.
         table = torch.nn.functional.pad(block_table.long(), (0, 1), value=-1)
         place = (position // page_size).clamp(max=block_table.shape[1])
         page = table.gather(1, place.flatten(1)).view(place.shape)

@@ -1,1 +1,1 @@
-"""PyTorch references of mixtures of experts: gate, sort and combination."""
+"""PyTorch references of mixture-of-experts ops: gates, the sort by expert, and the sum of experts' outputs."""

@@ -1,4 +1,4 @@
-"""The weighted sum of what a mixture's experts computed for each token."""
+"""The weighted sum of the experts' outputs for each token."""
 
 import torch
 
@@ -15,13 +15,13 @@ def combine_experts(
 ) -> torch.Tensor:
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; and residual + out.
 
-    Without weights, they are 1. Rows outside y count as zero, and what rows of y hold that `rows` does not name
-    reaches nothing. Products are rounded to fp32 and added in the order of j, shared last. Differentiable in all but
-    rows. Arguments as of `dsa.combine_experts`.
+    Without weights, all weights are 1. Rows outside y count as zero. Rows of y that `rows` does not name do not affect
+    the result, even if they are NaN. Products are rounded to fp32 and added in the order of j, shared last.
+    Differentiable in everything except rows. Arguments as in `dsa.combine_experts`.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
     valid = (rows >= 0) & (rows < len(y))
-    # The absent ones read a row of zeros behind the others.
+    # Rows outside y read a row of zeros that is appended to y.
     padded = torch.cat((y, y.new_zeros(1, y.shape[1])))
     sources = rows.long().masked_fill(~valid, len(y))
     factors = torch.ones_like(sources, dtype=torch.float32) if weights is None else weights.masked_fill(~valid, 0.0)

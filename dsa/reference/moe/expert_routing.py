@@ -1,10 +1,10 @@
-"""The gate of a mixture of experts, and its tokens' rows in the order of their experts."""
+"""The gate of a mixture of experts, and the sort of (token, expert) entries by expert."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Added to the sum that weights are divided by, so that no sum is 0.
+# Added to the sum by which weights are divided, so that the sum is not 0.
 LEAST_SUM = 1e-20
 
 
@@ -20,18 +20,17 @@ def moe_gate(
     normalise: bool = True,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts a token goes to, and with what weights.
+    """The experts that each token is sent to, and their weights.
 
-    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts
-    counts as much as the sum of its two best experts, the best topk_group groups stay, and the top_k best experts of
-    these groups are chosen, the best first. An expert's weight is its s without the bias, with `normalise` divided by
-    the sum of the chosen experts' s plus 1e-20, times `scale`. Of equal groups or experts the one with the lowest
-    number is chosen.
+    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias. The experts form n_group groups of E
+    / n_group. A group is rated by the sum of its two best experts; only the best topk_group groups stay. Of their
+    experts the top_k best are chosen, the best first. An expert's weight is its s without the bias, times `scale`; with
+    `normalise`, s is first divided by the sum of the chosen experts' s plus 1e-20. Of equal groups or experts the one
+    with the lowest number is chosen.
 
-    A NaN counts as larger than all numbers. Differentiable in logits, through the weights.
-    Arguments as of `dsa.moe_gate`.
-    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
-    in every family.
+    NaN ranks above all numbers. Differentiable in logits, through the weights. Arguments as in `dsa.moe_gate`.
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is from transformers,
+    where all families use it.
     """
     logits = logits.contiguous()  # the last bit of a sigmoid on a CPU depends on strides
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
@@ -53,9 +52,9 @@ def _best(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The order of entries by expert, entries of the same expert in their own order, those of no expert last.
+    """The entries sorted by expert: entries of one expert keep their order, and entries that name no expert are last.
 
-    Arguments as of `dsa.sort_by_expert`.
+    Arguments as in `dsa.sort_by_expert`.
     """
     flat = experts.flatten()
     flat = torch.where((flat < 0) | (flat >= count), count, flat)

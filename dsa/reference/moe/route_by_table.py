@@ -1,4 +1,4 @@
-"""Router and sort by expert of a mixture of experts whose experts follow from the token."""
+"""Router of a mixture of experts whose experts are looked up by token id, and the sort by expert."""
 
 import torch
 
@@ -17,15 +17,17 @@ def route_by_table(
     first_expert: int = 0,
     count: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The experts that `table` names for `tokens`, their scores s = sqrt(softplus(x weight^T)), summed in fp32, divided
-    by their sum plus 1e-20, times `scale`, and `sort_by_expert` of these experts, numbered from `first_expert` on, of
-    which there are `count`: all that there are, if it is None. What is no expert is -1, and its score 0.
+    """The experts that `table` names for `tokens`, their weights, and `sort_by_expert` of these experts.
 
-    Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights.
-    Arguments as of `dsa.route_by_table`.
+    The scores s = sqrt(softplus(x weight^T)), with sums in fp32, are divided by the sum of a token's scores plus 1e-20
+    and multiplied by `scale`. The sort covers `count` experts from `first_expert` on; None: all that follow. A number
+    in the table that is no expert becomes -1, with score 0.
+
+    Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights. Arguments as in
+    `dsa.route_by_table`.
     """
     count = len(weight) - first_expert if count is None else count
-    # A product's last bit on a CPU depends on strides.
+    # Contiguous operands, because on a CPU the last bit of a product depends on strides.
     logits = torch.nn.functional.linear(x.float().contiguous(), weight.float().contiguous())
     experts = _named(table, tokens, weight.shape[0])
     scores = torch.nn.functional.softplus(logits.gather(-1, experts.clamp(min=0))).sqrt()
@@ -36,7 +38,8 @@ def route_by_table(
 
 
 def _named(table: torch.Tensor, tokens: torch.Tensor, experts: int) -> torch.Tensor:
-    """int64 [T, K]: the numbers from 0 to experts - 1 in the tokens' rows, -1 for others and where there is no row."""
+    """Return int64 [T, K]: the expert numbers in the tokens' rows of the table, -1 for invalid numbers and for tokens
+    without a row."""
     found = table.new_full((len(tokens), table.shape[1]), -1)
     if len(table):
         there = (tokens >= 0) & (tokens < len(table))

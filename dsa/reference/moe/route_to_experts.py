@@ -21,14 +21,15 @@ def route_to_experts(
     first_expert: int = 0,
     count: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`moe_gate` of x weight^T, summed in fp32, and `sort_by_expert` of the experts that it chooses, numbered from
-    `first_expert` on, of which there are `count`: all that there are, if it is None.
+    """`moe_gate` of x weight^T, summed in fp32, and `sort_by_expert` of the experts that the gate chooses.
 
-    Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights.
-    Arguments as of `dsa.route_to_experts`.
+    The sort covers `count` experts from `first_expert` on; None: all that follow.
+
+    Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights. Arguments as in
+    `dsa.route_to_experts`.
     """
     count = len(weight) - first_expert if count is None else count
-    # A product's last bit on a CPU depends on strides.
+    # Contiguous operands, because on a CPU the last bit of a product depends on strides.
     logits = torch.nn.functional.linear(x.float().contiguous(), weight.float().contiguous())
     options = {"scores": scores, "n_group": n_group, "topk_group": topk_group, "normalise": normalise, "scale": scale}
     experts, weights = moe_gate(logits, bias, top_k, **options)

@@ -1,4 +1,4 @@
-"""The selection of the sparse stage of training: each query's best keys by scores that are not quantised."""
+"""The selection of keys in the sparse stage of training: each query's best keys by scores that are not quantised."""
 
 import torch
 
@@ -22,8 +22,9 @@ def indexer_topk(
 ) -> torch.Tensor:
     """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
 
-    Arguments as of `dsa.indexer_topk`. Scores are not quantised. Of equal scores the lowest index is picked; NaN is
-    never picked. No gradients. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    Scores are not quantised. Of equal scores the lowest index is picked; NaN is never picked. Not differentiable.
+    Arguments as in `dsa.indexer_topk`.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     found = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""The warm-up, in which the indexer begins to learn: dense attention, and a loss that makes the indexer follow it.
+"""The warm-up stage of training: dense attention, and a loss that trains the indexer to follow the attention.
 
-The target is a constant: the indexer learns from its loss alone, and the attention from the language model's alone.
+The target is a constant: the indexer learns only from this loss, and the attention only from the language model's loss.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ from dsa.reference.training.packed_sequences import sequence_ranges
 
 
 class _Sequence(NamedTuple):
-    """Rows of the queries and of the keys of a sequence, which keys a query sees, and logits [H, Tq, Tk]."""
+    """The slices of a sequence's queries and keys, the mask [Tq, Tk] of keys that queries see, and logits [H, Tq,
+    Tk]."""
 
     queries: slice
     keys: slice
@@ -49,7 +50,7 @@ def _sequences(
 
 
 def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """x [T, Hk, d] -> [T, H, d]: each head's own keys or values, in fp32 or float64."""
+    """Repeat keys or values x [T, Hk, d] to [T, H, d], one per query head, in fp32 or float64."""
     return x.to(work_dtype(x)).repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -68,15 +69,15 @@ def indexer_warmup_attention(
     softmax_scale: float,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of packed sequences, and how far the indexer's distribution is from it.
+    """Attention of packed sequences, and the KL divergence of the indexer's distribution from the attention.
 
     A_h[t, s] = softmax_s(softmax_scale q_h[t] . k[s]);   out_h[t] = sum_s A_h[t, s] v[s]
     I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
     kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] (natural log) and kl [Tq]. A query without keys has out 0, lse
-    +inf and kl 0. Gradients of out and lse reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
-    Arguments as of `dsa.indexer_warmup_attention`.
+    +inf and kl 0. Gradients of out and lse reach q, k and v; those of kl reach q_idx, k_idx and w_idx only. Arguments
+    as in `dsa.indexer_warmup_attention`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     work = work_dtype(q)
@@ -102,10 +103,10 @@ def warmup_attention_gradient(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v for the gradient of out. bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
+    """Return the gradients of q, k and v for the gradient of out. bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
 
-    With g = grad: dlogits = A (g . v - g . out); dq = softmax_scale dlogits k, dk = softmax_scale dlogits^T q and
-    dv = A^T g, the latter two summed over the heads that share a key.
+    With g = grad: dlogits = A (g . v - g . out); dq = softmax_scale dlogits k, dk = softmax_scale dlogits^T q and dv =
+    A^T g. dk and dv are summed over the heads that share a key.
     """
     work, heads, key_heads = work_dtype(q), q.shape[1], k.shape[1]
     dq, dk, dv = (torch.zeros_like(x, dtype=work) for x in (q, k, v))
@@ -133,8 +134,10 @@ def warmup_loss_gradient(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq]. bounds: cu_seqlens_q and cu_seqlens_k,
-    [2, B + 1]."""
+    """Return the gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq].
+
+    bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
+    """
     work = work_dtype(q)
     dq, dk, dw = (torch.zeros_like(x, dtype=work) for x in (q_idx, k_idx, w_idx))
     for queries, keys, visible, logits in _sequences(q, k, *bounds, softmax_scale, causal):

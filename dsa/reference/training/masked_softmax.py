@@ -1,20 +1,23 @@
 """Shared parts of the training references: softmax and KL over the keys that a query sees, and their gradients.
 
-Everything is computed in fp32, of float64 inputs in float64. All but the gradients is differentiable.
+Everything is computed in fp32, or in float64 for float64 inputs. Everything except the gradients is differentiable.
 """
 
 import torch
 
 
 def work_dtype(x: torch.Tensor) -> torch.dtype:
-    """What a reference computes in: float64 for float64 inputs, else float32."""
+    """Return the dtype in which a reference computes: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(softmax, LSE) over the visible keys in the last dimension. Other keys have weight 0; no key has LSE +inf."""
+    """Return (softmax, LSE) over the visible keys in the last dimension.
+
+    Other keys have weight 0. A query without visible keys has LSE +inf.
+    """
     some = visible.any(-1)
-    # Rows without a visible key keep their logits: a row of -inf has a gradient of NaN.
+    # Rows without a visible key keep their logits, because the gradient of a row of -inf is NaN.
     masked = logits.masked_fill(~visible & some[..., None], -torch.inf)
     weights = masked.softmax(-1).masked_fill(~some[..., None], 0.0)
     if logits.shape[-1] == 0:
@@ -23,7 +26,7 @@ def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.T
 
 
 def kl_divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """KL(p || softmax(scores)) over the visible keys in the last dimension; 0 where none is visible."""
+    """Return KL(p || softmax(scores)) over the visible keys in the last dimension; 0 if no key is visible."""
     if scores.shape[-1] == 0:
         return scores.sum(-1)
     some = visible.any(-1)
@@ -32,14 +35,15 @@ def kl_divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) 
 
 
 def kl_gradient(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The gradient of `kl_divergence` to the scores: softmax(scores) sum(p) - p."""
+    """Return the gradient of `kl_divergence` with respect to the scores: softmax(scores) sum(p) - p."""
     return masked_softmax(scores, visible)[0] * p.sum(-1, keepdim=True) - p
 
 
 def index_scores_gradient(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and weights for the gradient [T, N] of `index_scores(q, k, weights)`, in its dtype.
+    """Return the gradients of q, k and weights for the gradient `grad` [T, N] of `index_scores(q, k, weights)`, in
+    grad's dtype.
 
     q [T, H, D], k [N, D] or [T, N, D], weights [T, H]
     """
@@ -51,18 +55,19 @@ def index_scores_gradient(
 
 
 def selected(indices: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row numbers [Tq, K], which are valid) of indices [Tq, 1, K]. An index that names no key has the row `keys`."""
+    """Return (row numbers [Tq, K], mask of valid ones) of indices [Tq, 1, K]. An invalid index gets the row number
+    `keys`."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < keys)
     return index.masked_fill(~valid, keys), valid
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of x; the row len(x) is zeros."""
+    """Return the rows of x at these indices; index len(x) gives zeros."""
     return torch.nn.functional.pad(x, (0, 0, 0, 1))[index]
 
 
 def sum_of_rows(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-    """[count, D]: the sums of rows [Tq, K, D] by their row numbers. Row number `count` is dropped."""
+    """Return [count, D]: the sums of rows [Tq, K, D] by row number. Rows with number `count` are dropped."""
     sums = rows.new_zeros(count + 1, rows.shape[-1])
     return sums.index_add_(0, index.flatten(), rows.flatten(0, 1))[:count]

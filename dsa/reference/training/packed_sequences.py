@@ -1,4 +1,4 @@
-"""Packed sequences of training: where they begin and end in the rows of queries and keys."""
+"""Boundaries of packed sequences in training."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,16 @@ Named = tuple[str, torch.Tensor]
 def sequence_ranges(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, queries: Named, keys: Named
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(first query, end, first key, end) of each sequence, in the rows of `queries` and `keys`. ValueError for
-    boundaries that are not right."""
+    """Yield (first query, end, first key, end) of each sequence, as rows of `queries` and `keys`.
+
+    Raise ValueError for boundaries that do not ascend from 0 to the number of rows.
+    """
     q, k = boundaries("cu_seqlens_q", cu_seqlens_q, queries), boundaries("cu_seqlens_k", cu_seqlens_k, keys)
     return zip(q, q[1:], k, k[1:])
 
 
 def boundaries(name: str, x: torch.Tensor, rows: Named) -> list[int]:
-    """The numbers of `x`. ValueError unless they ascend from 0 to the number of `rows`."""
+    """Return the numbers of `x`. Raise ValueError unless they ascend from 0 to the number of `rows`."""
     numbers, end = x.tolist(), len(rows[1])
     if not numbers or numbers[0] != 0 or numbers[-1] != end or numbers != sorted(numbers):
         raise ValueError(f"{name}: must ascend from 0 to {end}, got {numbers} (sizes as of {rows[0]})")

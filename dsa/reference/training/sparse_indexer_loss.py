@@ -1,6 +1,7 @@
-"""The indexer's loss in the sparse stage: its scores over the selected keys follow the attention to them.
+"""The indexer's loss in the sparse stage of training: its scores over the selected keys follow the attention to these
+keys.
 
-The target is a constant: the indexer learns from its loss alone, and the attention from the language model's alone.
+The target is a constant: the indexer learns only from this loss, and the attention only from the language model's loss.
 """
 
 import torch
@@ -36,9 +37,9 @@ def sparse_indexer_loss(
     p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
-    lse is each head's LSE over all that its softmax covers. None stands for the LSE over the selected keys alone, so
-    that every head counts the same. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only.
-    Arguments as of `dsa.sparse_indexer_loss`; `deterministic` is for the kernels.
+    lse is each head's LSE over all keys that its softmax covers. None means the LSE over the selected keys alone, so
+    that every head has the same weight. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only.
+    `deterministic` affects only the kernels. Arguments as in `dsa.sparse_indexer_loss`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return loss_and_score_gradient(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)[0]
@@ -55,9 +56,9 @@ def loss_and_score_gradient(
     softmax_scale: float,
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """kl of `sparse_indexer_loss`, and its gradient to I [Tq, K], which is a constant."""
+    """Return kl of `sparse_indexer_loss`, and the gradient of kl with respect to I [Tq, K], which is detached."""
     index, valid = selected(indices, len(kv))
-    # Rows in the work dtype: the gradients of a key's copies are summed in it.
+    # Gather rows in the work dtype, so that gradients of a key's copies are summed in this dtype.
     scores = index_scores(q_idx, rows_of(k_idx.to(work_dtype(q_idx)), index), w_idx)
     with torch.no_grad():
         p = _target(q, kv, index, valid, softmax_scale, lse)
@@ -73,12 +74,12 @@ def _target(
     softmax_scale: float,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """p [Tq, K]."""
+    """Return p [Tq, K]."""
     work = work_dtype(q)
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # Each head's share of its whole softmax, in logs: all of them may be tiny.
+        # The selected keys' share of each head's softmax, as a logarithm, because all shares can be tiny.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
@@ -94,7 +95,10 @@ def sparse_indexer_loss_gradient(
     indices: torch.Tensor,
     d_scores: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq]. d_scores: that of kl to I, [Tq, at least K]."""
+    """Return the gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq].
+
+    d_scores: the gradient of kl with respect to I, [Tq, at least K].
+    """
     index, _ = selected(indices, len(k_idx))
     of_scores = grad.to(work_dtype(q_idx))[:, None] * d_scores[:, : index.shape[1]]
     dq, of_rows, dw = index_scores_gradient(of_scores, q_idx, rows_of(k_idx, index), w_idx)

@@ -1,4 +1,4 @@
-"""Attention of the sparse stage: to the keys that the indexer selected, with gradients."""
+"""Attention of the sparse stage of training: to the keys that the indexer selected, with gradients."""
 
 import torch
 
@@ -19,8 +19,8 @@ def sparse_mla_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
 
-    attn_sink is a logit in the softmax without a value. Gradients of out and lse reach q and kv, those of out
-    attn_sink. Arguments as of `dsa.sparse_mla_attention`; `deterministic` is for the kernels.
+    attn_sink is a logit in the softmax without a value. Gradients of out reach q, kv and attn_sink; those of lse reach
+    q and kv. `deterministic` affects only the kernels. Arguments as in `dsa.sparse_mla_attention`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     index, valid = selected(indices, len(kv))
@@ -44,10 +44,10 @@ def sparse_mla_attention_gradient(
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, kv and attn_sink for those of out and lse.
+    """Return the gradients of q, kv and attn_sink for the gradients of out and lse.
 
-    With A = exp(logits - lse), f = e^lse / (e^lse + e^sink), g = grad_out, delta = g . out:
-    dA = A (f (g . v - delta) + grad_lse) is the gradient of the logits, and that of the sink is -sum_t (1 - f) delta.
+    With A = exp(logits - lse), f = e^lse / (e^lse + e^sink), g = grad_out, delta = g . out: the gradient of the logits
+    is A (f (g . v - delta) + grad_lse), and that of the sink is -sum_t (1 - f) delta.
     """
     work, d_v = work_dtype(q), out.shape[2]
     index, valid = selected(indices, len(kv))
@@ -75,6 +75,6 @@ def sparse_mla_attention_gradient(
 def _logits(
     q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of kv [Tq, K, d], logits [H, Tq, K])."""
+    """Return (rows of kv [Tq, K, d], logits [H, Tq, K])."""
     rows = rows_of(kv[:, 0].to(work_dtype(q)), index)
     return rows, softmax_scale * torch.einsum("thd,tjd->htj", q.to(rows.dtype).contiguous(), rows)

@@ -1,4 +1,5 @@
-"""The compressor: all kinds of entries and caches, chunks, single tokens, extremes, and the same bits by any passes."""
+"""The compressor: all kinds of entries and caches, chunks, single tokens, extreme gates, and equal bits for any split
+into passes."""
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.gpu.case_checks import by_sizes, check_layouts, verify
 from tests.gpu.op_checks import assert_same_bits
 
 CASE = cases_of("compressed_kv")[2]
-# Channels, tokens of a block, overlap, and the cache's layout.
+# Channels, tokens per block, overlap, and the cache's layout.
 KINDS = [
     dict(zip(("d", "m", "overlap", "layout"), kind, strict=True))
     for kind in (
@@ -21,7 +22,7 @@ KINDS = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# New tokens of each sequence, and those before them.
+# (new tokens, earlier tokens) of each sequence.
 PASSES = [
     ([300, 5, 131], [0, 0, 0]),
     ([1, 1, 1], [300, 5, 131]),
@@ -35,7 +36,7 @@ PASSES = [
 # More sequences than a warp has lanes; some of them without new tokens.
 SOME, ONE = [7 * i % 12 for i in range(70)], [1] * 70
 MANY = [(SOME, [0] * 70), (ONE, SOME), ([2] * 70, SOME)]
-# Passes that go on from any of the last three tokens, for which the state has two more rows.
+# Passes that continue from any of the last three tokens, after rejected drafts; they need two more rows of state.
 DRAFTS = [([4, 4, 4], [304 - back, 11 - back, 135 - back]) for back in (0, 1, 2, 3)]
 
 
@@ -69,8 +70,8 @@ def test_layouts_change_no_bit(kind, dtype):
 @by_dtype
 @by_kind
 def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
-    """Whole prompts, parts of them, drafts and single tokens, with another sequence or alone: the same bits of the
-    entries and of the state."""
+    """Entries and state have the same bits for whole prompts, parts of prompts, drafts and single tokens, with another
+    sequence or alone."""
     length, found = 300 if kind["m"] == 128 else 75, []
     for step, together in ((length, 2), (length, 1), (128, 2), (5, 2), (1, 2), (1, 1)):
         given = CASE.arguments("cuda", lengths=[length] * 2, starts=[0] * 2, dtype=dtype, **kind)
@@ -91,7 +92,7 @@ def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[5]], ids=str)
 def test_a_graph_follows_new_positions(kind):
-    """Single tokens: the same launch ends blocks or does not, as the starts say."""
+    """With single tokens, the starts decide whether the same launch ends a block."""
     held, *renewals = (
         CASE.arguments("cuda", step, lengths=[1] * 5, starts=[step + start for start in (5, 1, 2, 3, 4)], **kind)
         for step in range(10)
@@ -103,7 +104,7 @@ def test_a_graph_follows_new_positions(kind):
 @pytest.mark.parametrize("pages", [40, 0])
 @by_kind
 def test_the_state_is_written_without_a_slot(kind, pages):
-    """Slots beyond the cache, or a cache without pages."""
+    """The state is written even if slots are beyond the cache, or the cache has no pages."""
     given = CASE.arguments("cuda", lengths=[140, 9, 130], starts=[0, 0, 0], **kind)
     given["slots"][given["slots"] >= 0] = 40 * 64 + 5
     CASE.check_call(given | {"cache": given["cache"][:pages]})

@@ -1,4 +1,4 @@
-"""The cache of index keys: sizes of keys and pages, all bytes, strides, and 64-bit offsets."""
+"""The cache of index keys: sizes of keys and pages, all byte values, strides, and 64-bit offsets."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""The MLA cache: layouts and dtypes, every scale, numbers that are not finite, strides, and 64-bit offsets.
+"""The MLA cache: layouts and dtypes, every scale, non-finite numbers, strides, and 64-bit offsets.
 
-The reference runs on the same GPU: without `use_ue8m0` a CPU divides by 448 and a GPU multiplies with the reciprocal,
-so that a scale's last bit may differ.
+The reference runs on the same GPU, because without `use_ue8m0` a CPU divides by 448 and a GPU multiplies by the
+reciprocal, so a scale's last bit can differ.
 """
 
 from itertools import product
@@ -49,7 +49,7 @@ def test_every_page_size_and_count_is_right(layout, page_size, tokens):
 
 
 def test_every_byte_and_every_scale_of_v4_is_right():
-    """All 256 exponents, among them 2^-127 and NaN, with all 256 bytes of e4m3."""
+    """Combine all 256 exponents, including 2^-127 and NaN, with all 256 bytes of e4m3."""
     given = READ.arguments("cuda", layout="v4", shape=(256,), pages=4)
     pages = given["cache"].as_strided((4, 64 * 584), (given["cache"].stride(0), 1))
     rows, scales = pages.split((64 * 576, 64 * 8), 1)
@@ -80,7 +80,7 @@ def test_layouts_of_rows_change_no_bit(layout, tokens):
 @pytest.mark.parametrize("layout", ["v32", "float32"])
 @pytest.mark.parametrize("pages, page_size", [(3, 10), (1, 1)])
 def test_strides_of_pages_change_no_bit(pages, page_size, layout):
-    """A page may begin between the rows of another. A single page and row may have any stride."""
+    """A page can begin between the rows of another page. If there is one page of one row, its strides are arbitrary."""
     given = WRITE.arguments("cuda", layout=layout, tokens=pages * page_size, pages=pages, page_size=page_size)
     expected, cache = written(given, given["kv"]), given["cache"]
     given["cache"] = torch.stack([cache.transpose(0, 1)] * 2, 3)[:, :, :, 1].transpose(0, 1)

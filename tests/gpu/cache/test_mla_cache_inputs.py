@@ -1,4 +1,4 @@
-"""Norm, rope and write of the MLA cache: layouts and dtypes, strides, 64-bit offsets, numbers that are not finite."""
+"""Norm, rope and write of the MLA cache: layouts and dtypes, strides, 64-bit offsets, non-finite numbers."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_far_pages, c
 from tests.gpu.op_checks import assert_same_bits
 
 CASE = cases_of("mla_cache_inputs")[0]
-# The cache's layout and d. V4 has scales of powers of two alone.
+# (the cache's layout, d). V4's scales are always powers of two.
 FLOAT_CACHES = [(name, d) for name in ("bfloat16", "float16", "float32") for d in (576, 512)]
 CACHES = [*FLOAT_CACHES, ("v32", 576), ("v4", 512)]
 SOME = [("bfloat16", 576), ("float16", 512), *CACHES[-2:]]
@@ -54,7 +54,8 @@ def test_nothing_between_the_rows_of_out_is_written():
 @pytest.mark.parametrize(("layout", "d"), CACHES[4:])
 @by_dtype
 def test_numbers_that_are_not_finite_are_those_of_the_reference(dtype, layout, d):
-    """They stay in their row, and in the norm's or rope's channels, as in the reference on the CPU."""
+    """Non-finite numbers spread only within their row, and within the norm's or the rope's channels, as in the
+    reference on the CPU."""
     given = CASE.arguments("cuda", layout=layout, d=d, tokens=8, dtype=dtype)
     kv, given["slots"] = given["kv"], torch.arange(8, device="cuda")
     kv[1, 2], kv[2, 300], kv[3, 447], kv[4], kv[5, -1] = torch.nan, torch.inf, -torch.inf, 0.0, torch.nan

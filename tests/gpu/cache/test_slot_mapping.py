@@ -1,4 +1,4 @@
-"""Slots by definition: of new tokens, all tokens, compressed entries and rings, with any numbers in the tensors."""
+"""Slots by the definition: of new tokens, all tokens, compressed entries and rings, with any numbers in the tensors."""
 
 import itertools
 
@@ -30,7 +30,8 @@ def call(table, bounds, lengths, num_tokens, page_size, ratio=1, ring=False):
     )
 )
 def test_tokens_of_sequences_are_right(sizes, options):
-    """Chunks, whole sequences, empty ones, such with more tokens than the cache has, and missing pages."""
+    """Chunks, whole sequences, empty sequences, sequences with more new tokens than cached tokens, and missing
+    pages."""
     for case in (CASE, ALL):
         checked(case, case.arguments("cuda", **sizes, **options))
     given = CASE.arguments("cuda", **sizes, **options)
@@ -82,7 +83,7 @@ def garbage(*shape):
 @pytest.mark.parametrize("sequences", [8, 17, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_numbers_give_the_slots_of_the_definition(seed, sequences, page_size, options):
-    """Also more sequences than one CTA compares at once, with boundaries in any order."""
+    """Includes more sequences than one CTA compares at a time, and boundaries in any order."""
     torch.manual_seed(seed)
     sizes = {"sequences": sequences, "most": 30, "earlier": 370, "pages": 6, "page_size": page_size}
     given = CASE.arguments("cuda", seed, **sizes, **options)

@@ -16,7 +16,7 @@ EXPERTS = [(6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048)]
 
 
 def column_major(scales):
-    """The layout of `get_mn_major_tma_aligned_tensor`."""
+    """Return the scales in the layout of `get_mn_major_tma_aligned_tensor`."""
     *groups, count, blocks = scales.shape
     wide = scales.new_full((*groups, blocks, -(-count // 4) * 4), torch.nan)
     wide[..., :count] = scales.mT
@@ -24,14 +24,14 @@ def column_major(scales):
 
 
 def inputs(sizes, columns, channels, after=0):
-    """Groups of rows, and a result that is not written yet."""
+    """Return (arguments with groups of rows, a result filled with NaN)."""
     options = {"columns": columns, "channels": channels, "weighted": False, "after": after}
     given = GROUPED.arguments("cuda", sizes=sizes, **options)
     return given, torch.full((sum(sizes) + after, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
 
 
 def check_groups(given, d, starts, sizes):
-    """The rows of each group are right, and no other row is written."""
+    """Check the rows of each group, and that no other row is written."""
     rows = int32([row for start, size in zip(starts, sizes, strict=True) for row in range(start, start + size)])
     error = GROUPED.check(given | {"rows": rows, "ends": int32([*accumulate(sizes)])}, [d[rows]])
     d[rows] = torch.nan
@@ -56,7 +56,7 @@ def sizes_of(groups, expected, empty):
     [(2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)],
 )
 def test_one_matrix_is_right(rows, columns, channels, record_error):
-    """Rows of the result may begin at any multiple of its dtype's size."""
+    """Rows of the result can begin at any multiple of the size of its dtype."""
     given = ONE.arguments("cuda", rows=rows, columns=columns, channels=channels, out_dtype=torch.bfloat16)
     q, s = given["a"]
     for scales, before, after in ((s, 0, 0), (column_major(s), 0, 8), (s, 1, 0)):
@@ -73,9 +73,10 @@ def test_one_matrix_is_right(rows, columns, channels, record_error):
 @pytest.mark.parametrize(("groups", "expected"), [(4, 8192), (8, 4096)])
 @pytest.mark.parametrize(("columns", "channels"), EXPERTS)
 def test_contiguous_groups_are_right(groups, expected, columns, channels, by_ends, record_error):
-    """After the last group there are as many rows again, of a buffer for the most rows that there can be."""
+    """After the last group there are `expected` more rows, as in a buffer sized for the largest possible number of
+    rows."""
     sizes = sizes_of(groups, expected, empty=2)
-    padded = [aligned(size) for size in sizes]  # padding has its products, too
+    padded = [aligned(size) for size in sizes]  # rows of padding are multiplied as well
     starts = [end - size for end, size in zip(accumulate(padded), padded)]
     given, d = inputs(padded, columns, channels, after=expected)
     groups_of_rows = [e if row < size else -1 for e, size in enumerate(sizes) for row in range(aligned(size))]

@@ -17,7 +17,7 @@ QUERIES, KEYS = 2048, 8192
 @pytest.mark.parametrize("context_parallel", [False, True])
 @by_sizes(grid(logits_dtype=(torch.bfloat16, torch.float32), heads=(32, 64), dim=(32, 64, 128)))
 def test_logits_are_right(sizes, context_parallel, compressed, record_error):
-    """The key ranges of `generate_ks_ke_tests`.
+    """Use the key ranges of DeepGEMM's `generate_ks_ke_tests`.
 
     compressed        logits have a column per key of the longest range, and are not cleaned
     context_parallel  the queries of rank 1 of 4: half of them early, half of them late

@@ -1,4 +1,4 @@
-"""Hyper connections: every size, options, strides, numbers that are not finite, and the layer's projection."""
+"""Hyper-connections: every size, options, strides, non-finite numbers, and the layer's projection."""
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @by_sizes(
     grid(tokens=(1, 7, 128, 1025, 4096), channels=(8, 256, 2056, 4096, 7168, 8192), dtype=FLOATS),
-    grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # a kernel takes at most 8192 channels of fp32
+    grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # the kernels accept at most 8192 channels of fp32
 )
 def test_every_size_is_right(sizes, record_error):
-    """The head gives the bits of the stream that goes into a sublayer."""
+    """The head also has the bits of the collapsed stream."""
     for case in CASES:
         verify(case, sizes, record_error)
     x, (into, *_) = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE))
@@ -54,7 +54,7 @@ def test_large_logits_are_right(size, dtype):
     assert all(x.isfinite().all() for x in found)
     exact = dsa.reference.hyper_collapse(**given | {"streams": given["streams"].float()})
     assert_close("x", found[0], exact[0], abs_tol=1e-4, rel_tol=max(NEIGHBOUR[dtype], 1e-4), cos_tol=1e-5)
-    # Logits of 1e4 are known to 1e-3, and so are the powers of two that are nearly equal.
+    # Logits of 1e4 have an fp32 error of 1e-3, so weights that are nearly equal have an error of this size.
     assert_close("post", found[1], exact[1], abs_tol=1e-4, rel_tol=1e-4)
     assert_close("comb", found[2], exact[2], abs_tol=5e-3, rel_tol=1e-3, cos_tol=1e-5)
 
@@ -65,7 +65,7 @@ def test_zeros_are_right(case):
     for name in {"y", "streams"} & given.keys():
         given[name].zero_()
     assert not case.run(given)[0].any()
-    # With an eps of 1e-6 logits are about 1000, which fp32 does not hold to the precision of the check.
+    # With zero streams and an eps of 1e-6, logits are about 1000, whose fp32 error exceeds the check's tolerance.
     case.check_call(given | ({"eps": 1.0} if "eps" in given else {}))
 
 
@@ -99,13 +99,14 @@ def test_a_token_does_not_depend_on_the_others(channels, case):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_captured_projection_follows_the_weights(warm):
-    """A warm layer has made its bf16 parts, and new weights replace them. Another layer makes parts in the graph."""
+    """A warm layer has already split its weight into bf16 parts, and new weights replace the parts. A layer that is not
+    warm splits its weight in the graph."""
     layer, other = (HyperConnection(512, 4).cuda() for _ in range(2))
     streams, graph = torch.randn(9, 4, 512, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
     for each in (layer, other):
         torch.nn.init.normal_(each.fn)
     with torch.inference_mode():
-        # Either call loads the kernel.
+        # Either call loads the kernel before the capture.
         (layer if warm else HyperConnection(512, 4).cuda()).project(streams)
         with torch.cuda.graph(graph):
             mix = layer.project(streams)

@@ -1,4 +1,5 @@
-"""Expansion and projection in one kernel: every size, strides, numbers that are not finite, and other kernels."""
+"""Expansion and projection in one kernel: every size, strides, non-finite numbers, and the kernels of the separate
+ops."""
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ def two_ops(y, streams, post, comb, parts):
 
 
 @by_sizes(
-    # Empty slices, parts of a block, one round of blocks and several.
+    # Channels: empty slices, partial blocks, one round of blocks and several.
     grid(tokens=range(1, 10), channels=[8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384]),
     grid(tokens=range(1, 10), channels=(4096,), outputs=(1, 4, 13, 100)),
     grid(tokens=(17, 64, 65, 300, 2000), channels=(4096,)),
 )
 def test_every_size_is_right(sizes, record_error):
-    """Every number of tokens that one kernel takes, and more tokens. A last cluster may have fewer outputs."""
+    """Every number of tokens that the fused kernel accepts, and more tokens. A last cluster can have fewer outputs."""
     verify(CASE, sizes, record_error)
 
 
@@ -47,8 +48,8 @@ def test_what_is_not_finite_is_where_the_two_ops_have_it(of, value):
 
 @pytest.mark.parametrize("tokens, channels, busy", [(1, 4096, False), (8, 4096, False), (8, 7168, True)])
 def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
-    """A kernel may begin before the previous one ends, and each CTA sends only to its cluster. Products on a second
-    stream take SMs: no cluster waits for a CTA that has not started."""
+    """A kernel may begin before the previous kernel ends, and each CTA sends data only within its cluster. Products on
+    a second stream occupy SMs, so that some CTAs start late; no cluster may wait for a CTA that has not started."""
     given, a = inputs(tokens, channels), torch.randn(4096, 4096, device="cuda").bfloat16()
     expected = two_ops(*given)
     torch.cuda.synchronize()
@@ -63,7 +64,7 @@ def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
-    """Inputs and the matrix are new in every replay."""
+    """Every replay has new inputs and a new matrix."""
     seeds = iter(range(1, 6))
 
     def renew():

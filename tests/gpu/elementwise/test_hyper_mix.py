@@ -1,4 +1,4 @@
-"""The projection of streams: every kernel, strides, and the same bits in every batch."""
+"""The projection of streams: every kernel, strides, and equal bits in every batch."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_every_size_is_right(sizes, record_error):
 
 @pytest.mark.parametrize(("channels", "outputs"), [(256, 24), (832, 24), (4096, 24), (7168, 24), (264, 24), (4096, 4)])
 def test_a_token_does_not_depend_on_the_others(channels, outputs):
-    """With all kernels, and in every tile."""
+    """The parts select all kernels and put tokens at every position of a tile."""
     given = CASE.arguments("cuda", tokens=4100, channels=channels, outputs=outputs)
     check_rows_alone(CASE.run, given, ("streams",), PARTS)
 

@@ -1,4 +1,4 @@
-"""RMSNorm and its gradients: every kernel configuration, strides, and numbers that are not finite."""
+"""RMSNorm and its gradients: every kernel configuration, strides, and non-finite numbers."""
 
 import math
 
@@ -23,7 +23,7 @@ from tests.gpu.case_checks import (
 from tests.gpu.op_checks import assert_same_bits
 
 (CASE,) = cases_of("rms_norm")
-# The longest rows of each configuration, for 2 and for 4 bytes, and the lengths of models.
+# The longest rows of each configuration, for dtypes of 2 and of 4 bytes, and rows of models.
 LENGTHS = [8, 64, 72, 128, 136, 256, 264, 512, 520, 1024, 1032, 1536, 2048, 2056, 4096, 4104, 6144, 7168, 8192, 8200]
 
 
@@ -75,7 +75,7 @@ def test_offsets_beyond_32_bits():
 
 @by_dtype
 @pytest.mark.parametrize("weighted", [True, False])
-# fp32 rows of 8192 have no kernel.
+# For fp32 rows of 8192 there is no kernel of gradients.
 @pytest.mark.parametrize("shape", [(30, 512), (1, 8), (5000, 136), (70001, 64), (9, 5, 1536), (3000, 7168), (40, 8192)])
 def test_gradients_are_right_and_repeatable(shape, weighted, dtype):
     given = CASE.arguments("cuda", shape=shape, dtype=dtype, weighted=weighted)
@@ -86,7 +86,7 @@ def test_gradients_are_right_and_repeatable(shape, weighted, dtype):
     exact = [x.detach().double().requires_grad_() for x in leaves]
     y = rms_normed(exact[0], exact[1] if weighted else None, given["eps"])
     expected = torch.autograd.grad(y, exact, grad.double())
-    # Where the parts of a row cancel, the error is relative to these parts.
+    # Where the terms of a row's gradient cancel, the error is relative to the terms.
     size = grad.double().norm(dim=-1, keepdim=True) / exact[0].norm(dim=-1, keepdim=True)
     if weighted:
         size = size * exact[1].abs().max()

@@ -6,11 +6,11 @@ from dsa.cases import cases_of
 from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
 
 (CASE,) = cases_of("rms_norm_rotary")
-# Tokens and heads.
+# (tokens, heads)
 COUNTS = [(1, 1), (1, 64), (7, 3), (300, 64)]
-# The longest rows of each configuration, and V4's query heads: channels, and how many are rotated.
+# (channels, rotated channels): the longest rows of each configuration, and V4's query heads.
 ROTATED = [(64, 64), (72, 64), (128, 8), (136, 64), (256, 128), (264, 8), (512, 64), (512, 512), (520, 64), (1024, 64)]
-IN_FLOAT32 = [sizes for sizes in ROTATED if sizes[0] <= 512]  # the most that the kernel takes
+IN_FLOAT32 = [sizes for sizes in ROTATED if sizes[0] <= 512]  # the most channels that the kernel accepts in fp32
 
 
 @by_sizes(

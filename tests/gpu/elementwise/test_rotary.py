@@ -1,4 +1,4 @@
-"""Rope and its gradients: every kernel, strides, outputs inside larger tensors, and numbers that are not finite."""
+"""Rope and its gradients: every kernel, strides, outputs inside larger tensors, and non-finite numbers."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ by_kind = pytest.mark.parametrize(
 @by_kind
 @by_sizes(
     grid(shape=[(1, 64), (7, 128), (7, 1, 64), (7, 64, 512), (1, 128, 64), (33, 5, 192), (9, 2, 4, 72)], dtype=FLOATS),
-    # channels, rotated
+    # (channels, rotated channels)
     *(
         grid(shape=[(37, 3, channels)], rotated=[rotated], dtype=FLOATS)
         for channels, rotated in [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]
     ),
-    # more than 2^24 numbers give a thread two units
+    # with more than 2^24 numbers a thread has two units of work
     grid(shape=[(4096, *heads) for heads in [(1, 512), (64, 128), (64, 512), (128, 64)]]),
 )
 def test_every_shape_is_right(sizes, kind, record_error):
@@ -70,7 +70,7 @@ def test_special_values_stay_in_their_pair_or_are_copied(kind):
     x.nan_to_num_(0.0, 0.0, 0.0)
     x[3, 1, 7] = torch.nan
     wrong = dsa.apply_rotary(**given).isnan()
-    rotated = kind["dims"] == "first"  # channel 7 is not among the last 64 of 96
+    rotated = kind["dims"] == "first"  # channel 7 is not among the last 64 of 96 channels
     assert wrong.sum() == wrong[3, 1].sum() == (2 if rotated else 1)
 
 
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_reference(dtype, kind):
     grad = torch.randn(x.shape, device="cuda").to(dtype)
     (got,), (expected,) = (torch.autograd.grad(f.apply_rotary(**given), x, grad) for f in (dsa, dsa.reference))
     assert torch.equal(got, expected)
-    dsa.apply_rotary(**given).sum().backward()  # the gradient is expanded from one number
+    dsa.apply_rotary(**given).sum().backward()  # the upstream gradient has strides of 0
     with pytest.raises(ValueError, match="out: must be None where gradients"):
         dsa.apply_rotary(**given | {"out": torch.empty_like(x)})
 

@@ -1,4 +1,4 @@
-"""Keys in pages, queries and a decoding step as vLLM has them, for GPU tests of its adapters."""
+"""Paged keys, queries and a decoding step in vLLM's layouts, for GPU tests of vLLM's adapters."""
 
 import torch
 
@@ -23,18 +23,19 @@ def latent(*shape):
 
 
 def formula(function, *args, **options):
-    """By the PyTorch reference, wherever the tensors are."""
+    """Call the function with the PyTorch reference, on the tensors' device."""
     with dsa.use_backend("reference"):
         return function(*args, **options)
 
 
 def written(out):
-    """What an adapter has written to a buffer that was full of 7."""
+    """Return a copy of what an adapter has written to a buffer, and the buffer filled with 7 again."""
     return out.clone(), out.fill_(7)
 
 
 class Index:
-    """Index keys of sequences in shuffled pages, which lie apart as several layers' pages in a block do."""
+    """Index keys of sequences in shuffled pages. The pages are not adjacent, like those of one of several layers that
+    share a block."""
 
     def __init__(self, lengths, heads=64, dim=128):
         pages = [-(-n // PAGE) for n in lengths]
@@ -68,7 +69,7 @@ def v4_cache(rows, page):
 
 
 class Step:
-    """A decoding step of one layer on the engine's own buffers: plan, scores, selection, slots and attention."""
+    """A decoding step of one layer in the engine's own buffers: plan, scores, selection, slots and attention."""
 
     def __init__(self, next_n, heads=16, k=512):
         self.lengths = [3000, 700, 64, 1]

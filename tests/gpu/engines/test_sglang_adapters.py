@@ -1,5 +1,5 @@
-"""SGLang's calls on the GPU: against formulas in float64 and the ops' references, and beside the kernels that SGLang
-calls, where those are installed. SGLang itself is not needed."""
+"""SGLang's calls on the GPU, compared with formulas in float64, with the ops' references, and with the kernels that
+SGLang calls, if these are installed. SGLang itself is not needed."""
 
 import math
 import subprocess
@@ -24,11 +24,12 @@ from tests.gpu.op_checks import captured
 DEVICE = "cuda"
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
-# Of two results each of which may be as far from the exact one as that, and FlashMLA's weights are rounded to bf16.
+# Tolerance between two results, each of which can differ from the exact one by twice DECODE, because FlashMLA also
+# rounds its weights to bf16.
 BESIDE = {"abs_tol": 4e-3, "rel_tol": 4.02 / 128, "cos_tol": 2e-5}
 LSE = {"abs_tol": 1e-5, "rel_tol": 8.01 / 65536}
-MAX_DIFF = 5e-6  # of index scores
-RECALL = 0.98  # of the selected keys that SGLang's selection, which is not exact, must share
+MAX_DIFF = 5e-6  # limit of calc_diff of index scores
+RECALL = 0.98  # least fraction of selected keys that SGLang's selection, which is not exact, must share
 HEADS = [8, 16, 32, 64, 128]
 
 
@@ -45,7 +46,7 @@ def latent(*shape):
 
 
 def peer(library):
-    """A module that SGLang calls; the test is skipped where it is not installed."""
+    """Return a module that SGLang calls; skip the test if the module is not installed."""
     module = library.load()
     return module if module is not None else pytest.skip(f"{library.name} is not installed")
 
@@ -57,7 +58,7 @@ def operator(name):
 
 
 def formula(function, *args, **options):
-    """By the PyTorch reference, on the GPU."""
+    """Call the function with the PyTorch reference, on the GPU."""
     with dsa.use_backend("reference"):
         return function(*args, **options)
 
@@ -66,7 +67,7 @@ def formula(function, *args, **options):
 
 
 def index_cache(lengths):
-    """(cache [pages, P, 1, 132], table) of sequences' index keys in shuffled pages."""
+    """Return (cache [pages, P, 1, 132], block table) of sequences' index keys in shuffled pages."""
     table, pages = batches.paged(lengths, DEVICE)
     k, k_scale = batches.index_keys(pages * PAGE, DEVICE)
     cache = torch.cat([k.view(torch.uint8).view(pages, -1), k_scale.view(pages, PAGE).view(torch.uint8)], 1)
@@ -74,7 +75,7 @@ def index_cache(lengths):
 
 
 def seen(scores, ends, starts=None):
-    """-inf where no key is seen: nobody promises what stands there."""
+    """Return the scores with -inf for keys that are not seen, whose scores are unspecified."""
     column = torch.arange(scores.shape[1], device=DEVICE)
     outside = column >= ends[:, None]
     return scores.masked_fill(outside if starts is None else outside | (column < starts[:, None]), -math.inf)
@@ -83,7 +84,8 @@ def seen(scores, ends, starts=None):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("columns", [0, 8192])
 def test_prefill_scores(heads, columns, record_error):
-    """Of several sequences' keys, and as DeepSeek-V4 has them: of one sequence, in rows of max_seqlen_k columns."""
+    """Without columns, keys of several sequences; with columns, keys of one sequence in rows of max_seqlen_k columns,
+    as in DeepSeek-V4."""
     queries, keys = 700, 8192 if columns else 5000
     k, k_scale = batches.index_keys(keys, DEVICE)
     q, weights = normal(queries, heads, 128).to(E4M3), normal(queries, heads)
@@ -122,9 +124,9 @@ def test_decode_scores(heads, next_n, record_error):
     record_error(error)
     assert error < MAX_DIFF
     if next_n > 2 or heads < 32:
-        return  # which DeepGEMM does not take
+        return  # DeepGEMM does not support these sizes
     module = peer(gemm_peers.OLD)
-    # The first sequence is empty, which is left out here.
+    # The first sequence is empty; leave it out here.
     q, weights, visible, table = q[1:], weights[next_n:], visible[1:].contiguous(), table[1:]
     plan = module.get_paged_mqa_logits_metadata(visible, PAGE, sms)
     assert torch.equal(plan, adapters.get_paged_mqa_logits_metadata(visible, PAGE, sms))
@@ -133,7 +135,7 @@ def test_decode_scores(heads, next_n, record_error):
 
 
 def test_scores_of_a_captured_graph_follow_the_lengths():
-    """As SGLang has it: the plan is made for every batch and copied into the tensor that the graph reads."""
+    """As in SGLang, the plan is made for every batch and copied into the tensor that the graph reads."""
     cache, table = index_cache([4096] * 8)
     q, weights = normal(8, 1, 64, 128).to(E4M3), normal(8, 64)
     lengths = torch.full((8, 1), 5, dtype=INT32, device=DEVICE)
@@ -159,7 +161,8 @@ def test_scores_of_a_captured_graph_follow_the_lengths():
 
 
 def shared(got, theirs):
-    """The least share of a row's selected numbers that both have; rows without any count as 1."""
+    """Return the smallest fraction, over rows, of our selected numbers that the other selection shares; a row without
+    any counts as 1."""
     shares = []
     for ours, other in zip(got.tolist(), theirs.tolist()):
         ours, other = {n for n in ours if n >= 0}, {n for n in other if n >= 0}
@@ -185,7 +188,8 @@ def test_selection_of_decoding():
 
 @pytest.mark.parametrize("k", [16, 2048])
 def test_selection_of_prefill(k):
-    """Positions, columns and slots of several sequences, by formulas in Python; columns beside SGLang's own."""
+    """Compare positions, columns and slots of several sequences with formulas in Python; compare columns also with
+    SGLang's kernel."""
     scale = 1 if k == 16 else 100
     prefixes, sizes = [0, 30 * scale, 0, 5 * scale], [9, 30 * scale + 40, 0, 5 * scale + 7]
     logits, lengths, starts, metadata, expected = batches.prefill_metadata(prefixes, sizes, DEVICE)
@@ -206,7 +210,7 @@ def test_selection_of_prefill(k):
 
 
 def test_columns_of_a_long_prompt():
-    """Tables of overlapping rows, of as many rows as there are columns: more numbers than 2^31."""
+    """The op's table has overlapping rows, one per column of the scores: together more than 2^31 numbers."""
     logits, starts = normal(300, 70_000), int32([50_000] * 300)
     lengths = torch.arange(1, 301, dtype=INT32, device=DEVICE) * 60
     got = adapters.topk_ragged(logits, lengths, 2048, starts, starts)
@@ -234,7 +238,7 @@ def test_selection_of_v4(k, with_positions):
 
 
 def padded(q, dim):
-    """Heads added up to 64, as SGLang has them for FlashMLA."""
+    """Pad the heads to a multiple of 64, as SGLang does for FlashMLA."""
     return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[dim] % 64))
 
 
@@ -242,7 +246,7 @@ def padded(q, dim):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_prefill_attention(heads, dim, with_sink, record_error):
-    """out; max_logits and lse in base 2, as SGLang's FlashMLA gives them."""
+    """Compare out, and max_logits and lse in base 2, as SGLang's FlashMLA returns them."""
     tokens, keys, k = 40, 3000, 512
     q, kv = latent(tokens, heads, dim), latent(keys, 1, dim)
     indices = torch.randint(0, keys, (tokens, 1, k), device=DEVICE).to(INT32)
@@ -267,7 +271,7 @@ def test_prefill_attention(heads, dim, with_sink, record_error):
 @pytest.mark.parametrize("tokens", [1, 3, 130])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_attention(heads, tokens, record_error):
-    """Of 656 bytes a key."""
+    """Use a cache of 656 bytes per key."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(tokens, 1, heads, 576), torch.randint(0, 70 * PAGE, (tokens, 1, 2048), device=DEVICE).to(INT32)
     indices[0, :, 100:] = -1
@@ -281,7 +285,7 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    assert torch.equal(outs[1][0][1:], outs[3][0][1:])  # whose keys all count
+    assert torch.equal(outs[1][0][1:], outs[3][0][1:])  # for these queries all keys count
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()
     options = {"softmax_scale": 0.3, "is_fp8_kvcache": True, "indices": indices, "use_legacy": True}
@@ -301,7 +305,8 @@ def test_decode_attention_over_a_bf16_cache(heads):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("with_entries", [False, True])
 def test_v4_attention(heads, tokens, with_entries, record_error):
-    """Of 584 bytes a key, through the hook that SGLang's backend calls, with the plan object of its FlashMLA."""
+    """Use a cache of 584 bytes per key, through the hook that SGLang's backend calls, with a plan object of SGLang's
+    FlashMLA."""
     (window, rows), (entries, more) = (batches.latent_cache(584, pages, DEVICE) for pages in (20, 30))
     q, sink = latent(tokens, 1, heads, 512), normal(heads)
     indices, selected = (
@@ -331,7 +336,7 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
 
 
 def test_attention_of_a_captured_graph_follows_indices_and_lengths():
-    """V3.2's decoding and the plan that stands in for FlashMLA's, which SGLang copies at every batch."""
+    """V3.2's decoding, with the placeholder for FlashMLA's plan, which SGLang copies for every batch."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(8, 1, 16, 576), torch.full((8, 1, 2048), -1, dtype=INT32, device=DEVICE)
     lengths = torch.zeros(8, dtype=INT32, device=DEVICE)
@@ -358,7 +363,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_compiles_after_warming_up(model):
-    """In a process of its own, which has no kernels yet."""
+    """Run in a separate process, which has not loaded any kernel."""
     code = f"from {__name__} import warm_up_and_call; warm_up_and_call({model!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -368,7 +373,7 @@ def warm_up_and_call(name):
     from dsa.runtime import compile_cache
 
     model = MODELS[name]
-    # What the calls below are of, which SGLang has from its own kernels.
+    # Inputs of the calls below, which in SGLang come from its own kernels.
     index, (cache, _) = index_cache([200, 70]), batches.latent_cache(cache_width(model), 2, DEVICE)
     k, k_scale = batches.index_keys(70, DEVICE)
     rows = latent(90, 1, model.query_dim)

@@ -1,4 +1,4 @@
-"""vLLM's calls on the GPU: against the references, and beside the kernels that vLLM calls where those are installed.
+"""vLLM's calls on the GPU, compared with the references, and with the kernels that vLLM calls, if these are installed.
 vLLM itself is not needed."""
 
 import subprocess
@@ -34,7 +34,7 @@ from tests.gpu.op_checks import assert_same_bits, captured
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
 LSE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
-MAX_DIFF = 5e-6  # of index scores
+MAX_DIFF = 5e-6  # limit of calc_diff of index scores
 HEADS = [8, 16, 32, 64, 128]
 
 
@@ -64,7 +64,7 @@ def test_gather_keys(dtype):
 
 @pytest.mark.parametrize("heads", [32, 64])
 def test_prefill_scores(heads, record_error):
-    """Two prompts in one chunk: rows are compressed, and what is behind a row's keys means nothing."""
+    """Two prompts are in one chunk: rows are compressed, and values after a row's keys are unspecified."""
     tokens, lengths = [130, 77], [1500, 300]
     index, count = Index([1], heads), sum(tokens)
     q, weights = index.queries(count)
@@ -90,7 +90,7 @@ def test_prefill_scores(heads, record_error):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_decode_scores(next_n, heads, record_error):
-    """With the plan as vLLM asks for it: in a buffer of a row for each multiprocessor and one more."""
+    """Use the plan as vLLM requests it: in a buffer with a row for each SM and one more."""
     lengths = [4097, 70, 64, 1, 900]
     index = Index(lengths, heads)
     each = (int32(lengths)[:, None] - next_n + 1 + torch.arange(next_n, device=DEVICE)).clamp(min=0).int()
@@ -121,7 +121,8 @@ def test_decode_scores(next_n, heads, record_error):
 @pytest.mark.parametrize(("rows", "columns"), [(3, 70000), (200, 5000), (64, 163840)])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_topk(rows, columns, k):
-    """Into a part of the engine's wider buffer, as prompts and as decoding, beside vLLM's own kernels."""
+    """Write to a part of the engine's wider buffer, as for prompts and as for decoding, and compare with vLLM's own
+    kernels."""
     stride = -(-columns // 256) * 256
     logits = normal(rows, stride)[:, :columns]
     lengths = torch.randint(1, columns + 1, (rows,), device=DEVICE).int()
@@ -134,7 +135,8 @@ def test_topk(rows, columns, k):
     adapters.topk_decode(logits, lengths[:, None], 1, part, k)
     decoded, _ = written(part)
     assert (buffer == 7).all() and torch.equal(decoded, expected)
-    full = lengths >= k  # of other rows vLLM's kernels leave a part unwritten, which vLLM clears beforehand
+    # for shorter rows vLLM's kernels leave a part of the result unwritten, which vLLM clears beforehand
+    full = lengths >= k
     values = logits[full].gather(1, expected[full].long()).sort(1).values
     for name, calls in topk.select([(logits, lengths, k)]).calls.items():
         if name.startswith("vllm"):
@@ -159,7 +161,7 @@ def test_fp8_attention(heads, next_n, record_error):
     assert out.shape == (batch, next_n, heads, 512) and not out[1, 0].any()
     for name, calls in mla_peers.sparse_decode([(q, cache.unsqueeze(2), indices)]).calls.items():
         peer, peer_lse = calls[0]()
-        # An empty row is FlashMLA's to define; vLLM masks it.
+        # FlashMLA defines the result of an empty row differently, and vLLM masks it.
         has = (indices >= 0).any(-1)
         assert_close(name, peer[:, :, :heads][has], expected[has], **DECODE)
         assert_close(name, peer_lse[:, :heads].mT[has], expected_lse.mT[has], **LSE)
@@ -167,7 +169,7 @@ def test_fp8_attention(heads, next_n, record_error):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_bf16_attention(heads, record_error):
-    """Heads of the engine's buffers beyond those of the layer are neither read nor written."""
+    """Heads of the engine's buffers beyond the layer's heads are neither read nor written."""
     tokens, k, rows, scale, padded = 70, 512, 3000, 576**-0.5, -(-heads // 64) * 64
     kv, q = latent(rows, 576).bfloat16(), torch.full((tokens, padded, 576), torch.nan, device=DEVICE).bfloat16()
     q[:, :heads] = latent(tokens, heads, 576)
@@ -192,7 +194,7 @@ def test_bf16_attention(heads, record_error):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_attention(heads, entries_page, record_error):
-    """A query a row, whatever the sequence; the last row is padding, as in a captured graph."""
+    """Each row is one query of any sequence; the last row is padding, as in a captured graph."""
     tokens, scale = 9, 512**-0.5
     window, sink = v4_cache(1024, PAGE), normal(heads)
     q = latent(tokens, 1, heads, 512).bfloat16()
@@ -226,7 +228,7 @@ def test_v4_attention(heads, entries_page, record_error):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_prompts(heads, record_error):
-    """Gathered keys as the engine's workspace has them: with rows that nobody selects, which hold NaN."""
+    """Gathered keys are in the layout of the engine's workspace, whose rows that no query selects contain NaN."""
     tokens, k, rows, scale = 40, 640, 2000, 512**-0.5
     kv = torch.full((2, rows, 512), torch.nan, device=DEVICE).bfloat16()
     kv[:, : rows // 2] = latent(2, rows // 2, 512)
@@ -265,7 +267,7 @@ MODELS = {"v32": V32, "v4": V4}
     [("v32", 16, "fp8", 2), ("v32", 128, "auto", 0), ("v4", 8, "auto", 1)],
 )
 def test_nothing_compiles_after_the_warm_up(model, heads, cache, speculated):
-    """In a process of its own, which has no kernels yet."""
+    """Run in a separate process, which has not loaded any kernel."""
     code = f"from {__name__} import compile_and_call; compile_and_call({model!r}, {heads}, {cache!r}, {speculated})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -275,7 +277,7 @@ def compile_and_call(model, heads, cache, speculated):
     from dsa.runtime import compile_cache
 
     calls = models.calls_of(config(MODELS[model], heads=heads, cache=cache, speculated=speculated, max_model_len=40960))
-    # What the calls below are of, which the engine has from its own kernels.
+    # Inputs of the calls below, which in the engine come from its own kernels.
     index, pages, window = Index([200, 70], calls.index_heads), bytes_cache(PAGE), v4_cache(PAGE, PAGE)
     queries = {n: index.queries(2, n) for n in range(1, calls.next_n + 1)}
     warm_up.warm_up(calls, frozenset({"scores", "topk", "attention"}), DEVICE)

@@ -1,7 +1,7 @@
-"""Grouped products whose ends or numbers of rows no router gives, and whose last rows belong to no matrix.
+"""Helpers for grouped products with invalid ends or row numbers, and with rows after the last end.
 
-A process with some of a model's experts has rows that belong to no matrix. They are called unused here: their contents
-reach no result, and no kernel writes their results.
+A process with only some of a model's experts has rows that belong to no matrix. They are called unused here: their
+contents affect no result, and no kernel writes results for them.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from tests.gpu.op_checks import assert_same_bits, captured, flat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-# Ends of four matrices with 64 rows: (ends, {matrix: (first row, end of rows)}).
+# Ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}).
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
     ([-5, 10, 2**31 - 1, 64], {}),
@@ -28,10 +28,11 @@ ENDS = [
     ([0, 0, 1, 1], {2: (0, 1)}),
     ([0, 0, 0, 0], {}),
 ]
-# Rows of each matrix in tests with unused rows: none, of the first alone, of the first two, one row, of most.
+# Rows of each matrix in tests with unused rows: no rows; only the first matrix has rows; only the first two; one row;
+# most matrices have rows.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
-# Rows whose numbers are outside, of at least 64.
+# Positions, among at least 64 rows, whose row numbers are outside a.
 OUTSIDE = [37, 50, 58, 61]
 
 
@@ -40,23 +41,24 @@ def ends_of(sizes):
 
 
 def name(value):
-    """A parameter's id: of a long list its length and sum."""
+    """Return a parameter's id: for a long list its length and sum."""
     return f"{len(value)} of {sum(value)}" if isinstance(value, list) and len(value) > 8 else str(value)[:80]
 
 
 def operands(case, rows, matrices, **sizes):
-    """(a, b) of a case of grouped products."""
+    """Return (a, b) of a case of grouped products."""
     given = case.arguments("cuda", sizes=[rows, *[0] * (matrices - 1)], **sizes)
     return given["a"], given["b"]
 
 
 def rows_of(x, rows):
-    """x[rows] for any dtype."""
+    """Return x[rows] for any dtype."""
     return x.contiguous().view(torch.uint8)[rows].view(x.dtype)
 
 
 def rows_of_matrices(*more_sizes):
-    """(ends, rows of each matrix, number of rows): ENDS, and SIZES and `more_sizes` with 300 unused rows."""
+    """Return (ends, rows of each matrix, number of rows) for each entry of ENDS, and for SIZES and `more_sizes` with
+    300 unused rows."""
     cases = [(ends, rows, 64) for ends, rows in ENDS]
     for sizes in (*SIZES, *more_sizes):
         ends = list(itertools.accumulate(sizes))
@@ -66,15 +68,16 @@ def rows_of_matrices(*more_sizes):
 
 
 def untouched(rows, columns, dtype):
-    """A result before anything is written: bytes of 7."""
+    """Return a result filled with bytes of 7, which show what is not written."""
     return torch.full((rows, columns * dtype.itemsize), 7, dtype=torch.uint8, device="cuda").view(dtype)
 
 
 def with_unused_rows(product, a, b, spans):
-    """(a with NaN in unused rows, the same rows in another order, their numbers, weights, the expected results).
+    """Return (a with NaN in unused rows, the same rows in another order, their row numbers, weights, the expected
+    results).
 
-    The numbers of unused rows and of OUTSIDE are outside a. Expected are the results of product(rows of a, matrix,
-    weights of the rows) in the rows of each matrix, and nothing in the others.
+    The row numbers of unused rows and of OUTSIDE are outside a. In the rows of each matrix, the expected results are
+    those of product(rows of a, matrix, weights of the rows); other rows are untouched.
     """
     count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
     weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
@@ -94,10 +97,10 @@ def with_unused_rows(product, a, b, spans):
 
 
 def check_written(write, *expected, spare=0, has_outside=False):
-    """write(*results) writes the expected results and no memory around them.
+    """Check that write(*results) writes the expected results and no memory around them.
 
     spare        columns between the rows of the results
-    has_outside  whether the results of OUTSIDE may be anything
+    has_outside  whether the results of the rows OUTSIDE are undefined
     """
     wholes = [untouched(len(x) + 128, x.shape[1] + spare, x.dtype) for x in expected]
     results = [whole[64:-64, : x.shape[1]] for whole, x in zip(wholes, expected)]
@@ -112,14 +115,14 @@ def check_written(write, *expected, spare=0, has_outside=False):
 
 
 def with_nan_rows(x, count):
-    """x, then `count` rows of NaN."""
+    """Return x followed by `count` rows of NaN."""
     rows = torch.full((count, *x.shape[1:]), torch.nan, device=x.device).to(x.dtype)
     return torch.cat((x.view(torch.uint8), rows.view(torch.uint8))).view(x.dtype)
 
 
 def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
-    """Unused rows, and expected_rows from far too few to all, change no bit of the other rows: so every kernel that the
-    op may choose gives the same bits."""
+    """Check that unused rows, and expected_rows from far too few to all rows, change no bit of the other rows.
+    expected_rows selects the kernel, so all kernels that the op can choose give the same bits."""
     used, ends = sum(sizes), ends_of(sizes)
     count, longer = used + unused, tuple(with_nan_rows(x, unused) for x in a)
     outside = no_keys(used).repeat(unused // 6 + 1)[:unused]
@@ -137,8 +140,11 @@ def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
 
 
 def check_replays_with_fewer_rows(op, a, b, expected_of, keeps_unused=True, **options):
-    """A captured op(a, b, ends) follows new ends of four matrices. Unused rows keep their bytes, if `keeps_unused`.
-    expected_of: (rows of a, sizes) -> results."""
+    """Check that a captured op(a, b, ends) follows new ends of four matrices. With `keeps_unused`, unused rows of the
+    results keep their bytes.
+
+    expected_of: (rows of a, sizes) -> results
+    """
     count = len(a[0])
     ends = ends_of([count, 0, 0, 0])
     graph, results = captured(op, a, b, ends, **options)

@@ -1,4 +1,4 @@
-"""Launches of the product kernels with a given tile, which write their results to given memory."""
+"""Launches of the product kernels with a given tile, which write their results to given tensors."""
 
 import torch
 
@@ -13,13 +13,13 @@ from dsa.runtime.checks import dtype_name
 
 
 def weights_and_scales(b):
-    """FP8 weights [E, N, K] and scales as the grouped kernels take them."""
+    """Return FP8 weights [E, N, K] and scales in the layout that the grouped kernels expect."""
     w, ws = b
     return w.view(-1, w.shape[-1]), fp8.aligned_scales(ws).permute(1, 2, 0)
 
 
 def write_few(config, a, b, out):
-    """One matrix by the small-M kernel."""
+    """Multiply by one matrix with the small-M kernel."""
     (q, s), (w, ws) = a, b
     few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
         q, fp8.aligned_scales(s), w, fp8.aligned_scales(ws[None]), out, dsa.num_sms(out.device)
@@ -27,7 +27,7 @@ def write_few(config, a, b, out):
 
 
 def write_one(config, a, b, out, ctas=None):
-    """One matrix by the kernel of many rows."""
+    """Multiply by one matrix with the kernel for many rows."""
     (q, s), (w, ws) = a, b
     scales = fp8.aligned_scales(ws[None]).permute(1, 2, 0)
     kernels.compile_fp8_gemm(dtype_name(out.dtype), config)(
@@ -36,7 +36,7 @@ def write_one(config, a, b, out, ctas=None):
 
 
 def write_few_grouped(config, a, b, ends, out, ctas=None):
-    """Several matrices by the small-M kernel."""
+    """Multiply by several matrices with the small-M kernel."""
     (q, s), (w, ws) = a, b
     few_rows_kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
         *(q, fp8.aligned_scales(s), w.view(-1, w.shape[-1]), fp8.aligned_scales(ws), out, ends),
@@ -45,7 +45,7 @@ def write_few_grouped(config, a, b, ends, out, ctas=None):
 
 
 def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=False, ctas=None):
-    """Several matrices by the kernel of many rows."""
+    """Multiply by several matrices with the kernel for many rows."""
     q, s = a
     variant = config, rows is not None, weights is not None, is_dynamic
     kernels.compile_grouped_fp8_gemm(dtype_name(out.dtype), *variant)(
@@ -57,7 +57,7 @@ def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=F
 def write_swiglu(
     config, a, b, ends, q, scale, variant=(torch.bfloat16, True, None), rows=None, is_dynamic=False, ctas=None
 ):
-    """SwiGLU and cast of a grouped product. variant: (dtype, use_ue8m0, limit)."""
+    """Compute SwiGLU and cast of a grouped product. variant: (dtype, use_ue8m0, limit)."""
     (x, s), (dtype, use_ue8m0, limit) = a, variant
     kind = use_ue8m0, limit is not None, config, rows is not None, is_dynamic
     kernels.compile_fp8_gemm_swiglu(dtype_name(dtype), *kind)(
@@ -67,7 +67,7 @@ def write_swiglu(
 
 
 def write_fp4(config, a, b, ends, out, rows=None, weights=None):
-    """Several FP4 matrices by the kernel that `config` belongs to."""
+    """Multiply by several FP4 matrices with the kernel to which `config` belongs."""
     (q, s), (packed, scale, block_scale) = a, b
     codes = packed.view(torch.uint8).view(-1, packed.shape[-1])
     group_scales, of_blocks = fp4._group_scales(scale), fp8.aligned_scales(block_scale)

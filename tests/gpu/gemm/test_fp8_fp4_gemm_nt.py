@@ -1,4 +1,4 @@
-"""Products of FP4 weights: the bits of the widened weights, by both kernels and every tile."""
+"""Products of FP4 weights have the bits of products of the widened weights, with both kernels and every tile."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from tests.gpu.gemm.hostile import DTYPES, by_dtype
 from tests.gpu.gemm.launches import write_fp4
 
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
-# The small-M kernel gathers rows of a; the other kernel gets a copy of them.
+# The small-M kernel gathers rows of a; the other kernel reads a gathered copy.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
 # Rows of matrices: full and almost empty last tiles of every height, and warps with one row.
 TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
@@ -53,13 +53,13 @@ def test_gathered_rows_with_weights_are_right(tokens, weighted, out_dtype, recor
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9], [2] * 300], ids=hostile.name)
 @pytest.mark.parametrize("channels", [512, 160])
 def test_expected_rows_and_unused_rows_change_no_bit(channels, sizes, unused, out_dtype):
-    """In both kernels, with all tiles."""
+    """The sizes select both kernels and all tiles."""
     a, b = operands(sum(sizes), len(sizes), 136, channels)
     hostile.check_expected_rows(dsa.grouped_fp8_fp4_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
 
 
 def test_every_code_at_every_scale_is_right():
-    """Rows of one code, and groups of every exponent below the block's largest."""
+    """Each row repeats one code, and groups have every exponent below the block's largest."""
     given = CASE.arguments("cuda", sizes=[64], columns=128, channels=512, weighted=False, out_dtype=torch.float32)
     packed, scale, _ = given["b"]
     packed.view(torch.uint8).copy_(torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17)
@@ -69,7 +69,7 @@ def test_every_code_at_every_scale_is_right():
 
 
 def test_ends_of_the_scale_range_are_right():
-    """Scales of zeros are anything, and scales near 2^-127 make subnormal products."""
+    """The scale of a group of zeros can be anything, and scales near 2^-127 make subnormal products."""
     a, (packed, scale, _) = operands(64, 2, 128, 256)
     packed[0, 7, :16] = 0
     scale.view(torch.uint8)[0, 7, 0], scale.view(torch.uint8)[1] = 254, 0
@@ -80,7 +80,7 @@ def test_ends_of_the_scale_range_are_right():
 
 @pytest.mark.parametrize("count", [60, 300])
 def test_a_graph_follows_new_ends(count):
-    """By both kernels."""
+    """The two counts select both kernels."""
     a, b = operands(count, 4, 136, 256)
     wide = dsa.widen_fp4(*b[:2])
     hostile.check_replays_with_fewer_rows(
@@ -95,7 +95,7 @@ def test_a_graph_follows_new_ends(count):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[:-1], 70]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_widened_matrix(ends, rows_of, count, columns, channels, out_dtype):
-    """By both kernels, with rows in order or by number, with and without weights, for any ends and numbers."""
+    """Both kernels, rows in order or gathered by number, with and without weights, for any ends and numbers."""
     a, b = operands(count, len(ends), columns, channels)
 
     def product(own, matrix, weights):

@@ -1,4 +1,4 @@
-"""Products of FP8 operands: one matrix and groups of matrices, by every kernel and tile."""
+"""Products of FP8 operands with one matrix and with groups of matrices, with every kernel and tile."""
 
 import itertools
 from functools import partial
@@ -25,9 +25,9 @@ GROUPS = [
     *([0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 256, [0] * 200 + [8] * 56 + [0] * 100, [3000, 1]),
     *([0, 5, 0, 30, 9, 1, 0], [1] * 200, [0] * 1000 + [2] * 24, [60, 0, 4]),
 ]
-# [N, K] of layers. With few rows, those of few columns run split-K.
+# [N, K] of layers. With few rows, the layers with few columns run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
-# [N, K] of a GPU's columns: V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts on 8 and 2.
+# [N, K] of one GPU's columns: V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts on 8 and 2.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
 # Rows of matrices: full and almost empty last tiles of every height, and warps with one row.
 TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
@@ -71,7 +71,7 @@ def test_groups_are_right(sizes, groups, record_error):
 )
 @by_sizes(grid(weighted=(False, True), out_dtype=DTYPES[1:], columns=[136], channels=[256]))
 def test_many_rows_of_groups_are_right(sizes, groups, tokens, record_error):
-    """Scheduling is dynamic. The kernel gathers rows by number, or the op copies them if they are many."""
+    """Scheduling is dynamic. The kernel gathers rows by number, or the op copies many rows first."""
     verify(GROUPED, sizes | {"sizes": groups, "tokens": tokens}, record_error)
 
 
@@ -80,8 +80,8 @@ def first_rows(a, rows):
 
 
 def columns_of_a_wider_one(b, before, after):
-    """The same weight and scales as columns of wider ones. The columns around are NaN: blocks of 128 before, channels
-    after."""
+    """Return the same weight and scales as columns of wider tensors. The surrounding columns are NaN: `before` blocks
+    of 128 before, `after` channels after."""
     w, ws = b
     wide = torch.full((len(w), 128 * before + w.shape[1] + after), 0x7F, dtype=torch.uint8, device="cuda").view(E4M3)
     scales = torch.full((len(ws), before + ws.shape[1] - (-after // 128)), torch.nan, device="cuda")
@@ -95,7 +95,7 @@ def columns_of_a_wider_one(b, before, after):
     ("columns", "channels"), [(136, 7168), (392, 400), (392, 1024), (8, 8192), (576, 1152), (64, 16)]
 )
 def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
-    """Tiles begin anywhere in a block of columns with one scale, and end after the last column and row."""
+    """Tiles can begin inside a block of columns with one scale, and end after the last column and row."""
     a, b = operands(520, columns, channels)
     expected = dsa.fp8_gemm_nt(a, b, out_dtype)
     for (write, config), weight in itertools.product(ONE_MATRIX, (b, columns_of_a_wider_one(b, 4, 512))):
@@ -109,8 +109,8 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
 @pytest.mark.parametrize(("before", "after"), [(0, 512), (4, 0), (2, 128), (1, 16), (8, 400)])
 @pytest.mark.parametrize(("columns", "channels"), [*LAYERS, *PARTS])
 def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns, channels, before, after, out_dtype):
-    """Few rows run in the small-M kernel, in tiles of 8 to 64 rows, with and without split-K. Repeated calls, with the
-    columns at two addresses in turn, also run recorded."""
+    """Few rows select the small-M kernel, in tiles of 8 to 64 rows, with and without split-K. Calls with 1 and 512 rows
+    are repeated, with the weight at two addresses in turn, so that recorded calls run as well."""
     a, b = operands(1200, columns, channels)
     whole, parts = dsa.fp8_gemm_nt(a, b, out_dtype), [columns_of_a_wider_one(b, before, after) for _ in range(2)]
     assert not whole.isnan().any()
@@ -124,7 +124,7 @@ def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns,
 
 
 def test_strides_change_no_bit():
-    """Leading dimensions, and a weight whose rows have a stride of 0."""
+    """Test leading dimensions of a, and a weight whose rows have a stride of 0."""
     (q, s), (w, ws) = operands(72, 136, 512)
     expected = dsa.fp8_gemm_nt((q, s), (w, ws))
     assert torch.equal(dsa.fp8_gemm_nt((q.view(4, 18, 512), s.view(4, 18, 4)), (w, ws)).view(72, 136), expected)
@@ -136,7 +136,7 @@ def test_strides_change_no_bit():
 
 @pytest.mark.parametrize("ctas", [1, 7, 132, 500])
 def test_any_number_of_ctas_gives_the_same_bits(ctas):
-    """The rows of one matrix are in several bands."""
+    """One matrix's rows are divided into several bands."""
     a, b = operands(4500, 1000, 144)
     expected = dsa.fp8_gemm_nt(a, b)
     for config in kernels.ONE_MATRIX_CONFIGS:
@@ -154,7 +154,7 @@ def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, count, columns, channels, out_dtype):
-    """For any ends and numbers: with gathered rows, weights, dynamic scheduling, any number of CTAs, and without."""
+    """Any ends and numbers, with and without gathered rows, weights and dynamic scheduling, and any number of CTAs."""
     a, b = operands(count, columns, channels, len(ends))
 
     def product(own, matrix, weights):
@@ -177,7 +177,7 @@ def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, coun
 @pytest.mark.parametrize("unused", [0, *hostile.UNUSED])
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9], [2] * 300], ids=hostile.name)
 def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, out_dtype):
-    """In both kernels, with tiles of all sizes, static and dynamic scheduling, and rows gathered or copied."""
+    """The sizes select both kernels, tiles of all sizes, static and dynamic scheduling, and gathered or copied rows."""
     a, b = operands(sum(sizes), 392, 400, len(sizes))
     hostile.check_expected_rows(dsa.grouped_fp8_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
 
@@ -186,7 +186,7 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, out_dtype):
     ("count", "expected"), [(60, None), (300, None), (2000, None), (6000, 0), (6000, 300), (6000, 6000)]
 )
 def test_a_graph_follows_new_ends(count, expected):
-    """By each of the grouped kernels; with dynamic scheduling each replay zeroes the counter."""
+    """The counts select each of the grouped kernels; with dynamic scheduling each replay zeroes the counter."""
     a, b = operands(count, 136, 256, 4)
     hostile.check_replays_with_fewer_rows(
         *(dsa.grouped_fp8_gemm_nt, a, b, lambda own, sizes: matrix_by_matrix(own, b, sizes, torch.bfloat16)),

@@ -1,4 +1,4 @@
-"""Gate and up projection of experts, SwiGLU and cast: the bits of the product and then the cast."""
+"""Gate and up projection of experts, SwiGLU and cast have the bits of the grouped product followed by the cast."""
 
 from functools import partial
 
@@ -29,13 +29,13 @@ def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=Non
 
 
 @by_case
-# Tokens, inner channels, channels. The last call has more rows than a kernel gathers.
+# Tokens, inner channels, channels. The last call has more rows than a kernel gathers itself.
 @pytest.mark.parametrize(
     ("tokens", "inner", "channels"), [(1, 128, 128), (37, 384, 1024), (700, 2048, 512), (1400, 128, 256)]
 )
 @by_sizes(grid(limit=(None, 1.5), use_ue8m0=(False, True), dtype=FLOATS))
 def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, channels, case, record_error):
-    """Three of eight experts per token."""
+    """Each token is sent to three of eight experts."""
     counts = torch.randint(8, (3 * tokens,)).bincount(minlength=8).tolist()
     verify(case, sizes | {"sizes": counts, "tokens": tokens, "inner": inner, "channels": channels}, record_error)
 
@@ -43,7 +43,7 @@ def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, chan
 @pytest.mark.parametrize("channels", [1024, 640])
 @pytest.mark.parametrize("count", [1, 8, 300, 2000])
 def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
-    """In every kernel for this many rows."""
+    """Test every op with a kernel for this many rows."""
     (q, s), fp4 = hostile.operands(FP4, 1, 8, channels=channels)
     fp8, ends = dsa.widen_fp4(*fp4[:2]), (torch.rand(8, device="cuda") * count / 8).int().cumsum(0).int()
     ends[-1] = count
@@ -69,7 +69,7 @@ def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count, inner, channels, variant):
-    """For any ends and numbers."""
+    """Any ends and row numbers."""
     a, b = hostile.operands(FP8, count, len(ends), inner=inner, channels=channels)
     dtype, use_ue8m0, limit = variant
 
@@ -91,8 +91,8 @@ def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count,
 @pytest.mark.parametrize("unused", [0, *hostile.UNUSED])
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9]], ids=str)
 def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit, case):
-    """In one kernel, or in a product and a cast, which skips many unused rows; with rows gathered or copied, and static
-    and dynamic scheduling."""
+    """The sizes select one fused kernel, or a product and a cast, which skips many unused rows; gathered or copied
+    rows, and static and dynamic scheduling."""
     a, b = hostile.operands(case, sum(sizes), len(sizes), inner=inner, channels=256)
     hostile.check_expected_rows(case.function(), a, b, sizes, unused, weighted=False, limit=limit)
 
@@ -101,10 +101,12 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
     ("case", "count", "inner"), [(FP8, 300, 128), (FP8, 2000, 128), (FP4, 2000, 2048)], ids=["few", "many", "FP4"]
 )
 def test_a_graph_follows_new_ends(case, count, inner):
-    """The kernel with SwiGLU; dynamic scheduling, whose counter each replay zeroes; a product and a cast."""
+    """The cases are: the kernel with SwiGLU; dynamic scheduling, whose counter each replay zeroes; a product followed
+    by a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
-    # A graph of FP4 weights has the product in its memory, maybe where the unused rows of the results are.
+    # With FP4 weights the graph's memory also contains the product, possibly in place of the unused rows of the
+    # results.
     hostile.check_replays_with_fewer_rows(
         *(case.function(), a, b, lambda own, sizes: product_and_cast(own, wide, hostile.ends_of(sizes))),
         keeps_unused=case is FP8,

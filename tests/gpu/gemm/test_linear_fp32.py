@@ -1,4 +1,5 @@
-"""Products in fp32: exact sums, float64, and the same bits for any other tokens, rows and tiles."""
+"""Products with fp32 results: exact sums, comparison with float64, and equal bits for any other tokens, rows and
+tiles."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_rows_alo
 
 (CASE,) = cases_of("linear_fp32")
 TOKENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
-# Rows, channels: the models' index weights, compressors and routers, all of a V4 layer together, and sizes that leave
+# (rows, channels): the models' index weights, compressors and routers, all of a V4 layer together, and sizes that leave
 # part of a tile empty.
 SHAPES = [
     *((64, 4096), (64, 7168), (256, 7168), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (2624, 7168)),
@@ -25,7 +26,8 @@ UNSCALED = {"scale": (1.0,), "scaled_from": (0,)}
 
 @by_sizes(
     *(grid(tokens=TOKENS, rows=[rows], channels=[channels], **UNSCALED) for rows, channels in SHAPES),
-    # Channels: slices of no steps, of one and of several rounds; in clusters, and with many rows without clusters.
+    # Channels: slices without steps, with one and with several rounds; in clusters and, with many rows, without
+    # clusters.
     grid(
         tokens=(3, 12, 50),
         rows=(100, 600),
@@ -53,7 +55,7 @@ def test_sums_are_near_float64(tokens, rows, channels, record_error):
 
 @pytest.mark.parametrize("channels", [2048, 2080, 4096, 7168, 16384])
 def test_bits_do_not_depend_on_other_tokens_and_rows(channels):
-    """In every tile, at every position in a tile, with and without clusters."""
+    """The parts select every tile, every position in a tile, with and without clusters."""
     given = CASE.arguments("cuda", tokens=64, rows=2624, channels=channels, scale=1.0)
     tokens = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (9, 16), (31, 33), (1, 63)]
     whole, weight = dsa.linear_fp32(**given), given["weight"]

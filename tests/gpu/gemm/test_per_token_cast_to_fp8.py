@@ -1,4 +1,4 @@
-"""The FP8 cast: the bits of the reference, with powers of two those of the reference on the CPU."""
+"""The FP8 cast has the bits of the reference; with power-of-two scales those of the reference on the CPU."""
 
 import pytest
 import torch

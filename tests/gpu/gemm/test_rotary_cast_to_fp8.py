@@ -1,4 +1,4 @@
-"""Rotation of heads and cast: the bytes of the rotation and then the cast."""
+"""Rotation of heads and cast have the bits of the rotation followed by the cast."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_nan_stays_in_its_group():
     given = CASE.arguments("cuda", tokens=5, dim=256)
     whole = CASE.run(given)
     given["x"][2, 1, 250] = torch.nan
-    # Group 0, the second 128 channels of the second head.
+    # The NaN is in group 0, in the second 128 channels of the second head.
     for found, right, columns in zip(CASE.run(given), whole, (slice(384, 512), slice(3, 4))):
         differs = bits(found) != bits(right)
         assert differs[2, columns].all() and differs.sum() == differs[2, columns].numel()

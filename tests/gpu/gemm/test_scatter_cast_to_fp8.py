@@ -1,4 +1,4 @@
-"""The scattered FP8 cast: the bytes of the plain cast, in the rows of the experts."""
+"""The scattered FP8 cast has the bits of the plain cast, in the experts' rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SwiGLU and cast: the bits of the cast for an h within 2^-20 of the exact one."""
+"""SwiGLU and cast have the bits of the cast of an h within 2^-20 of the exact one."""
 
 from itertools import product
 
@@ -31,7 +31,7 @@ def test_every_shape_is_right(sizes, record_error):
 
 @pytest.mark.parametrize("limit", [None, 1.5])
 def test_every_gate_is_right(limit):
-    """Every finite bf16 gate, with up 1 and with up -0.3; and a single row."""
+    """Every finite bf16 gate, with up 1 and with up -0.3; and a tensor of a single row."""
     gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16).view(-1, 128)
     finite = torch.where(gate.isfinite(), gate, 0)
     for x, factor, use_ue8m0 in ((finite, 1.0, False), (finite.float(), -0.3, True), (finite[200], 1.0, True)):
@@ -61,8 +61,8 @@ def test_offsets_beyond_32_bits():
 @pytest.mark.parametrize("channels", [128, 384, 2048])
 @by_sizes(grid(halves=(True,), **KINDS))
 def test_rows_from_the_last_end_on_are_not_written(sizes, channels):
-    """The cast of grouped products writes no row from the last end on; an end outside ends nothing. By any number of
-    CTAs."""
+    """The cast of grouped products writes no row from the last end on. If the last end is outside the rows, all rows
+    are written. Any number of CTAs gives the same result."""
     given = CASE.arguments("cuda", shape=(700, channels), **sizes)
     expected, limit = CASE.run(given), given["limit"]
     variant = dtype_name(given["gate"].dtype), given["use_ue8m0"], limit is not None

@@ -1,5 +1,5 @@
-"""Tests that every op that scores the indexer's keys passes, for keys in one piece and for keys in pages. The ops'
-files collect them for their kernels."""
+"""Tests that every op that scores the indexer's keys must pass, for contiguous and for paged keys. The ops' test files
+collect these classes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +20,10 @@ accumulated = pytest.mark.parametrize("accumulators", [FP32, FP16], ids=str)
 
 @dataclass(frozen=True)
 class Op:
-    """An op with options. check: (arguments, results) -> the largest error, or None; AssertionError if a result is
-    wrong."""
+    """An op with options.
+
+    check: (arguments, results) -> the largest error, or None; raises AssertionError if a result is wrong
+    """
 
     case: Case
     check: Callable[..., float | None]
@@ -32,7 +34,7 @@ class Op:
         return self.case.arguments("cuda", **sizes) | self.options
 
     def pages(self, lengths, kind, **sizes):
-        """Sequences in pages of 64 keys. The op makes its plan."""
+        """Return arguments with sequences in pages of 64 keys; the op makes the plan."""
         next_n, accumulators = kind
         sizes = {"page_size": 64, "columns": max(1, *lengths), "num_sms": 0} | sizes
         return self.arguments(lengths=tuple(lengths), next_n=next_n, accumulators=accumulators, **sizes)
@@ -45,19 +47,20 @@ class Op:
 
 
 def packed(lengths):
-    """(starts, ends) of causal queries of sequences of these lengths."""
+    """Return (starts, ends) of causal queries of packed sequences of these lengths."""
     starts = torch.tensor([first for n, first in zip(lengths, torch.tensor([0, *lengths]).cumsum(0)) for _ in range(n)])
     return starts, torch.arange(1, len(starts) + 1)
 
 
 def any_numbers(keys):
-    """(starts, ends) of every pair of hostile numbers."""
+    """Yield (start, end) for every pair of hostile numbers."""
     return zip(*product([INT_MIN, INT_MAX, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30], repeat=2))
 
 
-# (keys, (starts, ends)) by name.
+# name -> (keys, (starts, ends))
 OF_ONE_PIECE = {
-    # The largest end of a block is far below its smallest start, and a block has a hole of many tiles.
+    # In one block the largest end of some queries is far below other queries' smallest start, so a hole of many tiles
+    # lies between.
     "far apart in one block": (10000, ([9000, 9100, 9200, 9300, 0, 9990, 0, 9990], [10, 20, 0, 64, 1, 10000, 5, 9991])),
     "packed sequences": (636, packed([1, 63, 64, 65, 440, 3])),
     "beyond the columns": (1000, ([0, 0, 5, 990, 300, 999], [1000, 64, 900, 1000, 2000, 1000])),
@@ -81,7 +84,7 @@ class KeysInOnePiece:
     @pytest.mark.parametrize("heads", [8, 64])
     @pytest.mark.parametrize(("queries", "keys"), RANDOM)
     def test_random_ranges_are_right(self, op, queries, keys, heads, accumulators, record_error):
-        """Ranges may be empty, unordered, disjoint inside one block of queries, and outside the keys."""
+        """Ranges can be empty, unordered, disjoint inside one block of queries, and outside the keys."""
         op.verify(op.arguments(queries=queries, keys=keys, heads=heads, accumulators=accumulators), record_error)
 
     @accumulated
@@ -93,7 +96,7 @@ class KeysInOnePiece:
         op.verify(given | dict(zip(RANGES, (starts, ends))))
 
 
-# Queries per sequence and accumulators: scores of one or two queries never have fp16 accumulators.
+# (queries per sequence, accumulators). Scores of one or two queries always have fp32 accumulators.
 KINDS = [*((n, FP32) for n in (1, 2, 3, 4)), (3, FP16), (4, FP16)]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 SHAPES = [*product((8, 16, 32, 64), (128,), (32, 64)), *product((8, 16, 32, 64), (32, 64), (64,))]
@@ -122,7 +125,8 @@ class KeysInPages:
         ("batch", "longest"), [*((n, 60000) for n in (1, 3, 33, 100)), *((n, 600) for n in (31, 700, 4096))]
     )
     def test_ragged_batches_are_right(self, op, batch, longest, kind, record_error):
-        """A CTA has many work tiles. With fp16 it scales the queries of one tile while others end."""
+        """A CTA has many work tiles. With fp16, some warpgroups scale the queries of one tile while others finish the
+        previous tile."""
         lengths = (torch.rand(batch) ** 3 * longest * (torch.rand(batch) < 0.7)).int()
         op.verify(op.pages(lengths.tolist(), kind), record_error)
 
@@ -136,7 +140,7 @@ class KeysInPages:
     @by_kind
     def test_lengths_of_any_numbers(self, op, kind):
         garbage = [INT_MIN, INT_MAX, -1, 0, 1, 64, 319, 320, 321, 2**30, INT_MIN + 2]
-        given = op.pages([320] * len(garbage), kind, heads=8)  # whole pages
+        given = op.pages([320] * len(garbage), kind, heads=8)  # 320 keys fill whole pages
         op.verify(given, context_lens=int32(garbage))
         op.verify(given, context_lens=int32([garbage] * kind[0]).T.contiguous().roll(1, 0))
 
@@ -157,7 +161,7 @@ class KeysInPages:
     @by_kind
     @pytest.mark.parametrize(("length", "per_query"), [(700, False), (2000, True), (40000, False)])
     def test_a_graph_takes_new_lengths_keys_and_pages(self, op, length, per_query, kind):
-        """Scores tie in every other replay. In the last one there are no keys."""
+        """In every other replay scores tie. In the last replay there are no keys."""
 
         def fresh(seed):
             new = op.pages((length,) * 6, kind, seed=seed, per_query=per_query)

@@ -1,4 +1,4 @@
-"""Index scores on the GPU: numbers that are not finite, fp16 accumulation, 64-bit offsets."""
+"""Index scores on the GPU: non-finite numbers, fp16 accumulation, 64-bit offsets."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OPTIONS += [{"logits_dtype": torch.bfloat16, "max_seqlen_k": columns} for column
 
 
 def arguments(queries, keys, accumulators=FP32, **sizes):
-    """Every query sees all keys."""
+    """Return arguments in which every query sees all keys."""
     given = OP.arguments(queries=queries, keys=keys, accumulators=accumulators, **sizes)
     zeros = torch.zeros_like(given[RANGES[0]])
     return given | dict(zip(RANGES, (zeros, zeros + keys)))
@@ -33,12 +33,12 @@ def op(request):
 
 
 class TestKeysInOnePiece(KeysInOnePiece):
-    """With every option."""
+    """Run the shared tests with every entry of OPTIONS."""
 
 
 @accumulated
 def test_what_is_not_finite_stays_where_it_is(accumulators):
-    """It stays in a key's column and in a query's row."""
+    """Non-finite values stay in their key's column and in their query's row."""
     given = arguments(20, 200, accumulators)
     q, (k, scale), weights = given["q"], given["kv"], given["weights"]
     finite = dsa.fp8_mqa_logits(**given).clone()
@@ -54,7 +54,7 @@ def test_what_is_not_finite_stays_where_it_is(accumulators):
 
 @accumulated
 def test_a_row_of_negative_products_is_exactly_zero(accumulators):
-    """ReLU gives a plateau of zeros: its scores tie."""
+    """ReLU makes many scores exactly 0, so they tie."""
     given = arguments(4, 100, accumulators)
     k, scale = given["kv"]
     given |= {"q": (given["q"].float().abs() + 0.1).to(E4M3), "kv": ((-k.float().abs() - 0.1).to(E4M3), scale)}
@@ -69,7 +69,7 @@ def test_fp16_accumulation_of_queries_of_any_size(exponent):
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
-    """Products are 2.6e7, and their sums over heads all have one sign: nothing overflows."""
+    """Products are 2.6e7, and all terms of a score have one sign: nothing overflows."""
     given = arguments(16, 500, FP16)
     signs = torch.where(torch.rand(500, 1, device="cuda") < 0.5, 448.0, -448.0)
     kv = signs.expand(500, 128).contiguous().to(E4M3), torch.ones(500, device="cuda")
@@ -78,7 +78,7 @@ def test_fp16_accumulation_of_the_largest_numbers(factor):
 
 
 def selected(scores, k=2048):
-    """Which keys have the k highest scores of each row."""
+    """Return a mask of the keys with the k highest scores of each row."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
 
 
@@ -106,7 +106,7 @@ def test_scores_beyond_2_to_the_31():
 
 @accumulated
 def test_twenty_runs_of_many_work_tiles_are_identical(accumulators):
-    """With fp16 a warpgroup scales queries while another one computes its last products."""
+    """With fp16 one warpgroup scales queries while another computes its last products."""
     given = OP.arguments(queries=4096, keys=8192, window=8192, accumulators=accumulators)
     assert_runs_have_the_same_bits(dsa.fp8_mqa_logits, **given)
     CASE.check(last_rows(given, 32), [dsa.fp8_mqa_logits(**given)[-32:]])

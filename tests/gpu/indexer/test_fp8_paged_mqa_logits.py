@@ -1,4 +1,4 @@
-"""Paged index scores and plans on the GPU: numbers that are not finite, fp16 accumulation, large results, long runs."""
+"""Paged index scores and plans on the GPU: non-finite numbers, fp16 accumulation, large results, long runs."""
 
 from itertools import product
 
@@ -33,7 +33,7 @@ def op(request):
 
 
 class TestKeysInPages(KeysInPages):
-    """With every option."""
+    """Run the shared tests with every entry of OPTIONS."""
 
 
 def test_scores_beyond_2_to_the_31():
@@ -44,14 +44,14 @@ def test_scores_beyond_2_to_the_31():
 
 @by_kind
 def test_what_is_not_finite_stays_where_it_is(kind):
-    """It stays in the columns of a sequence's keys, and in a query's row."""
+    """Non-finite values stay in the columns of their sequence's keys, and in their query's row."""
     given, next_n = OP.pages((200,) * 5, kind), kind[0]
     given["context_lens"] = int32([[200] * next_n] * 5)
     cache, weights = given["kv_cache"], given["weights"]
     finite = dsa.fp8_paged_mqa_logits(**given).clone()
     raw, page = cache.view(len(cache), -1), given["block_table"][0].tolist()
     raw[page[1], 13 * 128] = 0x7F  # key 77 of sequence 0
-    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of its key 150
+    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150 of sequence 0
     given["q"].view(torch.uint8)[2, -1, 3, 5] = 0x7F
     of_nan, zero, infinite = 3 * next_n - 1, next_n, 4 * next_n
     weights[zero], weights[infinite, 7] = 0, torch.inf
@@ -77,7 +77,8 @@ def test_twenty_runs_and_all_plans_give_the_same_bits(kind):
 
 @pytest.mark.parametrize(("batch", "length", "heads", "kind"), LONG_RUNS)
 def test_long_runs_at_full_bandwidth(batch, length, heads, kind):
-    """A warpgroup has hundreds of tiles, and its loads overtake each other: the rings wrap. This once broke them."""
+    """A warpgroup has hundreds of tiles and its loads complete out of order, so the ring buffers wrap around. This once
+    gave wrong scores."""
     lengths = torch.randint(length // 2, length, (batch,)).tolist()
     given = OP.pages(lengths, kind, heads=heads, num_sms=dsa.num_sms("cuda"))
     first = dsa.fp8_paged_mqa_logits(**given)
@@ -109,7 +110,8 @@ def test_contiguous_keys_have_the_same_bits(kind):
 
 @pytest.mark.parametrize("next_n", [3, 4])
 def test_fp16_accumulation_of_rows_of_any_size(next_n):
-    """Queries of each head and weights of each row differ in size: no row is scaled by another row's factor."""
+    """Queries of each head and weights of each row differ in magnitude: no row may be scaled by another row's
+    factor."""
     given = OP.pages((500, 70), (next_n, FP16))
     powers = torch.exp2(torch.randint(-5, 8, (2, next_n, 64, 1), device="cuda").float())
     q = torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers
@@ -122,7 +124,7 @@ def test_fp16_accumulation_of_rows_of_any_size(next_n):
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
-    """Products are 2.6e7, and their sums over heads all have one sign: nothing overflows."""
+    """Products are 2.6e7, and all terms of a score have one sign: nothing overflows."""
     given = OP.pages((500, 64), (4, FP16))
     cache = given["kv_cache"].view(len(given["kv_cache"]), -1)
     signs = torch.where(torch.rand(len(cache), 64, 1, device="cuda") < 0.5, 448.0, -448.0).expand(-1, -1, 128)

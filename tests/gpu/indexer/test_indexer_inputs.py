@@ -1,4 +1,5 @@
-"""The indexer's queries and keys on the GPU: every variant, counts, slots outside the cache, NaN, bits of a CPU."""
+"""The indexer's queries and keys on the GPU: every variant, numbers of tokens, slots outside the cache, NaN, and the
+bits of a CPU."""
 
 from itertools import product
 
@@ -41,7 +42,7 @@ def test_queries_are_right(variant, record_error):
 @pytest.mark.parametrize("tokens", [0, 1, 31, 33, 5000])
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_queries_have_the_bits_of_a_cpu(tokens, heads, dtype):
-    """With scales that are powers of two. A CPU divides by 448, and a GPU multiplies with 1 / 448."""
+    """Scales are powers of two, because otherwise a CPU divides by 448 and a GPU multiplies by 1 / 448."""
     poison_free_memory(mebibytes=16)
     given = QUERIES.arguments("cuda", tokens=tokens, heads=heads, dtype=dtype, use_ue8m0=True)
     for got, expected in zip(QUERIES.run(given), on_cpu(given), strict=True):

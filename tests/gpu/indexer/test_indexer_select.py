@@ -1,4 +1,5 @@
-"""Scores and selection in one op on the GPU: the bits of the two ops for every schedule and shape of scores."""
+"""Scores and selection in one op on the GPU have the bits of the two ops, for every schedule and distribution of
+scores."""
 
 import math
 import sys
@@ -19,7 +20,7 @@ CASE = cases_of("indexer_select")[0]
 
 
 def check(given, found):
-    """The bits of the two ops, with values and without."""
+    """Require the bits of the two ops, with values and without."""
     require_two_ops(given, found)
     assert torch.equal(dsa.indexer_select(**given | {"return_values": False}), found[0])
 
@@ -28,7 +29,7 @@ OP = Op(CASE, check)
 
 
 def arguments(queries, keys, starts=0, ends=None, top_k=2048, accumulators=FP32, **sizes):
-    """Bounds of all queries, or of each. By default a query sees all keys."""
+    """Return arguments with these bounds for all queries, or one bound per query. By default a query sees all keys."""
     given = OP.arguments(queries=queries, keys=keys, top_k=top_k, accumulators=accumulators, **sizes)
     bounds = (int32(x).expand(queries).contiguous() for x in (starts, keys if ends is None else ends))
     return given | dict(zip(RANGES, bounds))
@@ -40,27 +41,28 @@ def op(request):
 
 
 class TestKeysInOnePiece(KeysInOnePiece):
-    """With few and many selected keys."""
+    """Run the shared tests with few and with many selected keys."""
 
 
 @accumulated
 @pytest.mark.parametrize("longest", [6000, 26000])
 def test_more_blocks_than_sms(longest, accumulators):
-    """Lists and rings continue from one work tile to the next, between which are odd numbers of key tiles."""
+    """A CTA's candidate lists and ring buffers continue from one work tile to the next, and work tiles have odd numbers
+    of key tiles."""
     starts, lengths = torch.randint(0, longest, (2, 3000), device="cuda", dtype=torch.int32)
     OP.verify(arguments(3000, longest + 400, starts, starts + lengths, 300, accumulators))
 
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """From half a block per SM to blocks that do not divide evenly among SMs."""
+    """From half a block per SM to numbers of blocks that do not divide evenly among SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
         OP.verify(arguments(queries, 9000, torch.randint(0, 300, (queries,)), top_k=700, heads=heads, dim=32))
 
 
-# How often the queries of a block see up to 0, 0, 70, 300, 2100, 9000 and all keys.
+# Relative frequency of blocks whose queries see up to 0, 0, 70, 300, 2100, 9000 and all keys.
 ODDS = [
     (9, 0, 0, 0, 0, 0, 1),
     (5, 1, 1, 1, 1, 1, 1),
@@ -74,7 +76,7 @@ ODDS = [
 @pytest.mark.parametrize("odds", ODDS, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(3200, 12000), (2700, 30000)])
 def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
-    """Blocks without keys are before, after and between blocks of few key tiles and of many. A CTA prepares a block
+    """Blocks without keys are before, after and between blocks with few and with many key tiles. A CTA prepares a block
     while it computes another."""
     block = torch.tensor(odds).float().multinomial(queries // 4, replacement=True)
     longest = torch.tensor([0, 0, 70, 300, 2100, 9000, keys])[block]
@@ -87,7 +89,8 @@ def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
 @pytest.mark.parametrize("length", [CAPACITY + 1, 6000, 9000, 1 / 8, 1 / 4])
 @pytest.mark.parametrize("keys", [30000, 100000, 300000])
 def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
-    """The block sees all keys, so its sample has few scores of these queries, or has them in few of its parts."""
+    """The block sees all keys, so its sample contains few scores of these queries, or contains them in only a few of
+    its parts."""
     length = int(length * keys) if length < 1 else length
     at = torch.linspace(0, keys - length, 48).int().view(16, 3)
     starts, ends = (torch.nn.functional.pad(x, (1, 0), value=n).flatten() for x, n in ((at, 0), (at + length, keys)))
@@ -96,7 +99,7 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """One block has rows that just fit the list, or just do not, and rows of all keys or none."""
+    """One block has rows that just fit the candidate list, rows that just do not, and rows with all keys or none."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):
@@ -104,7 +107,7 @@ def test_rows_of_very_different_lengths(top_k):
             OP.verify(arguments(len(n), keys, starts, starts + n, top_k))
 
 
-# Scores of any shape: all keys have the same products, so their scales order the row.
+# Distributions of scores. All keys have the same products, so the keys' scales determine the order of a row.
 SHAPES = {
     "ascending": lambda n: torch.arange(1, n + 1),
     "descending": lambda n: torch.arange(n, 0, -1),
@@ -117,18 +120,18 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
-    # Sampled scores are all above the others (too few candidates) or all below them (lists overflow).
+    # Sampled scores are all above the other scores (too few candidates) or all below them (lists overflow).
     "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
-    # The first sample compares maxima, each of every 16th of its tiles.
+    # The first sample compares maxima, each over every 16th of the sampled tiles.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
-    # The k-th largest score equals the bound, as others do.
+    # The k-th largest score equals the bound, and so do other scores.
     "a few levels": lambda n: torch.randint(1, 9, (n,)),
     "many levels": lambda n: torch.randint(1, n // 700, (n,)),
-    # Of the scores that equal the k-th, a warp ranks 32; for more, a search by keys runs.
+    # A warp ranks up to 32 scores that equal the k-th; for more, a search by key index runs.
     "20 or so of a level": lambda n: torch.randint(1, n // 20, (n,)),
     "31 of a level": lambda n: torch.arange(n) // 31 + 1,
     "32 of a level": lambda n: torch.arange(n) // 32 + 1,
@@ -142,7 +145,7 @@ SHAPES = {
 
 
 def _sampled(keys, stride=4):
-    """Mask the keys in every stride-th tile of a block whose queries see all keys."""
+    """Return a mask of the keys in every stride-th tile of a block whose queries see all keys."""
     tiles = math.ceil(math.ceil(keys / GROUP) / PARTS)
     return (torch.arange(keys) // GROUP) % tiles % stride == 0
 
@@ -162,11 +165,11 @@ def test_scores_of_any_shape(shape, sign, keys, accumulators):
 
 
 def _hardly_more_than_the_rank(keys):
-    """Make scores whose list after the second pass has few keys more than the last bound's rank.
+    """Return scores whose list after the second pass has only a few keys more than the last bound's rank.
 
-    Then any number a little below these keys is a valid bound, and the search for it ends with the first digit. If that
-    digit began below the list's own bound, so would the new bound. The list lacks the keys between the two bounds, and
-    some of them are among the largest 2048.
+    Then any number slightly below these keys is a valid bound, and the search for the bound ends with the first digit.
+    If that digit began below the list's own bound, the new bound would be below it as well. The list lacks the keys
+    between the two bounds, and some of these keys are among the largest 2048.
     """
     strides = pass_strides(keys)
     first_rank, second_rank = bound_ranks(2048, strides)
@@ -181,7 +184,8 @@ def _hardly_more_than_the_rank(keys):
         free[chosen] = False
 
     place(first_rank, first, 1.96, 2.0)
-    place(first_rank // 8, first, 1.91, 1.92)  # more than a search leaves out, so the first bound is between these
+    # more keys than a search leaves out, so the first bound is between these scores
+    place(first_rank // 8, first, 1.91, 1.92)
     place(second_rank + second_rank // 32 - first_rank, second & ~first, 1.96, 2.0)
     place(500, ~second, 1.96, 2.0)
     place(2500, free, 1.76, 1.88)
@@ -191,7 +195,7 @@ def _hardly_more_than_the_rank(keys):
 @accumulated
 @pytest.mark.parametrize("keys", [30000, 50000, 131072])
 def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
-    """Scores of the queries differ by a factor, so that digits begin everywhere between them."""
+    """Scores of the queries differ by a factor, so that digits begin at different positions between the scores."""
     given = arguments(96, keys, accumulators=accumulators)
     factors = torch.linspace(0, 1, 97, device="cuda")[:96, None].exp2()
     q, k = given["q"][:1].expand(96, -1, -1).contiguous(), given["kv"][0][:1].expand(keys, -1).contiguous()
@@ -204,7 +208,7 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     ("starts", "ends", "top_k"), [([0, 30000] * 8, [30000, 60000] * 8, 2048), (0, [60000] * 15 + [30000], 100)]
 )
 def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
-    """A block has queries that see only zeros, and queries that see other keys."""
+    """A block has some queries that see only zeros, and others that see other keys."""
     given = arguments(16, 60000, starts, ends, top_k, accumulators)
     given["kv"][1][:30000] = 0.0
     OP.verify(given)
@@ -222,7 +226,8 @@ def test_nan_is_never_selected(keys, accumulators):
 
 @pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
 def test_slots(times):
-    """The table has too few pages for some keys, and a page is missing. In the end all scores tie: lists overflow."""
+    """The table has too few pages for some keys, and one page is missing. In the last call all scores tie, so lists
+    overflow."""
     starts = times * int32([0] * 25 + [2000] * 25)
     given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
     table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
@@ -247,7 +252,7 @@ def test_more_queries_than_a_launch_has(monkeypatch):
 
 @accumulated
 def test_long_contexts(accumulators):
-    """Positions are beyond 2^20, and the last keys are more than 2^31 bytes after the first."""
+    """Positions exceed 2^20, and the last keys are more than 2^31 bytes after the first."""
     keys = 2**24 + 2**20
     k = torch.randint(0, 0x78, (keys, 128), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     starts, ends = [0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2, [keys, keys, 2**20 + 9000, 2**24 + 9000] * 2
@@ -258,7 +263,7 @@ def test_long_contexts(accumulators):
 @accumulated
 @pytest.mark.parametrize("keys", [7000, 40000])
 def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
-    """Lists overflow in some replays, which the capture did not know, and do not in others."""
+    """Lists overflow in some replays and not in others, which is unknown at the capture."""
 
     def fresh(seed):
         starts = torch.randint(0, keys // 2, (2, 200))

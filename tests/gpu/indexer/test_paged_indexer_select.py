@@ -1,4 +1,4 @@
-"""Scores over pages and selection in one op: the bits of the two ops."""
+"""Scores over pages and selection in one op have the bits of the two ops."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ OPTIONS = [(1, False), (100, True), (2048, False), (2048, True), (4096, True)]
 
 
 def check(given, found):
-    """The bits of the two ops, with values and without."""
+    """Require the bits of the two ops, with values and without."""
     require_two_paged_ops(given, found)
     assert torch.equal(dsa.paged_indexer_select(**given | {"return_values": False}), found[0])
 
@@ -24,7 +24,7 @@ def op(request):
 
 
 class TestKeysInPages(KeysInPages):
-    """With every option."""
+    """Run the shared tests with every entry of OPTIONS."""
 
 
 def test_more_columns_than_the_table_has(op):
@@ -51,10 +51,10 @@ def test_nan_is_never_selected():
     given = op.pages((200, 4000), KINDS[1])
     raw, page = given["kv_cache"].view(len(given["kv_cache"]), -1), given["block_table"].tolist()
     raw[page[0][1], 13 * 128] = 0x7F  # key 77 of the first sequence
-    raw[page[1][2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150 of the second one
+    raw[page[1][2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150 of the second sequence
     op.verify(given)
     first = CASE.run(given)[0][:2]
     assert not first.eq(77).any() and first.ge(0).sum(1).tolist() == [198, 199]
-    given["q"].view(torch.uint8)[1, 1, 3, 5] = 0x7F  # all scores of a query
+    given["q"].view(torch.uint8)[1, 1, 3, 5] = 0x7F  # makes all scores of a query NaN
     op.verify(given)
     assert CASE.run(given)[0][3].eq(-1).all()

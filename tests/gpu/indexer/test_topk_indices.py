@@ -1,4 +1,5 @@
-"""The top-k on the GPU in every variant: distributions, misleading samples, ragged rows, slots, strides, launches."""
+"""The top-k on the GPU in every variant: distributions, misleading samples, ragged rows, slots, strides, consecutive
+launches."""
 
 import math
 
@@ -23,7 +24,7 @@ CHOOSE = topk_config.choose_config
 
 @pytest.fixture(params=topk_config.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
 def config(request, monkeypatch):
-    """Every variant in turn, for all shapes that it takes."""
+    """Use each variant in turn, for all shapes that the variant supports."""
     cfg = request.param
 
     def choose(rows, vectors, k, width, multiprocessors):
@@ -60,7 +61,7 @@ def sampled(n):
 
 
 def neighbours(n, low_bits):
-    """Return n numbers from 1 up that differ only in the last bits of their mantissa."""
+    """Return n numbers of at least 1 that differ only in the last bits of their mantissa."""
     return (torch.randint(0, 2**low_bits, n, device="cuda", dtype=torch.int32) + 0x3F800000).view(torch.float32)
 
 
@@ -144,7 +145,7 @@ def test_ragged_rows(config, sorted_, k, dtype):
 @pytest.mark.parametrize("sorted_", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), [*SIZES, (5, 0)])
 def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
-    """Rows begin at multiples of 16 bytes and elsewhere. The buffer around them does not change."""
+    """Rows start at multiples of 16 bytes and at other addresses. The buffer around them does not change."""
     scores, lengths = torch.randn(rows, cols, device="cuda"), torch.randint(0, cols + 1, (rows,), device="cuda").int()
     for k, before, after in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
         buffer = torch.full((rows + 2, before + k + after), 77, dtype=torch.int32, device="cuda")
@@ -159,7 +160,7 @@ def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_graph_replay_into_a_part_of_a_buffer(paged):
-    """There are 128 rows, as in a decoding batch, of positions or slots."""
+    """There are 128 rows, as in a decoding batch; results are positions or, if `paged`, slots."""
 
     def renew():
         return torch.randn(128, 20000, device="cuda"), torch.randint(0, 20001, (128,), device="cuda").int()
@@ -197,7 +198,8 @@ def test_slots(config, page_size, by_value):
 
 @pytest.mark.parametrize("cols", [9000, 40000])
 def test_calls_that_follow_each_other_closely(cols):
-    """A launch begins before the previous one ends. It must wait for its inputs, and for the memory that it writes."""
+    """A launch can begin before the previous launch ends. It must wait for its inputs, and before it overwrites memory
+    that the previous launch reads."""
 
     def chain(topk):
         scores, picked = first.clone(), []

@@ -9,20 +9,20 @@ FEW_LAYOUTS = ["bf16, 576", "fp16, 512", "656 bytes", "584 bytes"]
 
 
 def slots_of(cache):
-    """(used, unused): the slots that hold keys, and those that hold NaN."""
+    """Return (the slots that contain keys, the slots that contain NaN)."""
     unused = all_rows(cache).isnan().any(1)
     return (~unused).nonzero()[:, 0], unused.nonzero()[:, 0]
 
 
 def v4_planes(cache):
-    """Rows [pages, P, 576] and scales [pages, P, 8] of a cache of 584 bytes a token."""
+    """Return rows [pages, P, 576] and scales [pages, P, 8] of a cache of 584 bytes per token."""
     pages, page = cache.shape[:2]
     rows = cache.as_strided((pages, page, 576), (cache.stride(0), 576, 1))
     return rows, cache.as_strided((pages, page, 8), (cache.stride(0), 8, 1), 576 * page)
 
 
 def garbage(cache, slots):
-    """Fill these slots with one kind of garbage after the other."""
+    """Fill these slots with one kind of garbage after another; yield after each."""
     if cache.dtype != torch.uint8:
         for value in (NAN, INF, -INF, 0.0):
             cache.view(-1, cache.shape[3])[slots] = value
@@ -38,5 +38,5 @@ def garbage(cache, slots):
         page, offset = slots // cache.shape[1], slots % cache.shape[1]
         for value, scale in ((0x7F, 0xFF), (0x00, 0xFF), (0x7F, 0x7F), (0xFF, 0x00)):
             rows[page, offset], scales[page, offset] = value, scale
-            scales[..., 7] = value  # padding
+            scales[..., 7] = value  # the pad byte
             yield

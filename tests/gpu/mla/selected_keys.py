@@ -1,4 +1,4 @@
-"""Tests that every op that attends to lists of selected keys passes. The ops' files collect them for their kernels."""
+"""Tests that every op that attends to lists of selected keys must pass. The ops' test files collect this class."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ LENGTHS = [0, 1, 2, 63, 64, 65, 128, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**3
 class Op:
     """An op for one query per sequence.
 
-    make       (tokens, heads, keys, top_k, **options) -> arguments: keys in a cache, whose other rows are NaN
+    make       (tokens, heads, keys, top_k, **options) -> arguments: keys in a cache whose other rows are NaN
     invariant  options with which the bits of a query do not depend on other queries
     """
 
@@ -41,24 +41,24 @@ class Op:
 
 
 def with_nan_rows(given):
-    """The call of prefill with a row of NaN after each row of kv."""
+    """Return the arguments of prefill with a row of NaN after each row of kv, and the indices adapted."""
     kv = torch.stack((given["kv"], torch.full_like(given["kv"], NAN)), 1).flatten(0, 1)
     return given | {"kv": kv, "indices": 2 * given["indices"]}
 
 
 def by_query(found):
-    """out [T, H, 512] and lse [T, H] of prefill, or of decoding with one query per sequence."""
+    """Return out [T, H, 512] and lse [T, H] of prefill, or of decoding with one query per sequence."""
     out, *_, lse = found
     return (out[:, 0], lse[..., 0]) if out.dim() == 4 else (out, lse)
 
 
 def cache_of(given):
-    """The cache [pages, P, ...]; of prefill, pages of one key."""
+    """Return the cache [pages, P, ...]; for prefill, kv as pages of one key."""
     return given["kv"][:, None] if "kv" in given else given["k_cache"]
 
 
 def size(given):
-    """The number of slots."""
+    """Return the number of slots."""
     return cache_of(given).shape[0] * cache_of(given).shape[1]
 
 
@@ -66,7 +66,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("lengths", [LENGTHS * 5, *([n] * 5 for n in (0, -5, 1000, 2**31 - 1))], ids=len)
     @pytest.mark.parametrize("top_k", [64, 1000, 1024])
     def test_keys_after_topk_length_are_not_looked_at(self, op, top_k, lengths, record_error):
-        """They are NaN."""
+        """Indices after topk_length name keys that are NaN."""
         given = op.inputs(len(lengths), 3000, top_k) | {"topk_length": int32(lengths)}
         beyond = torch.arange(top_k, device="cuda") >= given["topk_length"][:, None, None]
         given["indices"].masked_fill_(beyond, slots_of(cache_of(given))[1][0].int())
@@ -78,7 +78,7 @@ class SelectedKeys:
         given["indices"][3:4] = given["indices"][4:5, 0, 1:] = -1
         sinks = {"attn_sink": torch.tensor(SINKS, device="cuda").repeat(op.heads // len(SINKS))}
         (out, lse), (plain, plain_lse) = op.checked(given | sinks, record_error), op.run(given)
-        if tokens > 1:  # a single query has splits, whose sums a sink may round otherwise
+        if tokens > 1:  # a single query's keys are split, and a sink may change the rounding of the splits' sum
             assert_equal((lse, out[:, 0]), (plain_lse, plain[:, 0]))
         assert not out[:, [1, 7]].any() and out[:3, 3].any()
 
@@ -91,7 +91,7 @@ class SelectedKeys:
         assert not out.any() and lse.eq(INF).all()
 
     def test_tiles_without_keys_are_ignored(self, op, record_error):
-        """Keys in the last place only, in the first, in one tile of many, in every other tile."""
+        """Valid keys are only in the last position, in the first, in one tile of many, or in every other tile."""
         given, place = op.inputs(8, 4000, 640), torch.arange(640, device="cuda")
         tile = place // 64
         kept = [place == 639, place == 0, place == 320, tile == 9, tile == 0, tile == 5, tile % 2 == 0, tile % 2 == 1]
@@ -106,7 +106,7 @@ class SelectedKeys:
         op.checked(given, record_error)
 
     def test_keys_that_no_query_selects_change_no_bit(self, op):
-        """Whatever their rows hold, pad bytes included."""
+        """This holds for any contents of their rows, including the pad bytes."""
         given = op.inputs(30, 2000, 500)
         clean, cache = op.checked(given), cache_of(given)
         for _ in garbage(cache, slots_of(cache)[1]):
@@ -124,7 +124,8 @@ class SelectedKeys:
     @pytest.mark.parametrize(("scale", "least"), [(1e-7, -INF), (0.01, -INF), (0.3, -INF), (10.0, 30), (2400.0, 5e3)])
     @pytest.mark.parametrize(("tokens", "top_k"), [(20, 1000), (1, 6000)])
     def test_logits_of_any_size_do_not_overflow(self, op, tokens, top_k, scale, least, record_error):
-        """With large logits a softmax of few keys, and powers that would overflow if they were not relative."""
+        """Large logits give a softmax dominated by few keys, whose exponentials would overflow if the maximum were not
+        subtracted."""
         _, lse = op.checked(op.inputs(tokens, 7000, top_k, scale=scale), record_error)
         assert lse.min() > least
 
@@ -143,7 +144,7 @@ class SelectedKeys:
         all_keys = cache.view(-1, q.shape[2])
         all_keys[slots, D_V:] = (tile * direction * q.shape[2] ** 0.5 / 64).to(cache.dtype)
         indices = given["indices"] = slots.int().expand(36, 1, -1).clone()
-        # From the first keys on, so that no head's lse is near 0, where fp32 has a large relative error.
+        # These lists begin with the first keys, so that no head's lse is near 0, where fp32 has a large relative error.
         indices[7::8, :, 700:] = indices[7::8, :, :324]
         indices[7::8, :, :700] = indices[6::8, :, 100:] = -1
         _, lse = op.checked(given, record_error)
@@ -160,7 +161,7 @@ class SelectedKeys:
         assert torch.equal(out, all_rows(cache_of(given))[keys, None, :D_V].expand_as(out).to(out.dtype))
 
     def test_queries_do_not_depend_on_each_other(self, op):
-        """In another order, few of them, and alone: the same bits."""
+        """The bits are the same in another order, for a few of the queries, and for single queries."""
         given = op.inputs(300, 3000, 2048, **op.invariant)
         for lengths in (None, torch.randint(-5, 2100, (300,), dtype=torch.int32, device="cuda")):
             given["topk_length"] = lengths
@@ -169,7 +170,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """Queries without keys get zeros there too."""
+        """Queries without keys also write zeros to their part."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

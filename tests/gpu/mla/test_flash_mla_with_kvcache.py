@@ -45,7 +45,7 @@ def test_splits_and_many_sequences_are_right(lengths, heads, invariant, record_e
 
 
 def keys_of(given, b):
-    """The slots of a sequence's keys in the cache without pages, whose heads are one."""
+    """Return the slots of a sequence's keys in a cache with one KV head."""
     page, position = given["k_cache"].shape[1], torch.arange(int(given["cache_seqlens"][b]), device="cuda")
     return given["block_table"][b, position // page].long() * page + position % page
 
@@ -53,13 +53,13 @@ def keys_of(given, b):
 @pytest.mark.parametrize("scale", [10.0, 2400.0])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_large_logits_do_not_overflow(heads, scale, record_error):
-    """A softmax of few keys, and powers that would overflow if they were not relative."""
+    """The softmax is dominated by few keys, whose exponentials would overflow if the maximum were not subtracted."""
     _, lse = checked(CASE, inputs([500, 65, 3000], 2, heads, causal=True, scale=scale), record_error)
     assert lse.max() > 5 * scale
 
 
 def test_a_maximum_that_rises_from_tile_to_tile(record_error):
-    """By less and by more than O is rescaled for; and falls."""
+    """The maximum rises by less and by more than the threshold for rescaling O, or falls."""
     given = inputs([1024] * 6, 1, 64)
     rows, tile = given["k_cache"].view(-1, 576), torch.arange(1024, device="cuda")[:, None] // 64
     for b, step in enumerate((0.5, 3.0, 6.0, 20.0, -6.0, 0.0)):
@@ -87,7 +87,7 @@ def test_pages_outside_the_cache_and_its_block_table_hold_no_keys():
 def test_plans_of_both_styles_are_right():
     given = inputs([700, 0, 5000, 64], 2, scale=0.1, causal=True)
     meta, nothing = dsa.get_mla_metadata()
-    # The old style's plan knows nothing of the block table, and cuts sequences elsewhere.
+    # A plan of the old style is made without the block table, so it splits sequences elsewhere.
     plans = [old_plan(given).values(), (meta, nothing), (meta, None), (None, None)]
     names = "tile_scheduler_metadata", "num_splits"
     got = [checked(CASE, given | dict(zip(names, plan))) for plan in plans]
@@ -96,11 +96,12 @@ def test_plans_of_both_styles_are_right():
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_a_batch_invariant_result_does_not_depend_on_other_sequences(heads):
-    """In a batch, in another order, and alone, bit for bit; without enable_batch_invariant it does depend on them."""
+    """Bit for bit, it is the same in a batch, in another order, and alone. Without enable_batch_invariant it does
+    depend on them."""
     given = inputs([2500, 64, 9000, 0, 40_000, 2048, 2049], 2, heads, causal=True, invariant=True)
     parts = [torch.randperm(7).cuda(), *(slice(b, b + 1) for b in range(7))]
     whole = assert_rows_stand_alone(CASE.run, given, SEQUENCE, parts)
-    # A wider block table says nothing about the sequences.
+    # A wider block table must not change the results.
     wide = torch.nn.functional.pad(given["block_table"], (0, 5000), value=-1)
     assert_same_bits(CASE.run(given | {"block_table": wide}), whole)
     planned = given | {"enable_batch_invariant": False}
@@ -118,7 +119,7 @@ def test_two_hundred_runs_have_the_same_bits(heads):
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (16, 1), (126, 2), (128, 1)])
 def test_a_part_of_a_tensor_is_written(heads, kv_heads, s_q, dtype):
-    """With the bits of a tensor that the call makes: of sequences that are split and of whole ones."""
+    """The bits are those of a tensor that the call allocates, for sequences that are split and for whole sequences."""
     given = inputs([700, *BOUNDARIES, 9000], s_q, heads, kv_heads=kv_heads, dtype=dtype)
     for options in ({"causal": True}, {"enable_batch_invariant": True}):
         assert_writes_a_part(CASE, given | options)
@@ -128,7 +129,7 @@ def test_a_part_of_a_tensor_is_written(heads, kv_heads, s_q, dtype):
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_of_short_sequences_is_replayed_for_long_and_empty_ones(heads, into, style):
-    """into: the caller's memory, a part of more heads."""
+    """into: write to the caller's memory, a part of a tensor with more heads."""
     lengths = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
     given = inputs([max(column) for column in zip(*lengths)], 2, heads, causal=True)
     given["cache_seqlens"].copy_(int32(lengths[0]))
@@ -147,9 +148,10 @@ def test_a_graph_of_short_sequences_is_replayed_for_long_and_empty_ones(heads, i
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
-    """A call outside, or in another graph, before the graph is ever replayed, finds nothing in it."""
+    """A plan made in a capture has no numbers until the graph is replayed. A call outside the graph, or in another
+    graph, must not use this plan."""
     given, (meta, _) = inputs([700, 64, 20_000], 2, 16, causal=True), dsa.get_mla_metadata()
-    CASE.run(given)  # compiles outside of a capture
+    CASE.run(given)  # compile outside of a capture
     given["tile_scheduler_metadata"] = meta
     graphs, got = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
     for graph in graphs:
@@ -165,7 +167,7 @@ def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
 
 
 def test_plans_are_made_without_waiting_for_the_host():
-    """Nor is anything copied from it: what would wait is an error in a capture."""
+    """Nothing is copied from the host either: in a capture, any call that waits raises an error."""
     lengths = int32([700, 64, 0, 2000])
     requests = ((lengths, 16, 1), (lengths, 16, 1, 16, True, 2048))
 
@@ -185,8 +187,8 @@ PLANNED.append([i * i * 8 % 50_000 for i in range(77)])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("rows", "kv_heads"), [(16, 1), (128, 1), (1024, 8)])
 def test_parts_of_a_plan_are_full_up_to_the_mean_and_one_overhead(lengths, rows, kv_heads, known):
-    """And every tile belongs to one part. known: how long sequences may be, which decides how many parts there are and
-    what beginning a sequence costs."""
+    """Every tile belongs to one part. known: the call passes the largest possible length, on which the number of parts
+    and the overhead per sequence depend."""
     poison_free_memory(mebibytes=8)
     most = max(lengths) if known else 0
     _, overhead = _parts(int32(lengths), rows, kv_heads, most)

@@ -20,7 +20,7 @@ few_layouts = pytest.mark.parametrize("layout", FEW_LAYOUTS)
 by_heads = pytest.mark.parametrize("heads", [16, 64, 128])
 LISTS = "indices", "extra_indices_in_kvcache"
 FIRST, SECOND = zip(("k_cache", "extra_k_cache"), LISTS, ("topk_length", "extra_topk_length"), strict=True)
-# Layouts, sequences, queries, heads, selected keys, keys.
+# FEW_SIZES: (sequences, queries, selected keys, keys). SIZES: (layout, sequences, queries, heads, selected keys, keys).
 FEW_SIZES = [
     *((2, s_q, 300, 3000) for s_q in (1, 2, 3, 4, 5, 8)),
     *((3, 1, k, 3000) for k in (1, 3, 63, 64, 65, 127, 512, 1024, 2047, 2048)),
@@ -40,7 +40,7 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """The call in which the lists name keys that are NaN after as many keys as count."""
+    """Return the call with indices after topk_length that name NaN keys."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
@@ -60,7 +60,7 @@ def op(request):
 
 
 class TestSelectedKeys(SelectedKeys):
-    """In caches of every layout."""
+    """Run the shared tests with caches of several layouts."""
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -72,7 +72,7 @@ def test_sizes_are_right(sizes, record_error):
 @by_layout
 def test_pages_of_any_size_are_right(layout, page, record_error):
     if layout == "584 bytes, unpadded" and page == 1:
-        page = 2  # pages have to start at multiples of 16 bytes
+        page = 2  # pages must start at multiples of 16 bytes
     checked(CASE, inputs(layout, 2, 1, 64, 500, page=page), record_error)
     checked(CASE, inputs(layout, 2, 1, 16, 200, page=page, extra=(100, 3 * page)), record_error)
 
@@ -122,21 +122,24 @@ def test_indices_that_are_no_keys_of_either_cache_are_ignored(layout, invalid, r
 
 
 def of_one_key_each(layout, cache, slots, heads):
-    """A call in which query t selects the key in slots[t] alone, and the values of these keys."""
+    """Return (a call in which query t selects only the key in slots[t], the values of these keys)."""
     given = inputs(layout, len(slots), 1, heads, 1, 64)
     rows = dsa.reference.read_kv_cache(cache, slots)[:, None, None, :D_V].expand(-1, 1, heads, -1)
     return given | {"k_cache": cache, "indices": slots.int().view(-1, 1, 1)}, rows
 
 
 def assert_rounded(out, expected, left_out=0.0):
-    """To f16's 11 bits of a number in its range, within an eighth of a unit, and then to bf16's 8."""
+    """Require the expected numbers, rounded to fp16's 11 bits within an eighth of a unit, and then to bf16's 8 bits.
+
+    left_out: absolute error that is allowed in addition
+    """
     error = (out.double() - expected.double()).abs()
     assert (error <= expected.double().abs() * (2**-8 + 9 / 8 * 2**-11) + left_out).all()
 
 
 @by_heads
 def test_one_key_with_any_scales_gives_its_rounded_value(heads):
-    """A product of e4m3 and a scale that f16 does not have is rounded to f16 first."""
+    """The product of an e4m3 number and a scale is rounded to fp16 first if fp16 cannot represent it."""
     layout = "656 bytes, any scales"
     given, expected = of_one_key_each(layout, *filled_cache(maker(), layout, 30, 64), heads)
     assert_rounded(checked(CASE, given)[0], expected)
@@ -144,7 +147,7 @@ def test_one_key_with_any_scales_gives_its_rounded_value(heads):
 
 @pytest.mark.parametrize("layout", BYTES)
 def test_bytes_of_every_value_are_exact(layout):
-    """All e4m3 numbers but NaN, and scales of every size."""
+    """All e4m3 numbers except NaN, with scales of every magnitude."""
     cache, slots = filled_cache(maker(), layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
     number = torch.arange(254, device="cuda")
@@ -161,7 +164,7 @@ def test_bytes_of_every_value_are_exact(layout):
         page, offset = slots // 64, slots % 64
         rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
-        # f16 has both parts of a key only if they are not too far apart.
+        # fp16 represents both parts of a key only if their magnitudes are not too far apart.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
         rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
     given, expected = of_one_key_each(layout, cache, slots, 16)
@@ -176,7 +179,7 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
-    """What f16 does not have of a key's smaller groups is no more than 2^-22 of the largest scale."""
+    """The parts of a key's smaller groups that fp16 cannot represent are at most 2^-22 of the largest scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:
@@ -197,7 +200,7 @@ def test_scales_that_are_far_apart_lose_little(layout, heads):
 
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes", "bf16, 512"])
 def test_plans_of_both_styles_are_right(layout):
-    """The first call fills a plan's object, which then serves calls of the same shapes, whatever they select."""
+    """The first call fills a plan's object, which is then valid for calls of the same shapes with any selection."""
     given = inputs(layout, 3, 2, 64, 1000)
     old = dsa.get_mla_metadata(int32([9, 0, 5000]), 128, 1, 64, given["is_fp8_kvcache"], 1000)
     new, nothing = dsa.get_mla_metadata()
@@ -213,7 +216,7 @@ def test_plans_of_both_styles_are_right(layout):
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @few_layouts
 def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries(layout, heads):
-    """Each query has its own two lists, without lengths, so the second list begins at the same tile as with one
+    """Each query has its own two lists without lengths, so the second list begins at the same tile as with one
     query."""
     given = inputs(layout, 8, 4, heads, 128, extra=(200, 16), invariant=True)
     visible = 59 + torch.arange(8, device="cuda")[:, None] + torch.arange(4, device="cuda")
@@ -228,7 +231,7 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
-    """Whatever the heads of a CTA, whose number follows that of the queries."""
+    """This holds for any number of heads per CTA, which depends on the number of queries."""
     given = inputs(layout, 300, 1, heads, k, 1000, invalid=0.0)
     parts = [slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)]
     assert_rows_stand_alone(CASE.run, given, ("q", "indices"), parts)
@@ -248,7 +251,8 @@ def test_bytes_by_other_names_give_the_same_bits(layout, dtype):
     ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
 )
 def test_a_graph_takes_new_data(layout, batch, heads, into, style, record_error):
-    """New queries, keys, selections and lengths: none, few, all. into: the caller's memory, a part of more heads."""
+    """Replays have new queries, keys, selections and lengths: none, few, all. into: write to the caller's memory, a
+    part of a tensor with more heads."""
 
     def fresh(seed, low, high):
         options = {"invalid": 0.1, "sink": True, "seed": seed}

@@ -1,4 +1,4 @@
-"""Multi-head attention over packed sequences on the GPU: over all keys and over selected ones."""
+"""Multi-head attention over packed sequences on the GPU: over all keys and over selected keys."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.gpu.attention import FP16, case_of, checked, replayed, starts
 from tests.gpu.op_checks import assert_same_bits
 
 CASE = case_of("mha_varlen_fwd")
-# Heads, KV heads, queries and keys of each sequence.
+# name -> (heads, KV heads, queries of each sequence, keys of each sequence)
 CASES = {
     "whole tiles": (4, 4, [256, 384], [256, 384]),
     "a single token": (2, 1, [1], [1]),
@@ -32,12 +32,12 @@ def call(dims, heads, kv_heads, queries, keys, **options):
 
 
 def inputs(*sizes, **options):
-    """The first seven arguments of a call, with NaN after the sequences."""
+    """Return the first seven arguments of a call, with NaN after the sequences."""
     return tuple(call(*sizes, **options).values())[:7]
 
 
 def in_sequences(results, cu_q):
-    """out and lse of the queries of some sequence."""
+    """Return out and lse of the queries that belong to a sequence."""
     rows = slice(int(cu_q[0]), int(cu_q[-1]))
     return results[0][rows], results[1][:, rows]
 
@@ -58,7 +58,7 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """Queries of which no selected key is visible have none."""
+    """A query with no visible selected key is a query without keys."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -67,7 +67,7 @@ def test_selected_keys_are_right(dims, case, top_k, record_error):
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
 @by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):
-    """Nothing lies after the last sequence, neither queries nor bits."""
+    """There is nothing after the last sequence, neither queries nor bits."""
     given = call(dims, 4, 4, [30, tokens], [30, tokens], top_k=max(tokens, 30) // 2, more=0)
     checked(CASE, given)
     checked(CASE, given | {"causal": False})
@@ -76,7 +76,7 @@ def test_the_last_query_reads_its_own_bits(dims, tokens):
 @by_dims
 @pytest.mark.parametrize("dense_keys", [0, 1, 100, 640, 10**6])
 def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
-    """All of theirs are selected; the same bits whatever is read."""
+    """All keys of these queries are selected, so the bits are the same whether the selection is read or not."""
     given = call(dims, 4, 4, [700, 300], [900, 300], top_k=300) | {"dense_keys": dense_keys}
     seen = torch.cat((torch.arange(201, 901), torch.arange(1, 301))).cuda()
     given["selected"][:1000][seen <= dense_keys] = -1
@@ -86,7 +86,8 @@ def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
 def test_rope_channels_apart_give_the_same_bits(dims):
-    """And keys and values as parts of one tensor, as a projection of latents gives them."""
+    """Rope channels are in a separate tensor, and keys and values are parts of one tensor, like a projection of
+    latents."""
     rope, given = ROPE_DIMS[dims], call(dims, 4, 4, [513, 100], [700, 100], rope=ROPE_DIMS[dims], top_k=100)
     both = torch.cat((given["k"], given["v"]), -1)
     parts = {"k": both[..., : dims[0] - rope], "v": both[..., dims[0] - rope :]}
@@ -98,7 +99,7 @@ def test_rope_channels_apart_give_the_same_bits(dims):
 
 @pytest.mark.parametrize("options", [*OPTIONS, *BETWEEN], ids=str)
 def test_fp16_large_scores_and_other_channels_are_right(options, record_error):
-    """Channels that no kernel has are padded."""
+    """Channels are padded if there is no kernel for their number."""
     given = call(heads=4, kv_heads=2, queries=[513, 100], keys=[700, 400], **options)
     checked(CASE, given, record_error)
     one_head = given["v"][:, :1].expand(given["v"].shape)
@@ -114,7 +115,7 @@ def test_all_bits_are_no_selection(dims):
 
 @by_dims
 def test_a_query_depends_on_no_other(dims):
-    """A sequence alone, and its last queries as a chunk after a prefix."""
+    """Compute a sequence alone, and its last queries as a chunk after a prefix."""
     given = call(dims, 4, 2, [300, 700], [300, 700], top_k=200)
     out, lse = CASE.run(given)
     for first in (300, 301, 555, 999):

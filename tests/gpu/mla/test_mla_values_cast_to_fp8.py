@@ -1,4 +1,5 @@
-"""W_UV applied to attended latents and cast, on the GPU: the bytes of bmm with dequantised weights and the cast."""
+"""W_UV applied to attended latents and cast, on the GPU: the bytes of bmm with dequantised weights followed by the
+cast."""
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tests.gpu.attention import case_of, checked
 from tests.gpu.op_checks import assert_equal, assert_rows_stand_alone, assert_same_bits, replays
 
 CASE = case_of("mla_values_cast_to_fp8")
-# heads, value channels, rows of a head: V3.2's, GLM-5's, a GPU's part of each, heads at any multiple of 32 rows
+# (heads, value channels, rows per head): V3.2's, GLM-5's, one GPU's part of each, heads at any multiple of 32 rows
 HEADS = [(128, 128, 256), (64, 256, 448), (16, 128, 256), (8, 256, 448), (5, 128, 160), (3, 256, 288)]
 by_scales = pytest.mark.parametrize("use_ue8m0", [True, False])
 
@@ -18,7 +19,7 @@ def inputs(tokens, heads, v_dim, rows, use_ue8m0=True):
 
 
 def weights(given):
-    """W_UV, bf16 [heads, v_dim, 512]"""
+    """Return W_UV as bf16 [heads, v_dim, 512]."""
     whole = dsa.dequantize_per_block(*given["kv_b"], torch.bfloat16)
     return whole.unflatten(0, (given["attended"].shape[1], -1))[:, -given["v_dim"] :]
 
@@ -46,7 +47,7 @@ def test_nearly_all_bytes_are_those_of_bmm_and_the_cast(heads, v_dim, rows, use_
 @by_scales
 @pytest.mark.parametrize("value", [2.0**-9, 0.0, 448.0, -448.0])
 def test_the_cast_of_a_single_weight_is_exact(value, use_ue8m0):
-    """One latent channel of a token is 1: y is a column of weights, to the bit, and so is its cast."""
+    """One latent channel of each token is 1, so y is a column of weights, to the bit, and its cast is exact."""
     given = inputs(64, 4, 128, 256, use_ue8m0)
     weight, attended = given["kv_b"][0], given["attended"]
     weight.view(-1)[::7] = torch.tensor(value, device="cuda").to(weight.dtype)

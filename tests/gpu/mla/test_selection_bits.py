@@ -1,4 +1,4 @@
-"""Selections' bits on the GPU: lists of every length, and whatever the lists hold."""
+"""Bit masks of selections on the GPU: lists of every length, with any contents."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Windowed attention with a cast on the GPU: the bits of attention, rotation and cast one after the other."""
+"""Windowed attention with a cast on the GPU has the bits of attention, rotation and cast as separate ops."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WINDOW = 128
 
 
 def inputs(heads=64, groups=8, sequences=SEQUENCES, **options):
-    """Keys are of every size."""
+    """Return arguments in which keys differ in magnitude."""
     sizes = {"heads": heads, "groups": groups, "sequences": tuple(sequences), "window": WINDOW}
     given = CASE.arguments("cuda", **sizes, **options)
     count = len(given["kv"])
@@ -28,7 +28,7 @@ def alone(given):
 
 
 def apart(given):
-    """Attention, rotation and cast one after the other."""
+    """Return the results of attention, rotation and cast as separate ops."""
     packed = [given[name] for name in ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window")]
     softmax = (given["softmax_scale"], 512, given["attn_sink"])
     if given["compressed"] is None:
@@ -57,13 +57,13 @@ def test_the_bits_are_those_of_three_ops(dtype, heads, groups, use_ue8m0, record
 
 @pytest.mark.parametrize("heads", [1, 8, 32])
 def test_few_heads_differ_by_the_order_of_sums(heads):
-    """Attention to so few has another kernel: a result may fall to the next number."""
+    """With few heads the separate attention op runs another kernel, so a result may round to the adjacent number."""
     given = inputs(heads, 1)
     (cast, scale), (expected, scales) = CASE.run(given), apart(given)
     blocks = expected.float().unflatten(1, (-1, 128)) * scales[..., None]
     got = cast.float().unflatten(1, (-1, 128)) * scale[..., None]
     step = torch.maximum(scale, scales)[..., None]
-    # A bf16 is off by up to 2^-7 of the largest values, and so now and then a byte by one.
+    # A bf16 number differs by up to 2^-7 of the largest values, so an e4m3 value sometimes differs by one step.
     assert ((got - blocks).abs() <= blocks.abs() / 7 + step * 4).all()
     assert calc_diff(got, blocks) < 2e-3
 
@@ -71,7 +71,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("length", [131, 133, 3000])
 def test_a_chunk_has_the_same_bits(length, heads):
-    """About as many queries as SMs, and more; V4's numbers."""
+    """Use about as many queries as SMs, and more, with V4's sizes."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
     check(given)
     assert_equal(CASE.run(given | {"window_indices": window_list(given)}), apart(given))
@@ -97,7 +97,7 @@ def test_nan_stays_in_its_rows():
 
 
 def test_offsets_beyond_32_bits():
-    """Results of more than 2^31 bytes."""
+    """The results have more than 2^31 bytes."""
     tokens = 2**31 // (128 * 512) + 40
     given = alone(inputs(128, 16, [(tokens, tokens)]))
     cast, scale = CASE.run(given)

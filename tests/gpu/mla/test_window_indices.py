@@ -1,4 +1,4 @@
-"""The lists of windows on the GPU: of packed keys, pages and rings, with any bounds and pages."""
+"""The index lists of windows on the GPU: of packed keys, pages and rings, with any bounds and pages."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000
 
 
 def boundaries(sequences, most, first=0):
-    """The bounds of this many sequences of 0 to `most` tokens."""
+    """Return the bounds of `sequences` sequences of 0 to `most` tokens each."""
     lengths = torch.randint(0, most + 1, (sequences,)) * (torch.rand(sequences) > 0.2)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).add(first).int()
 
@@ -39,7 +39,7 @@ def check_slots(table, lengths, s_q, page_size, window):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
 def test_lists_of_packed_keys_are_right(sequences, window):
-    """Chunks of long sequences, whole sequences, empty ones, and fewer keys than queries."""
+    """Test chunks of long sequences, whole sequences, empty sequences, and fewer keys than queries."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
         lengths = [torch.randint(0, most + 1, (sequences,)).tolist() for most in (most_q, most_k)]
         checked(INDICES, INDICES.arguments("cuda", sequences=tuple(zip(*lengths)), window=window))

@@ -1,4 +1,4 @@
-"""The sum of experts: every option and size, rows outside, layouts, and numbers that are not finite."""
+"""The sum of experts' outputs: every option and size, rows outside y, layouts, and non-finite numbers."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
     for column, (row, weight) in enumerate([(-1, INF), (len(given["y"]), NAN), (info.min, 1.0), (info.max, -INF)]):
         rows[::2, 2 * column], weights[::2, 2 * column] = row, weight
     if index_dtype == torch.int64:
-        rows[1::2, 1] = 2**32 + 3  # not row 3
+        rows[1::2, 1] = 2**32 + 3  # must not be truncated to row 3
     assert checked(CASE, given)[0].isfinite().all()
     checked(CASE, given | {"rows": torch.full_like(rows, -1)})
 
@@ -40,7 +40,8 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
 @pytest.mark.parametrize("weighted", [False, True])
 @by_dtype
 def test_rows_that_no_token_names_are_not_read(dtype, weighted):
-    """They follow the rows of a process's experts. A product leaves anything there."""
+    """These rows follow the rows of a process's experts; a grouped product leaves them unwritten, so they contain
+    anything."""
     experts = torch.rand(90, 24, device="cuda").argsort(-1)[:, :8]
     for first, count in ((8, 8), (0, 5), (20, 4), (40, 3)):
         _, rows, ends = dsa.sort_by_expert(experts - first, count)

@@ -1,4 +1,4 @@
-"""The gate and the sort of experts: the models' gates, ties, extremes, and numbers that are not finite."""
+"""The gate and the sort of experts: the models' gates, ties, extremes, and non-finite numbers."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_infinities_and_nan_stay_in_their_rows(sizes):
 
 @pytest.mark.parametrize(("scores", "logit"), [("sigmoid", -46.0), ("sqrtsoftplus", -86.0)])
 def test_1e_20_is_added_to_the_sum(scores, logit):
-    """It shows where the scores are not much larger than that."""
+    """The term is visible only if the scores are not much larger than 1e-20."""
     given = torch.full((3, 256), logit, device="cuda"), torch.zeros(256, device="cuda"), 8
     weights, expected = (f.moe_gate(*given, scores=scores, scale=2.5)[1] for f in (dsa, dsa.reference))
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)

@@ -1,4 +1,5 @@
-"""Router, gate and sort in one: exact logits give the bits of the three kernels, other logits are within rounding."""
+"""Router, gate and sort in one op: exact logits give the bits of the three kernels, other logits agree within
+rounding."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ VARIANTS = [
     {"experts": 256, "top_k": 8, **ONE_GROUP},
     {"experts": 256, "top_k": 6, "scores": "sqrtsoftplus", "scale": 1.5, **ONE_GROUP},
     {"experts": 384, "top_k": 6, "scores": "sqrtsoftplus", "scale": 1.5, **ONE_GROUP},
-    {"experts": 40, "top_k": 3, "normalise": False, **ONE_GROUP},  # the last tile of experts is half there
+    {"experts": 40, "top_k": 3, "normalise": False, **ONE_GROUP},  # the last tile of experts is partly filled
     {"experts": 512, "top_k": 32, "n_group": 32, "topk_group": 8},
 ]
 TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 50, 63, 64]
@@ -29,11 +30,11 @@ def test_every_variant_has_the_bits_of_the_three_kernels(tokens, variant, record
 
 
 @by_sizes(
-    # Slices of no steps, of one and of several rounds.
+    # Channels: slices without steps, with one round and with several rounds.
     grid(tokens=(3, 50), channels=[32, 96, 2048, 2080, 6144, 7168, 8192, 16384], dtype=(torch.bfloat16, torch.float16)),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
-        # its first expert, and how many it has
+        # first_expert and count
         for first, count in [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]
     ),
 )
@@ -48,7 +49,7 @@ def gaussian(tokens, channels, variant):
 
 
 def check_experts(experts, by_expert, count):
-    """Every token has different experts that exist, and the order is that of the sort."""
+    """Check that every token has different, existing experts, and that by_expert is the sort of these experts."""
     assert_same_bits(by_expert, dsa.sort_by_expert(experts, count))
     assert ((experts >= 0) & (experts < count)).all() and experts.sort(1).values.diff(dim=1).all()
 
@@ -60,7 +61,7 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
     experts, weights, *by_expert = CASE.run(given)
     check_experts(experts, by_expert, variant["experts"])
     expected, expected_weights, *_ = dsa.reference.route_to_experts(**given)
-    # Up and down: of two that nearly tie one of these changes the order.
+    # Shift the biases up and down: one of the two shifts changes the order of two experts that nearly tie.
     shake, sure = 4e-5 * torch.rand_like(given["bias"]), torch.ones(tokens, dtype=torch.bool, device="cuda")
     for bias in (given["bias"] + shake, given["bias"] - shake):
         sure &= (dsa.reference.route_to_experts(**given | {"bias": bias})[0] == expected).all(1)
@@ -73,7 +74,7 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
 
 @pytest.mark.parametrize("channels", [2080, 4096, 7168])
 def test_a_token_does_not_depend_on_the_others(channels):
-    """In every tile, and at every place in it."""
+    """The parts select every tile and put tokens at every position of a tile."""
     parts = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (31, 33), (1, 63)]
     check_rows_alone(lambda given: CASE.run(given)[:2], gaussian(64, channels, VARIANTS[0]), ("x",), parts)
 

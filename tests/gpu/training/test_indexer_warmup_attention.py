@@ -1,4 +1,4 @@
-"""The warm-up stage against float64: attention, loss, and all gradients."""
+"""The warm-up stage compared with float64: attention, loss, and all gradients."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def arguments(lengths=LENGTHS, **sizes):
 
 
 def gradients(kl, given, weights):
-    """The gradients of the indexer's tensors, for these weights of the tokens."""
+    """Return the gradients of the indexer's tensors, for these weights of the tokens' losses."""
     return torch.autograd.grad(kl, [given[name] for name in INDEXER], weights, retain_graph=True)
 
 
@@ -45,7 +45,7 @@ def assert_near(found, expected, most):
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],
-    # Rows of no sequence.
+    # Rows that belong to no sequence.
     grid(lengths=[((200, 200), (5, 60))], dims=DIMS, index=[(4, 64)], leaves=[LEAVES], around=[(3, 130)]),
 )
 def test_every_size_is_right(sizes, record_error):
@@ -57,7 +57,8 @@ def test_every_size_is_right(sizes, record_error):
     [*((dims, 1, 4) for dims in DIMS), ((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, together, record_error):
-    """By PyTorch's flash attention, of all heads or some at a time, or by sparse MLA attention's backward pass."""
+    """PyTorch's flash attention computes them, for all heads at once or for some heads at a time, or sparse MLA
+    attention's backward pass does."""
     if together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (together + 1) * (261 + 512) * dims[0])
     sizes = {"lengths": ((200, 200), (60, 130), (1, 1)), "key_heads": key_heads, "dims": dims, "leaves": ATTENTION}
@@ -65,15 +66,15 @@ def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, together, 
 
 
 def test_chunks_are_right(monkeypatch, record_error):
-    """A workspace of three q tiles."""
+    """Limit the workspace to three q tiles."""
     monkeypatch.setattr(_warmup_sum, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
     monkeypatch.setattr(_warmup_sum, "SHARE", 0)
     verify(CASE, {}, record_error)
 
 
 def test_kept_gradients_are_those_computed_again():
-    """The forward pass keeps gradients for equal weights. Others, and equal ones that only the device knows, are
-    computed again."""
+    """The forward pass stores gradients that are valid if all weights are equal. With other weights, or with equal
+    weights in memory that only the device can read, the gradients are computed again."""
     given = arguments()
     _, _, kl = dsa.indexer_warmup_attention(**given)
     one = torch.ones(1, device="cuda").expand(len(kl)) / len(kl)
@@ -107,7 +108,7 @@ def test_layouts_change_no_bit():
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_gradients_of_strided_tensors_are_right(odd):
-    """Heads share their rows, or rows are at no multiple of 16 bytes."""
+    """Heads share their rows, or, if `odd`, rows do not start at multiples of 16 bytes."""
     given = arguments(((200, 200), (60, 130)), key_heads=4, index=(4, 64), leaves=LEAVES)
     for name in LEAVES:
         x = given[name].detach()
@@ -146,21 +147,22 @@ def test_nan_stays_in_its_sequence():
 
 @pytest.mark.parametrize("index", [(8, 64), (64, 128)])
 def test_nan_of_a_key_without_attention_reaches_its_queries(index):
-    """Its target is 0 and its score NaN: the loss and all gradients of the queries that see it are NaN."""
+    """The key's target is 0 and its score is NaN, so the loss and all gradients of the queries that see the key are
+    NaN."""
     given = arguments(((200, 200),), index=index)
     given["q"].fill_(4.0)
     given["k"].zero_()
-    given["k"][0] = 4.0  # a logit of 181, others 0
+    given["k"][0] = 4.0  # its logit is 181, those of other keys are 0
     with torch.no_grad():
         given["k_idx"][50] = NAN
     _, _, kl, dq, dk, dw = CASE.results(given)
     assert kl[:50].isfinite().all() and all(x[50:].isnan().all() for x in (kl, dq, dw))
-    # The relu has no gradient at the NaN itself, and keys of the last queries may have no active head.
+    # The relu passes no gradient to the NaN key itself, and keys of the last queries may have no active head.
     assert dk[:50].isnan().all() and dk[51:190].isnan().all()
 
 
 def test_a_sequence_longer_than_said_is_nan():
-    """It leaves the others as they are."""
+    """The other sequences are unchanged."""
     given = arguments(((300, 300), (128, 128)), leaves=("q", *INDEXER))
     short = given | {"max_seqlen_q": 128, "max_seqlen_k": 128}
     (out, _, *whole), (got_out, _, *got) = CASE.results(given), CASE.results(short)

@@ -1,4 +1,4 @@
-"""Attention of packed sequences in training: the bits of multi-head attention, and empty rows."""
+"""Attention of packed sequences in training has the bits of multi-head attention; rows without keys are empty."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.gpu.attention import INF, case_of, replayed, starts
 from tests.gpu.op_checks import assert_same_bits
 
 CASE = case_of("mha_varlen_fwd")
-# Heads, KV heads, and queries and keys of each sequence.
+# (heads, KV heads, (queries, keys) of each sequence)
 SEQUENCES = {
     "whole tiles": (4, 4, [(256, 256), (384, 384)]),
     "a single token": (2, 1, [(1, 1)]),
@@ -30,7 +30,8 @@ def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, ca
 
 
 def check(given, found):
-    """The bits of `mha_varlen_fwd` in the sequences; rows after the last sequence are those of queries without keys."""
+    """Require the bits of `mha_varlen_fwd` in the sequences; rows after the last sequence are those of queries without
+    keys."""
     end = int(given["cu_seqlens_q"][-1])
     (out, lse), (expected, expected_lse) = found, CASE.run(given)
     assert_same_bits((out[:end], lse[:, :end]), (expected[:end], expected_lse[:, :end]))

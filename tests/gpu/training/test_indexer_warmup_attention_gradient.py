@@ -1,4 +1,4 @@
-"""The kernels of the warm-up's loss against float64: index scores, which heads are active, and gradients."""
+"""The kernels of the warm-up's loss compared with float64: index scores, active heads, and gradients."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TILE = 128
 
 
 def unpack(active, heads):
-    """bool [S, N, 128 (row), 128 (key), H] of the words."""
+    """Unpack the words to bool [S, N, 128 (row), 128 (key), H], for S q tiles and N key tiles."""
     q_tiles, groups, blocks, _ = active.shape
     words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # warp, a, c, b
     bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
@@ -23,7 +23,8 @@ def unpack(active, heads):
 
 
 class Problem:
-    """Random inputs, gradients di [Tq, Tk] of the scores, and the workspaces. order: of q tiles."""
+    """Random inputs, gradients di [Tq, Tk] of the scores, and the workspaces. order: count -> the order of the q
+    tiles."""
 
     def __init__(self, heads, dim, lens_q, lens_k, causal, order=range):
         tokens, keys = sum(lens_q), sum(lens_k)
@@ -40,7 +41,7 @@ class Problem:
         self.active = poisoned(ops.active_shape(len(self.q_tiles), heads, n), torch.int32, "cuda")
 
     def tiles(self):
-        """((q tile, tile), its queries, its keys) of each tile."""
+        """Yield ((q tile, key tile), the tile's queries, the tile's keys) of each tile."""
         for s, (first_q, rows, first_k, keys, _, _, count, _) in enumerate(self.q_tiles.tolist()):
             for low in range(0, TILE * count, TILE):
                 yield (
@@ -50,7 +51,7 @@ class Problem:
                 )
 
     def run_scores(self):
-        """The scores [Tq, Tk] and which heads are active [Tq, Tk, H], where keys are visible."""
+        """Return the scores [Tq, Tk] and the mask of active heads [Tq, Tk, H]; valid only where keys are visible."""
         ops.index_scores(self.q, -self.k, self.w, self.q_tiles, self.scores, self.active)
         bits = unpack(self.active, self.q.shape[1])
         scores = torch.zeros(self.visible.shape, device="cuda")
@@ -61,7 +62,7 @@ class Problem:
         return scores, active
 
     def run_gradients(self):
-        """dq, dw and dk of di, which is among NaN in the memory of the scores."""
+        """Return dq, dw and dk for di. di is written to the memory of the scores, among NaN."""
         self.scores.view(torch.bfloat16).fill_(torch.nan)
         for place, queries, keys in self.tiles():
             tile = torch.zeros(TILE, TILE, dtype=torch.bfloat16, device="cuda")
@@ -76,7 +77,7 @@ class Problem:
         return dq, dw, dk
 
     def errors(self, active):
-        """Relative errors of dq, dw and dk."""
+        """Return the relative errors of dq, dw and dk."""
         q, k, w, di = (x.double() for x in (self.q, self.k, self.w[..., None], self.di[..., None]))
         g = torch.einsum("tjh,jd->thd", di * active, k)
         expected = w * g, (q * g).sum(-1), torch.einsum("tjh,thd->jd", di * active, w * q)
@@ -87,7 +88,7 @@ class Problem:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "sequences",
-    [  # lengths of queries and keys
+    [  # (numbers of queries, numbers of keys) of the sequences
         ([300, 1, 0, 128, 200], [300, 1, 7, 128, 200]),
         ([70, 130, 64, 5], [400, 131, 64, 3]),
     ],
@@ -104,7 +105,7 @@ def test_scores_and_gradients_are_right(heads, dim, sequences, causal, record_er
     assert (dots * (active != (dots > 0)))[problem.visible].abs().max() < 1e-4
     errors = problem.errors(active)
     record_error(max(errors))
-    # dq is rounded to bf16, dI w too.
+    # dq is rounded to bf16, and so is dI w, from which dk is computed.
     assert errors[0] < 2.5e-3 and errors[1] < 1e-5 and errors[2] < 2.5e-3, errors
 
 
@@ -116,7 +117,8 @@ def test_a_product_of_zero_is_not_active():
 
 
 def test_many_short_sequences_with_unused_q_tiles_between_are_right():
-    """More q tiles than one launch of the key gradient takes, spans of one q tile, and unused ones anywhere."""
+    """There are more q tiles than one launch of the key gradient handles, spans of one q tile, and unused tiles at
+    various positions."""
     lengths = [3, 1, 2] * 350
     problem = Problem(8, 64, lengths, lengths, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)])
     _, active = problem.run_scores()

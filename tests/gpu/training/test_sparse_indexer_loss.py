@@ -1,4 +1,4 @@
-"""The sparse stage's loss and its gradients against float64."""
+"""The sparse stage's loss and its gradients compared with float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ def small(tokens, keys, k, **sizes):
     [{"tokens": 140, "keys": 3000, "deterministic": x, **sizes} for sizes in MODELS for x in (False, True)],
 )
 def test_every_size_is_right(sizes, record_error):
-    """joint: heads give the selected keys between all and e^-40 of their attention."""
+    """joint: heads give the selected keys a fraction between e^-40 and 1 of their attention."""
     verify(CASE, sizes, record_error)
 
 
@@ -101,7 +101,8 @@ def test_all_mass_on_one_key_is_right(size):
 def test_nan_stays_in_its_query():
     given = small(12, 200, 64)
     given["q"][3, 2, 5] = NAN
-    # k_idx's gradient is that of all queries. Only d_scores has NaN here, and sums of integers cannot have it.
+    # k_idx's gradient sums over all queries. Only d_scores has NaN here, and the deterministic kernel's integer sums
+    # cannot represent NaN.
     assert CASE.results(given | {"deterministic": True})[2].isnan().all()
     with torch.no_grad():
         given["q_idx"][7, 1, 9] = NAN
@@ -111,7 +112,7 @@ def test_nan_stays_in_its_query():
 
 
 def test_layouts_change_no_bit():
-    """Nor do those of upstream gradients."""
+    """The layout of upstream gradients does not change a bit either."""
     sizes = SMALL | {"tokens": 30, "keys": 200, "k": 128, "d": 576, "heads": 64, "deterministic": True}
     check_layouts(CASE, ("q", "kv", "q_idx", "k_idx", "w_idx", "indices"), **sizes)
     given = CASE.arguments("cuda", **sizes)
@@ -139,7 +140,7 @@ def test_deterministic_sums_of_every_size_are_right(size):
 
 
 def test_offsets_beyond_32_bits():
-    """kv of 2.3e9 numbers, and indices at its end."""
+    """kv has 2.3e9 elements, and indices name its last rows."""
     given, first = arguments(20, 300, 128, heads=16, index_heads=8, di=64, deterministic=True), 4_000_000 - 300
     far = {"indices": given["indices"] + first}
     for name in ("kv", "k_idx"):

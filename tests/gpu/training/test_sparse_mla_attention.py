@@ -1,4 +1,4 @@
-"""Sparse MLA attention and its gradients against float64: as near as 16-bit rounding allows."""
+"""Sparse MLA attention and its gradients compared with float64, with the tolerance of 16-bit rounding."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,10 +15,10 @@ from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_same_bits
 
 (DETERMINISTIC,) = cases_of("sparse_mla_attention")
-# The grids' tolerance, which is that of 16-bit rounding alone.
+# Without `most`: over the grids only the tolerance of 16-bit rounding applies.
 CASE = replace(DETERMINISTIC, check=partial(check_attention, most=INF), sizes={"tokens": 5})
 LEAVES = ("q", "kv", "attn_sink")
-BOTH, OUT, LSE = ((0, 1),), ((0,),), ((1,),)  # of which results there are gradients
+BOTH, OUT, LSE = ((0, 1),), ((0,),), ((1,),)  # positions of the results through which gradients flow
 
 
 def arguments(**sizes):
@@ -36,10 +36,10 @@ def leaves_of(given):
     ),
     grid(of=OUT, tokens=[9], keys=[700], k=(1, 2, 63, 64, 65, 127, 129, 500), d=(576, 512), sink=[False]),
     grid(of=OUT, tokens=(1, 3, 257), heads=(16, 128), keys=(1, 63, 3000), k=[130], sink=[False]),
-    # Several units per CTA, an odd number of tiles, and all of V3.2's heads.
+    # Several work units per CTA, an odd number of tiles, and all of V3.2's heads.
     grid(of=BOTH, tokens=[300], heads=[128], keys=[2000], k=[300], d=(576, 512), deterministic=(False, True)),
     grid(of=(*OUT, *BOTH), tokens=[20], sink=(False, True)),
-    grid(of=LSE, tokens=[20], sink=(False, True), leaves=[LEAVES[:2]]),  # lse is without the sink
+    grid(of=LSE, tokens=[20], sink=(False, True), leaves=[LEAVES[:2]]),  # lse does not include the sink
 )
 def test_every_size_is_right(sizes, record_error):
     of, own = sizes["of"], {name: x for name, x in sizes.items() if name != "of"}
@@ -47,7 +47,7 @@ def test_every_size_is_right(sizes, record_error):
 
 
 def test_gradients_of_the_lse_of_queries_without_keys_reach_nothing():
-    """Also with whole tiles without keys."""
+    """Also if whole tiles have no keys."""
     given = arguments(tokens=40, k=200, deterministic=True)
     given["indices"][3:9], given["indices"][20:, :, 64:128] = -1, 300
     results, dlse = dsa.sparse_mla_attention(**given), torch.randn(64, 40, device="cuda")
@@ -94,7 +94,7 @@ def test_gradients_with_an_extreme_sink_are_those_of_the_reference(value):
 
 @pytest.mark.parametrize("d", [576, 512])
 def test_layouts_change_no_bit(d):
-    """Nor do those of upstream gradients."""
+    """The layout of upstream gradients does not change a bit either."""
     sizes = {"tokens": 30, "keys": 200, "d": d, "deterministic": True}
     check_layouts(CASE, (*LEAVES, "indices"), **sizes)
     given = arguments(**sizes)
@@ -116,7 +116,7 @@ def test_only_the_order_of_kvs_gradient_is_free(monkeypatch):
 @pytest.mark.parametrize("share", [4, 1 / 20])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_queries_gradients_do_not_depend_on_the_number_of_ctas(monkeypatch, share, deterministic):
-    """Many queries per CTA, and CTAs that start when no query is left."""
+    """Some runs have many queries per CTA, others have CTAs that start when no query is left."""
     given = arguments(tokens=700, heads=80, keys=400, k=200, deterministic=deterministic)
     out, _ = dsa.sparse_mla_attention(**given)
     dout = torch.randn_like(out)
@@ -129,7 +129,7 @@ def test_queries_gradients_do_not_depend_on_the_number_of_ctas(monkeypatch, shar
 
 
 def test_deterministic_parts_of_more_than_2_31_numbers():
-    """Lists so long that the partial sums of one launch need 64-bit offsets."""
+    """Lists are so long that the partial sums of one launch need 64-bit offsets."""
     tokens = torch.cuda.get_device_properties(0).multi_processor_count
     given = arguments(tokens=tokens, heads=16, k=2**31 // 576 // tokens + 64, sink=False, deterministic=True)
     fixed, free = CASE.results(given), CASE.results(given | {"deterministic": False})

@@ -1,4 +1,4 @@
-"""SASS of the compressor: all loads of a part are in flight at once."""
+"""SASS of the compressor: all loads of a part are in flight at the same time."""
 
 from dsa.kernels.cache import compressed_kv_sm90 as kernels
 from tests.kernels.variants import shipped
@@ -7,7 +7,7 @@ from tests.kernels.variants import shipped
 @shipped(kernels.compile_write_compressed_kv)
 def test_a_part_is_loaded_before_its_first_exponential(sass, in_order, arguments):
     dtype, channels, ratio, overlap, _ = arguments
-    # Per token two projections and ape. Tokens in the state take other instructions unless both dtypes are fp32.
+    # Loads per token: two projections and ape. Tokens in the state need other instructions unless both dtypes are fp32.
     tokens, loads = ratio if overlap else 8, 3 if dtype == "float32" else 5
     (instructions,) = in_order
     assert instructions[: instructions.index("MUFU")].count("LDG") >= tokens * loads + 4

@@ -4,12 +4,12 @@ from dsa.kernels.cache import kv_cache_sm90 as kernels
 from dsa.kernels.cache.limits import FLOAT_DTYPES
 from tests.kernels.variants import assert_counts, sass_of, shipped
 
-SLOT = 2  # loads: int32 slots skip the second
+SLOT = 2  # loads of a slot; for int32 slots the second is skipped
 REGISTERS = 64  # 1024 threads per SM: fewer do not hide the latency of memory
 
 
 def steps(dtype):
-    """Loads or stores of 16 bytes for a lane's part of the channels before rope."""
+    """Return the number of 16-byte loads or stores for a lane's part of the channels before rope."""
     return 4 if dtype == "float32" else 2
 
 
@@ -42,13 +42,13 @@ def test_write_of_the_projection(sass, arguments):
         stores = 2 * steps(dtype)
     else:
         stores = steps(dtype) * (2 if layout == "float32" and dtype != "float32" else 1)
-    # A lane loads 16 norm weights with 4 loads, and one pair more if the norm includes the rope part.
+    # A lane loads 16 norm weights with 4 loads; if the norm covers the rope channels, it loads one more pair.
     assert_counts(sass, LDG=row + 4 + (channels == 512) + angles + SLOT, STG=row + stores + 1)
-    # A norm over a rope part whose halves are rotated afterwards: 768 threads.
+    # 768 threads per SM for a norm over rope channels whose halves are rotated afterwards.
     assert sass.registers <= (72 if layout == "v4" and channels == 512 and not interleaved else REGISTERS)
 
 
 def test_quantisation_is_in_hardware():
     write = sass_of(kernels.compile_write_kv_cache, "bfloat16", "v32", True)
-    assert_counts(write, F2FP=8, SHFL=8)  # two channels each; 16 lanes share a scale, twice
+    assert_counts(write, F2FP=8, SHFL=8)  # each F2FP converts two channels; 16 lanes share a scale, for two groups
     assert_counts(sass_of(kernels.compile_read_kv_cache, "v32", "float32"), F2FP=8)

@@ -6,8 +6,8 @@ from tests.kernels.variants import assert_counts, shipped
 
 @shipped(kernels.compile_slot_mapping)
 def test_slots(sass):
-    # A vote of the CTA decides whether boundaries ascend.
+    # The CTA votes once whether boundaries ascend.
     assert_counts(sass, STG=1, BAR=1)
-    # The scan loads the first boundary and those of a step; then the sequence's two numbers, and the page.
+    # The scan loads the first boundary and those of a step; then the sequence's two numbers and the page are loaded.
     assert sass.instructions["LDG"] >= 1 + kernels.AT_ONCE + 3
-    assert sass.registers <= 32  # 64 warps per SM
+    assert sass.registers <= 32  # allows 64 warps per SM

@@ -1,4 +1,4 @@
-"""SASS of the hyper-connections: streams are read once, in wide loads; divisions and powers are approximations."""
+"""SASS of the hyper-connections: each stream is read once, with wide loads; divisions and powers are approximations."""
 
 from dsa.kernels.elementwise import hyper_connections_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped
@@ -7,7 +7,7 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_hyper_collapse, kernels.compile_hyper_head)
 def test_collapse_and_head(sass, compile_function, arguments):
     _, threads, steps = arguments
-    # The streams; mix, base and scale for pre; then those for post and comb.
+    # Loads: the streams; mix, base and scale for pre; then those for post and comb.
     post_and_comb = 2 * 5 + 2 if compile_function is kernels.compile_hyper_collapse else 0
     assert_counts(sass, LDG=4 * steps + 3 + post_and_comb, BAR=1, CALL=0)
     assert sass.registers * threads <= 65536 // (2048 // (threads * steps))

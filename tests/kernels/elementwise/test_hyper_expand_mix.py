@@ -1,5 +1,5 @@
-"""SASS of the expansion with projection: a warp multiplies what it computed itself, all loads of its tokens are in
-flight, and no barrier waits for stores."""
+"""SASS of the expansion with projection: a warp multiplies the streams that it has computed itself, all loads of its
+tokens are in flight at the same time, and no barrier waits for stores."""
 
 from dsa.kernels.elementwise import hyper_expand_mix_sm90 as kernels
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90
@@ -10,9 +10,9 @@ from tests.kernels.variants import assert_counts, shipped
 def test_no_load_waits_for_another(sass, in_order, arguments):
     at_once = min(*arguments, kernels.AT_ONCE)
     assert_counts(sass, LDG=at_once * (5 + 5), LDGSTS=3 * kernels.OWN_OUTPUTS, STG=at_once + 2)
-    # 4 blocks of 64 channels, 16 per step, of three parts.
+    # 4 blocks of 64 channels, 4 steps of 16 channels per block, three parts.
     assert_counts(sass, HMMA=4 * 4 * 3)
-    # Partial sums go to other CTAs by stores that a barrier counts.
+    # Partial sums are sent to other CTAs by stores that an mbarrier counts.
     assert_counts(sass, STAS=1, MEMBAR=0)
     (instructions,) = in_order
     loads_and_products = [name for name in instructions if name in ("LDG", "FFMA")]
@@ -21,5 +21,5 @@ def test_no_load_waits_for_another(sass, in_order, arguments):
 
 
 def test_the_slices_are_those_of_the_projection():
-    """There, too, each warp of a CTA computes one slice."""
+    """In the projection each warp of a CTA also computes one slice."""
     assert kernels.THREADS == hyper_mix_few_tokens_sm90.THREADS and kernels.CTAS == hyper_mix_few_tokens_sm90.CTAS

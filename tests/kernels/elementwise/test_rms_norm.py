@@ -12,7 +12,7 @@ by_dtype = pytest.mark.parametrize("dtype", limits.DTYPES)
 
 
 def halves(dtype):
-    """fp32 vectors of 16 bytes, such as weights and angles, for one vector of this dtype."""
+    """Return the number of 16-byte vectors of fp32 values, such as weights and angles, per vector of this dtype."""
     return 1 if dtype == "float32" else 2
 
 
@@ -21,7 +21,7 @@ def test_sass(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
     assert_counts(sass, LDG=config.vectors * (1 + weights), STG=config.vectors, BAR=config.lanes > WARP)
-    # 768 threads per SM, or 512 for the longest rows.
+    # 768 threads fit an SM, or 512 for the longest rows.
     assert sass.registers <= (80 if config.threads < 512 else 128)
 
 
@@ -29,7 +29,7 @@ def test_sass(sass, arguments):
 def test_sass_with_rope(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
-    # Per vector also cos and sin: four angles, or two of each.
+    # Per vector, cos and sin are loaded as well: four angles, or two of each.
     assert_counts(sass, LDG=config.vectors * (3 + weights), STG=config.vectors, BAR=0)
     # Four CTAs per SM, or eight for V4's query heads.
     assert sass.registers <= (64 if config.vectors == 2 else 128)
@@ -51,7 +51,7 @@ def test_sass_of_gradients(sass, arguments):
     vectors = config.vectors
     sums = vectors * halves(dtype) if weighted else 0
     assert_counts(sass, LDG=2 * vectors + sums, STG=vectors + sums, BAR=config.lanes > WARP)
-    # 384 threads per SM; 256 where a lane has four vectors and their weights.
+    # 384 threads fit an SM, or 256 if a lane has four vectors and their weights.
     assert sass.registers <= (255 if weighted and vectors == 4 else 168)
 
 
@@ -86,7 +86,7 @@ def test_every_row_length_has_a_configuration(dtype):
 
 @by_dtype
 def test_fused_norms_have_the_configuration_of_the_plain_norm(dtype):
-    """So that their results have the same bits."""
+    """Equal configurations give equal bits."""
     for channels in range(256, limits.MAX_NORM_CAST_CHANNELS[dtype] + 1, 128):
         assert kernels.choose_config(dtype, channels, kernels.CAST_CONFIGS) == kernels.choose_config(dtype, channels)
     assert kernels.choose_config(dtype, 128, kernels.CAST_CONFIGS) == kernels.CAST_CONFIGS[0]

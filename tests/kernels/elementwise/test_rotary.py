@@ -1,4 +1,4 @@
-"""SASS of the rotation: wide loads, and products that are not fused with sums."""
+"""SASS of the rotation: wide loads, and products that are not fused with additions."""
 
 from dsa.kernels.elementwise import limits
 from dsa.kernels.elementwise import rotary_sm90 as kernels
@@ -8,12 +8,12 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_apply_rotary)
 def test_products_are_rounded_before_they_are_added(sass, arguments):
     dtype, interleaved, config = arguments
-    # Per unit its vectors, and as many loads of cos and sin. More loads would be narrower ones.
+    # Loads per unit: its vectors, and one each of cos and sin. More loads would be narrower ones.
     vectors = 2 if config.pairs == 1 or dtype == "float32" or not interleaved else 1
     assert_counts(sass, LDG=config.groups * (vectors + 2), STG=config.groups * vectors)
     products = 4 * config.pairs * config.groups
     assert_counts(sass, FFMA=0, FMUL=products, FADD=products // 2)
-    assert sass.registers <= 40  # 48 warps per SM
+    assert sass.registers <= 40  # allows 48 warps per SM
 
 
 def test_the_number_of_a_group_is_an_int32():

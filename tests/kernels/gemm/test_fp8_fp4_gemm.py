@@ -1,4 +1,4 @@
-"""The grouped product with FP4 weights for many rows: SASS with wgmma of both operands from shared memory and with FP4
+"""The grouped product with FP4 weights for many rows: SASS with wgmma of both operands from shared memory and FP4
 widened by byte permutations, and the choice of a tile."""
 
 import pytest
@@ -11,15 +11,16 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_fp8_fp4_gemm)
 def test_sass(sass, arguments):
     _, config, *_ = arguments
-    # wgmma groups: those of each wave, and one more where the second wave has no rows.
+    # wgmma groups: one per wave, and one more of the first wave for tiles whose second wave has no rows.
     groups = config.waves * (config.waves + 1) // 2 * SCALES
-    # WARPGROUP: a block's wgmma start together and have one wait; the compiler has not serialised them.
+    # WARPGROUP: a block's wgmma start together and have one wait, so the compiler has not serialised them.
     assert_counts(sass, QGMMA=groups * kernels.GROUP // 32, WARPGROUP=2 * groups)
     # One multiply-add per accumulator: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=groups * config.columns // 2)
-    # Per block: a, and b's codes for each converter warp. Once: the scales of a, and both kinds of b.
+    # Loads per block: a, and b's codes for each converter warp. Loads once per work tile: the scales of a, and both
+    # kinds of scales of b.
     assert_counts(sass, UTMALDG=SCALES * (1 + kernels.CONVERTERS) + 3)
-    # A word of codes takes four permutations, and a unit one more for its place in the table; the scales take the rest.
+    # Permutations: four per word of codes, and one per unit for its index in the table; the scales need the rest.
     permutations = SCALES * kernels.UNITS * (4 * 4 + 1)
     assert permutations <= sass.instructions["PRMT"] <= permutations + 40
     consumers, converters, producer = kernels.REGISTERS[config.groups]
@@ -36,7 +37,7 @@ def test_tiles_are_as_high_as_the_rows_of_an_expert(tokens, rows):
 @pytest.mark.parametrize("matrices", [1, 3])
 @pytest.mark.parametrize("favourite", kernels.CONFIGS)
 def test_the_choice_uses_the_given_clocks(favourite, matrices):
-    """Not the clocks of the FP8 product, whose tiles widen nothing."""
+    """The choice must not use the cycles of the FP8 product, whose tiles widen nothing."""
 
     def tile_clocks(config, rows, blocks):
         return 1.0 if config is favourite else 1e6

@@ -15,12 +15,12 @@ def test_sass(sass, arguments):
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
     # One multiply-add per accumulator: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
-    # A block's wgmma start together. The waits are at the end and where a buffer of widened weights is needed again:
-    # the compiler has not serialised them.
+    # A block's wgmma start together. Waits are only at the end and before a buffer of widened weights is reused, so the
+    # compiler has not serialised the wgmma.
     buffers = kernels.BLOCKS if config.resident <= 2 and config.rows <= 16 else 2
     assert_counts(sass, WARPGROUP=kernels.BLOCKS + kernels.BLOCKS - buffers + 2)
-    # A lane has two rows. Codes come four words at a time; a word takes four permutations, and one for its place in the
-    # table. The code before the mainloop widens the first block.
+    # A lane has two rows. Codes are loaded four words at a time. A word needs four permutations, and one for its index
+    # in the table. The code before the mainloop widens the first block.
     words = 2 * (steps + kernels.STEPS)
     assert_counts(sass, LDSM=words // 4, PRMT=words * 5)
     assert sass.registers * config.threads * config.resident <= 65536
@@ -28,7 +28,7 @@ def test_sass(sass, arguments):
 
 
 def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
-    """Lane q of four has words q and 4 + q of a step of wgmma: channels 8 q to 8 q + 7."""
+    """Lane q of four reads words q and 4 + q of a step of wgmma: channels 8 q to 8 q + 7."""
     places = [ordered_place(word) for word in range(32)]
     assert places == [8 * step + word for step in range(4) for q in range(4) for word in (q, 4 + q)]
 
@@ -36,7 +36,7 @@ def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
 @pytest.mark.parametrize(
     ("tokens", "tile"),
     [
-        (1, (1, 8, 3, 3)),  # one token has few tiles: smaller ones spread more evenly
+        (1, (1, 8, 3, 3)),  # one token has few tiles: smaller tiles are distributed more evenly
         *((tokens, (2, 8, 5, 1)) for tokens in (8, 32, 128)),
         *((tokens, (2, 16, 5, 1)) for tokens in (256, 512)),
         (1000, (2, 32, 4, 1)),

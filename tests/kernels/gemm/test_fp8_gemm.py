@@ -1,5 +1,5 @@
-"""The FP8 products for many rows, plain and with SwiGLU: SASS with FP8 wgmma, TMA or cp.async gathers, and an atomic
-for dynamic scheduling; the choice of a tile by shape."""
+"""The FP8 products for many rows, plain and with SwiGLU: SASS with FP8 wgmma, TMA loads or cp.async gathers, and an
+atomic for dynamic scheduling; the choice of a tile by shape."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def test_sass_of_one_matrix(sass, arguments):
     assert_counts(sass, FFMA=products(config) * config.columns * configs.SCALES // 2)
     by_tma = dtype != "float32" and config.has_room
     assert_counts(sass, UTMASTG=config.columns // configs.CHUNK if by_tma else 0)
-    assert_counts(sass, BAR=1)  # after the mbarriers are initialised
+    assert_counts(sass, BAR=1)  # the barrier after the initialisation of the mbarriers
 
 
 @shipped(kernels.compile_grouped_fp8_gemm)
@@ -32,7 +32,7 @@ def test_sass(sass, arguments):
     # One multiply-add per accumulator: the compiler has neither split nor dropped any.
     columns = products(config) * config.columns + sum(swapped_counts(config, dynamic))
     assert_counts(sass, FFMA=columns * configs.SCALES // 2)
-    # TMA stores what a warp has shared memory for, of both waves.
+    # Results are stored by TMA if a warp has shared memory for the chunks of all waves.
     chunks = config.columns // configs.CHUNK
     by_tma = dtype != "float32" and config.chunks >= chunks * config.waves
     assert_counts(sass, UTMASTG=chunks if by_tma else 0)
@@ -49,12 +49,13 @@ def test_sass_of_swiglu(sass, arguments):
 
 
 def products(config, parts=1):
-    """wgmma groups per block: one per wave or part, and one more of the first wave where the second has no rows."""
+    """Return the wgmma groups per block: one per wave or part, and one more of the first wave for tiles whose second
+    wave has no rows."""
     return config.waves * (config.waves + 1) // 2 * parts
 
 
 def swapped_counts(config, dynamic):
-    """Columns of the wgmma of work tiles that swap A and B."""
+    """Return the numbers of columns of the wgmma in work tiles that swap A and B."""
     swapped = dynamic and config in (*configs.SWAP_AB_CONFIGS, configs.SWIGLU_CONFIGS[-1])
     return configs.SWAP_AB_COUNTS if swapped else ()
 
@@ -64,8 +65,8 @@ def check_mainloop(sass, config, gathered, dynamic, parts):
     groups = (products(config, parts) + swapped * parts) * configs.SCALES
     # WARPGROUP: a block's wgmma start together and have one wait; the compiler has not serialised them.
     assert_counts(sass, QGMMA=groups * GROUP // 32, WARPGROUP=2 * groups, ATOMG=int(dynamic))
-    # Four blocks: each part of b, and the scales of two blocks of its rows; a and its scales. To gather a, both roles
-    # of the producer warpgroup have a copy for 16 rows of a block, and one for the scales.
+    # Loads per four blocks: each part of b and the scales of two blocks of b's rows; a and its scales. To gather a,
+    # both roles of the producer warpgroup contain a copy for 16 rows of a block, and one for the scales.
     boxes = config.rows // kernels.BOX_ROWS if swapped else 1
     copies_of_a = 0 if gathered else configs.SCALES * boxes + 1
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0
@@ -98,17 +99,17 @@ def test_every_shape_gets_one_of_the_allowed_tiles(matrices, among):
         sizes = rows, columns, channels, matrices, sms
         assert configs.choose_config(*sizes, among) in among
         assert configs.choose_dynamic_config(*sizes) in configs.DYNAMIC_CONFIGS
-    # Also if all allowed tiles have more rows than a matrix.
+    # Also valid if all allowed tiles have more rows than a matrix.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, among[-1:]) is among[-1]
 
 
 @among_configs
 @pytest.mark.parametrize("matrices", [1, 8, 256, 1024])
 def test_few_rows_per_matrix_get_low_tiles(matrices, among):
-    """Tiles of 128 rows and more would multiply rows that do not exist, or wait for them."""
+    """Tiles of 128 rows or more would multiply rows that do not exist, or wait for them."""
     for rows, columns in itertools.product((matrices, 8 * matrices, 64 * matrices), (128, 4096, 24576)):
         assert configs.choose_config(rows, columns, 7168, matrices, 132, among).rows == 64
-    # With fewer rows than matrices some have one row, the others none.
+    # With fewer rows than matrices, some matrices have one row and the others none.
     assert configs.choose_config(3, 4096, 7168, matrices, 132, among).rows == 64
 
 

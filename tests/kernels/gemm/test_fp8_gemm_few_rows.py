@@ -18,11 +18,11 @@ def test_sass(sass, compile_function, arguments):
     accumulators = config.rows // 2 * config.span
     assert_counts(sass, QGMMA=kernels.GROUP // 32 * config.span)
     if grouped or config.ctas == 1:
-        # Per stage: the blocks of both operands, and the scales of a's. One multiply-add per accumulator: the compiler
-        # has neither split nor dropped any.
+        # Loads per stage: the blocks of both operands, and the scales of a. One multiply-add per accumulator: the
+        # compiler has neither split nor dropped any.
         assert_counts(sass, UTMALDG=2 * config.span + 1, FFMA=accumulators)
     else:
-        # A store to the cluster's shared memory has two accumulators.
+        # A store to the cluster's shared memory writes two accumulators.
         assert_counts(sass, UTMALDG=2 * config.span, ST=accumulators // 2)
         assert sass.instructions["UCGABAR_ARV"] and sass.instructions["UCGABAR_WAIT"]
     # Descriptors are computed in uniform registers, not moved there before every wgmma.
@@ -41,7 +41,8 @@ def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
     [
         (20, 1, 3),
         (1, 256, pytest.approx(1, rel=1e-2)),
-        # Two of six rows are seldom in one of 256 matrices; of 100 rows, all tiles but half a tile are full.
+        # Two of six rows rarely belong to the same one of 256 matrices; with 100 rows, all tiles are full except half a
+        # tile.
         (6, 256, pytest.approx(5.95, abs=0.05)),
         (100, 2, pytest.approx(2 * (50 / 8 + 0.5), abs=0.2)),
     ],

@@ -1,4 +1,4 @@
-"""SASS of products in fp32: all loads of a round are in flight before its products, with two CTAs per SM."""
+"""SASS of products with fp32 results: all loads of a round are in flight before its products, with two CTAs per SM."""
 
 from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
@@ -9,9 +9,9 @@ from tests.kernels.variants import assert_counts, shipped
 def test_all_loads_come_before_the_products(sass, in_order, arguments):
     _, (tokens, ctas) = arguments
     round_ = ROUND[ctas, tokens]
-    # Two rows of the matrix, and one load per eight tokens.
+    # Loads per round: two rows of the matrix, and one load per eight tokens.
     assert_counts(sass, LDG=round_ * (2 + tokens // 8), HMMA=2 * round_ * tokens // 8)
-    # Only in a cluster do partial sums go to another CTA.
+    # Partial sums are sent to another CTA only in a cluster.
     assert_counts(sass, ST=1 if ctas == CTAS else 0)
     assert sass.registers <= 65536 // 512
     [instructions] = in_order

@@ -7,14 +7,14 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_swiglu_cast, kernels.compile_swiglu_cast_of_matrices)
 def test_sass(sass, compile_function, arguments):
     dtype, use_ue8m0, *_ = arguments
-    # The kernel of several matrices also loads the last end; ragged rows take two stores.
+    # The kernel for several matrices also loads the last end; ragged rows need two stores.
     of_matrices = compile_function is kernels.compile_swiglu_cast_of_matrices
     ragged = not of_matrices and arguments[-1]
     loads = 2 * kernels.CHANNELS * (4 if dtype == "float32" else 2) // 16
     assert_counts(sass, LDG=loads + of_matrices, STG=(2 if ragged else 1) + 1)
-    # One exponential and one reciprocal per element, and those of the group's scale.
+    # One exponential and one reciprocal per element, and those for the group's scale.
     assert sass.instructions["MUFU"] <= 2 * kernels.CHANNELS + (1 if use_ue8m0 else 5)
-    # An SM issues 34 instructions per element while it loads 16-bit operands.
+    # In the time in which an SM loads the two 16-bit operands of an element it can issue 34 instructions.
     assert sum(sass.instructions.values()) <= 36 * kernels.CHANNELS
-    assert sass.registers <= 48  # 40 warps per SM
+    assert sass.registers <= 48  # allows 40 warps per SM
     assert 48 * kernels.THREADS * kernels.RESIDENT <= 65536

@@ -1,11 +1,11 @@
-"""What the kernels that compute index scores share in SASS."""
+"""SASS checks that the kernels of index scores share."""
 
 from tests.kernels.variants import assert_counts
 
 
 def check_products(sass, dim, columns, half):
-    """One multiply-add per accumulator, or with fp16 scores per two, and a maximum: the compiler has neither split nor
-    dropped any."""
+    """Check one multiply-add per accumulator, or with fp16 scores one multiply-add and one maximum per two
+    accumulators: the compiler has neither split nor dropped any."""
     assert_counts(sass, QGMMA=dim // 32)
     if half:
         assert_counts(sass, HFMA2=columns // 4, HMNMX2=columns // 4, FFMA=0)

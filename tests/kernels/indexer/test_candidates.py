@@ -1,4 +1,4 @@
-"""Passes of scores that keep candidates, their bounds and the selection from lists: SASS, and which keys each pass
+"""Passes of scores that keep candidates, their bounds, and the selection from lists: SASS, and which keys each pass
 reads."""
 
 import itertools
@@ -19,7 +19,7 @@ def test_scores(sass, arguments):
     heads, dim, sample, half, config = arguments
     check_products(sass, dim, config.columns, half)
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
-    # One per query of a lane, in the loop and after it.
+    # One shared-memory atomic per query of a lane, in the loop and after it.
     assert_counts(sass, ATOMS=0 if sample else config.columns // heads // 2)
 
 
@@ -36,7 +36,8 @@ def test_selection(sass):
 
 @pytest.mark.parametrize("keys", SIZES)
 def test_passes_read_all_tiles_once(keys):
-    """Every stride divides the stride before it, by at least the number of consumer warpgroups, and the sample fits."""
+    """Every stride divides the previous one, the quotient is at least the number of consumer warpgroups, and the sample
+    fits."""
     strides = candidate_lists.pass_strides(keys)
     assert strides[-1] == 1
     for stride, following in itertools.pairwise(strides):
@@ -49,8 +50,8 @@ def test_passes_read_all_tiles_once(keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("k", [1, 64, 512, MAX_SELECTED])
 def test_bounds_leave_enough_and_not_too_many(k, keys):
-    """The count of independent scores is 5 standard deviations from a bound above the k-th largest score, and 5 from a
-    list that overflows in the next pass."""
+    """For independent scores, the count of scores above a bound is 5 standard deviations from too few for k keys, and 5
+    from a list that overflows in the next pass."""
     strides = candidate_lists.pass_strides(keys)
     ranks = candidate_lists.bound_ranks(k, strides)
     for rank, (stride, following) in zip(ranks, itertools.pairwise(strides), strict=True):
@@ -65,5 +66,5 @@ def test_two_ctas_share_a_block():
 
 
 def test_the_lists_of_a_query_take_at_most_32_kib():
-    """Entries, two counts, a bound and the remaining number."""
+    """The terms are the entries, two counts, a bound and the remaining number."""
     assert 8 * candidate_lists.CAPACITY + 8 + 4 + 4 <= 32 * 1024

@@ -6,7 +6,7 @@ from tests.kernels.variants import assert_counts, shipped
 
 
 def loads_of(dtype, interleaved):
-    """Loads of 16 bytes for a lane's 16 channels, and of cos and sin."""
+    """Return the number of 16-byte loads of a lane's 16 channels, and of cos and sin."""
     return (4 if dtype == "float32" else 2) + 2 * (2 if interleaved else 4)
 
 
@@ -20,7 +20,7 @@ def test_queries(sass, arguments):
 @shipped(kernels.compile_write_indexer_keys)
 def test_keys(sass, arguments):
     dtype, _, _, interleaved, *_ = arguments
-    # The norm's weight and bias take 4 loads each; a slot of 64 bits takes one or two.
+    # The norm's weight and bias need 4 loads each; a 64-bit slot needs one or two loads.
     assert sass.instructions["LDG"] - loads_of(dtype, interleaved) - 8 in (1, 2)
     assert_counts(sass, STG=2)
     assert sass.instructions["F2FP"] >= 8 and sass.registers <= 64

@@ -1,4 +1,4 @@
-"""Scores and selection in one kernel: SASS with FP8 wgmma and TMA, and the room of its lists."""
+"""Scores and selection in one kernel: SASS with FP8 wgmma and TMA, and the capacity of the kernel's lists."""
 
 from dsa.kernels.indexer import indexer_select_sm90 as kernels
 from dsa.kernels.indexer.limits import MAX_SELECTED
@@ -15,6 +15,7 @@ def test_sass(sass, arguments):
 
 
 def test_a_pruned_list_has_room():
-    """For the next tile and a third as many keys as it keeps, before it is pruned again."""
+    """A pruned list has space for the next tile and for a third as many keys as the list keeps, before it is pruned
+    again."""
     kept = MAX_SELECTED + kernels.SLACK
     assert kernels.CAPACITY - kernels.TILE - kept >= MAX_SELECTED // 3

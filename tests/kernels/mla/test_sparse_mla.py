@@ -1,4 +1,5 @@
-"""SASS of sparse MLA attention: wgmma without needless waits, gathers by cp.async, registers that the roles share."""
+"""SASS of sparse MLA attention: wgmma without needless waits, gathers by cp.async, and registers that the roles
+share."""
 
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
@@ -21,11 +22,12 @@ def counts_of(sass, *names):
 @shipped(kernels.compile_sparse_mla)
 def test_sass(sass, arguments):
     _, head_dim, *_ = arguments
-    # Scores, and the two v chunks of a warpgroup's half of the value.
+    # Products: scores, and the two v chunks of a warpgroup's half of the value.
     assert_counts(sass, HGMMA=head_dim // K16 + 2 * TILE_N // K16)
     # A warp gathers a k chunk of 64 channels of four keys at a time, and has 16 keys.
     assert_counts(sass, LDGSTS=head_dim // K_CHUNK * 4)
-    # A fence before wgmma reads a whole tile, and each k chunk; the others are for Q, both halves of P and barriers.
+    # One fence before the wgmma that read a whole tile, and one per k chunk; the others are for Q, both halves of P and
+    # barriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
@@ -35,23 +37,24 @@ def test_sass(sass, arguments):
 def test_the_cast_changes_the_epilogue_only(sass, arguments):
     dtype, lists, _ = arguments
     plain = sass_of(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False)
-    # Two exchanges within four lanes find the largest of 128 channels, for each of two rows and two groups; their
-    # values' factors come from one lane each.
+    # Two exchanges among four lanes find the largest of 128 channels, for each of two rows and two groups. The factors
+    # of these values are each broadcast from one lane.
     assert_counts(sass, **counts_of(plain, "HGMMA", "LDGSTS", "LDSM"), SHFL=plain.instructions["SHFL"] + 12)
 
 
 @shipped(swap_ab.compile_sparse_mla_swap_ab)
 def test_swap_ab_sass(sass, arguments):
     _, head_dim, *_ = arguments
-    # Scores, and four products of 64 channels.
+    # Products: scores, and four products of 64 channels.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16, LDGSTS=head_dim // K_CHUNK * 4)
-    # A fence before wgmma reads a whole tile, and each k chunk; the others are for Q, P and the barriers.
+    # One fence before the wgmma that read a whole tile, and one per k chunk; the others are for Q, P and the barriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 3)
     check_roles(sass, swap_ab.SCORE_WARPGROUPS, swap_ab.REGISTERS)
 
 
 def check_roles(sass, score_warpgroups, roles):
-    """The assembler adds no wait after every wgmma, and the roles share the registers that the launch allocates."""
+    """Check that the assembler adds no wait after every wgmma, and that the roles share the registers that the launch
+    allocates."""
     warpgroups = score_warpgroups + 3
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert score_warpgroups * roles.score + 2 * roles.output + roles.load <= sass.registers * warpgroups
@@ -62,15 +65,15 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
     dtype, head_dim, size = arguments
     single = sass_of(kernels.compile_sparse_mla, dtype, head_dim, 1, True)
     assert_counts(sass, **counts_of(single, "HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"))
-    # One vote per query of a group, whether it selects the warps' keys, and one whether sums are finite.
+    # One vote per query of a group on whether it selects the warp's keys, and one vote on whether sums are finite.
     assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
-    # A group that another kernel must compute is marked, and gets a place in the queue.
+    # A group that another kernel must compute is marked and added to the queue.
     assert_counts(sass, ATOMG=2)
 
 
 @shipped(queued.compile_sparse_mla_queued)
 def test_a_queue_adds_three_loads(sass, arguments):
-    """The length of the queue, and the first and each following query."""
+    """The loads are the length of the queue, the first query, and each following query."""
     dtype, head_dim = arguments
     whole = sass_of(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True)
     same = counts_of(whole, "HGMMA", "WARPGROUP", "LDGSTS", "VOTE")
@@ -82,15 +85,16 @@ def test_a_queue_adds_three_loads(sass, arguments):
 def test_selection_union_sass(sass, arguments):
     """Each of three passes has four indices in flight."""
     (size,) = arguments
-    assert sass.registers * selection_union.THREADS <= 65536 // 2  # two CTAs per SM
+    assert sass.registers * selection_union.THREADS <= 65536 // 2  # allows two CTAs per SM
     assert sass.instructions["LDG"] >= 3 * size * selection_union.UNROLL
 
 
 @shipped(fp8_kv.compile_sparse_mla_fp8_kv)
 def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
-    # Scores, and the four products of a warpgroup's half of the value.
+    # Products: scores, and the four products of a warpgroup's half of the value.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
-    # A key, and a query's row per stage; only the layout with separate scales gathers them.
+    # Bulk copies load a key and a query's row per stage; only the layout with separate scales needs cp.async for the
+    # scales.
     assert_counts(sass, UBLKCP=3 if head_tile == 64 else 2, LDGSTS=0 if head_dim == HEAD_DIM else 1)
     check_roles(sass, fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile])

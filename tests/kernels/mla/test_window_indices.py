@@ -1,14 +1,14 @@
-"""SASS of the windows' lists: a thread loads the pages of its keys together."""
+"""SASS of the windows' index lists: a thread loads the pages of its keys together."""
 
 from dsa.kernels.mla import window_indices_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped
 
-REGISTERS = 40  # 48 warps per SM
+REGISTERS = 40  # allows 48 warps per SM
 
 
 @shipped(kernels.compile_window_indices)
 def test_indices(sass):
-    # The boundaries of several sequences at once, and those of the sequence that is found.
+    # Loads: the boundaries of several sequences at the same time, and those of the query's sequence.
     assert_counts(sass, LDG=2 * kernels.UNROLL + 4, STG=kernels.UNROLL)
     assert sass.registers <= REGISTERS
 
@@ -16,6 +16,6 @@ def test_indices(sass):
 @shipped(kernels.compile_window_slots)
 def test_slots(sass, arguments):
     (ring,) = arguments
-    # The length, and the numbers of pages.
+    # Loads: the length, and the pages' numbers.
     assert_counts(sass, LDG=1 if ring else 1 + kernels.UNROLL, STG=kernels.UNROLL)
     assert sass.registers <= REGISTERS

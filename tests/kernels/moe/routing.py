@@ -1,4 +1,4 @@
-"""What the kernels that route tokens share in SASS."""
+"""SASS checks that the kernels that route tokens share."""
 
 from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.moe import entry_order
@@ -7,12 +7,12 @@ from tests.kernels.variants import assert_counts
 
 
 def check_router(sass, tokens, loads, reductions):
-    """Two rows of the matrix and one load per eight tokens in a round; more loads and reductions than those of the
-    product and the sort."""
+    """Check a round's loads (two rows of the matrix, one load per eight tokens), and the additional loads and
+    reductions beyond those of the product and the sort."""
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
-    # Partial sums go to another CTA. With more than a few tokens, keys also go to eight CTAs.
+    # Partial sums are sent to another CTA. With more than a few tokens, keys are also sent to eight CTAs.
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 

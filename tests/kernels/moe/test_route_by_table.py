@@ -9,10 +9,10 @@ from tests.kernels.variants import sass_of, shipped
 @shipped(kernels.compile_route_by_table)
 def test_sass(sass, arguments):
     _, tokens, _, _ = arguments
-    # A lane's token, its place in the table, and one logit.
+    # Loads: a lane's token, its entry of the table, and one logit.
     check_router(sass, tokens, loads=3, reductions=0)
 
 
 def test_the_largest_call_does_not_spill():
-    """fp16, and the most experts and places."""
+    """fp16, with the largest numbers of experts and of columns of the table."""
     assert sass_of(kernels.compile_route_by_table, "float16", TILE_TOKENS, MAX_EXPERTS, 32).stack == 0

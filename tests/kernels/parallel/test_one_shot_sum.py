@@ -13,9 +13,9 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_one_shot_sum)
 def test_sass(sass, arguments):
     _, ranks = arguments
-    # Loads: the turn, the first and the next bytes of this rank's part; then from each rank 16 bytes at once, and a
-    # flag whether another thread gave up. Each wait has a first look and a loop.
-    # Stores: 16 bytes to each rank; the result; the next turn by the last CTA; and per rank the mark of a lost rank.
+    # Loads: the turn number, the first and the next bytes of this rank's part; then 16 bytes at a time from each rank,
+    # and a flag that tells whether another thread has given up. Each wait is a first check and a loop. Stores: 16 bytes
+    # to each rank; the result; the next turn number by the last CTA; and per rank the mark of a lost rank.
     assert_counts(sass, LDG=3 + 4 * ranks, ATOMG=1, STG=ranks + 1 + 2 + 2 * ranks)
     assert sass.registers <= 64
 
@@ -23,7 +23,7 @@ def test_sass(sass, arguments):
 @shipped(experts.compile_experts_sum)
 def test_sass_of_experts(sass, arguments):
     _, ranks, shared = arguments
-    # Copies bring the rows of this part and of the next one, a batch at a time, after their numbers and weights.
+    # Copies load the rows of this part and of the next part, a batch at a time, after the rows' numbers and weights.
     assert_counts(sass, LDGSTS=2 * BATCH, LDGDEPBAR=2)
     assert sass.instructions["LDG"] >= 1 + 2 * (2 * BATCH + shared) + ranks
     assert sass.registers <= 96 and sass.shared <= BATCH * kernels.THREADS * PART + 2048
@@ -36,6 +36,6 @@ def test_all_ctas_run_at_once(parts, ctas):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_parts_fit_the_memory(ranks):
-    """The memory holds two sums from all ranks, each part in twice its bytes."""
+    """The memory has space for two sums from all ranks, in which each part needs twice its bytes."""
     most = most_bytes(ranks)
     assert most % PART == 0 and MEMORY - 4096 < 2 * 2 * ranks * most <= MEMORY

@@ -19,11 +19,11 @@ def test_query_grad(sass, arguments):
     heads, _, config = arguments
     # For each half of 128 keys: 4 wgmma and an arrival per group, and one wait for all groups.
     assert_counts(sass, HGMMA=2 * config.blocks * 4, WARPGROUP=2 * (config.blocks + 1))
-    # One copy stores dI of a work tile's rows, which are in one of a tile's two halves of 64 rows.
+    # One copy stores dI of a work tile's rows, which lie in one of a tile's two halves of 64 rows.
     assert Q_TILE // 2 * heads % (config.column_blocks * COLUMN_BLOCK) == 0
 
 
 @shipped(indexer_key_grad_sm90.compile_indexer_key_grad)
 def test_key_grad(sass):
-    # 64 keys, or 128: 4 wgmma and an arrival per 64 keys, and a wait.
+    # For 64 or 128 keys: 4 wgmma and an arrival per 64 keys, and one wait.
     assert_counts(sass, HGMMA=4 + 8, WARPGROUP=2 + 3)

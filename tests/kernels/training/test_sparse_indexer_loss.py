@@ -13,11 +13,12 @@ PER_THREAD = 65536 // 128  # registers of an SM, per thread of a warpgroup
 def test_target_sass(sass, arguments):
     channels, row_tiles, index_channels = arguments
     chunks = channels // CHUNK
-    # A tile of keys, of index keys, of index queries, and the tiles of queries.
+    # Loads: a tile of keys, of index keys, of index queries, and the tiles of queries.
     gathered = (1 + row_tiles) * chunks + 2 * index_channels // CHUNK
-    # A fence before wgmma reads each chunk of keys, and the index keys; the others are for the queries and barriers.
+    # One fence before the wgmma that read each chunk of keys, and one for the index keys; the others are for the
+    # queries and barriers.
     assert_counts(sass, HGMMA=(channels + index_channels) // K16, LDGSTS=gathered * LANE_ROWS, FENCE=chunks + 1 + 2)
-    # An arrival per chunk, whose data is waited for in between; only groups of chunks have waits.
+    # An arrival per chunk, because the kernel waits for the chunk's data in between; waits only per group of chunks.
     groups = -(-chunks // target.RELEASE_GROUP)
     assert sass.instructions["WARPGROUP"] <= chunks + 1 + groups + 3
     assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.PRODUCER_REGISTERS <= PER_THREAD
@@ -26,12 +27,13 @@ def test_target_sass(sass, arguments):
 @shipped(grad.compile_sparse_indexer_grad)
 def test_grad_sass(sass, arguments):
     channels, fixed = arguments
-    # Scores and a sum, in both orientations. Fences for both warpgroups' keys, the weighted queries, and the barriers.
+    # Products: scores and a sum, in both orientations. Fences: for both warpgroups' keys, the weighted queries, and the
+    # barriers.
     assert_counts(sass, HGMMA=2 * (channels + TILE) // K16, FENCE=4)
-    # Two rows of a lane: four fp32 numbers at a time, or integers one by one.
+    # Atomic sums for two rows of a lane: four fp32 numbers at a time, or single integers.
     assert_counts(sass, REDG=2 * channels // (4 if fixed else 16))
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
-    # One warp gathers queries, keys and d_scores: the compiler may duplicate the keys' code.
+    # One warp gathers queries, keys and d_scores; the compiler may duplicate the code for keys.
     copies = channels // CHUNK * LANE_ROWS
     assert sass.instructions["LDGSTS"] in (2 * copies + 1, 3 * copies + 1)
     assert grad.QUERY_REGISTERS + 2 * grad.KEY_REGISTERS + grad.PRODUCER_REGISTERS <= PER_THREAD

@@ -9,13 +9,13 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_sparse_mla_backward)
 def test_sass(sass, arguments):
     _, channels, ordered = arguments
-    # A warp gathers a chunk of 64 channels of four keys at a time, and has 16 keys. A fence before wgmma reads each
-    # chunk, and both halves of a rope part; the others are for dS and the barriers.
+    # A warp gathers a chunk of 64 channels of four keys at a time, and gathers 16 keys. One fence before the wgmma that
+    # read each chunk, and both halves of a rope part; the other fences are for dS and the barriers.
     fences = kernels.VALUE // kernels.CHUNK + 2 * (channels > kernels.VALUE) + 2
     assert_counts(sass, LDGSTS=channels // kernels.CHUNK * 4, FENCE=fences)
-    # Atomic sums of 16 bytes per lane, or stores to separate rows.
+    # Sums are written by atomics of 16 bytes per lane, or by stores to separate rows.
     assert bool(sass.instructions["REDG"]) != ordered
-    # With too few registers, the assembler waits after every wgmma: two instructions more for each.
+    # With too few registers, the assembler waits after every wgmma, which needs two more instructions for each.
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     allocated = 2 * kernels.CONSUMER_REGISTERS + kernels.PRODUCER_REGISTERS
     assert allocated <= sass.registers * kernels.THREADS // WARPGROUP

@@ -1,4 +1,4 @@
-"""SASS of the kernel that fills uncovered rows."""
+"""SASS of the kernel that fills rows that belong to no sequence."""
 
 from dsa.kernels.training import uncovered_rows_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped

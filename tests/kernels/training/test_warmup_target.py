@@ -9,8 +9,8 @@ from tests.kernels.variants import assert_counts, shipped
 def test_target(sass, arguments):
     _, dim = arguments
     channels, query_stages, key_stages = kernels.STAGES[dim]
-    heads_at_a_time = 1 if dim > channels else 4  # the first, two of the loop, the last
-    # A wait and an arrival per group, as written: the compiler adds no wait after every wgmma.
+    heads_at_a_time = 1 if dim > channels else 4  # the first product, two in the loop, the last
+    # A wait and an arrival per group, as in the source: the compiler adds no wait after every wgmma.
     groups = dim // channels if dim > channels else heads_at_a_time
     assert_counts(sass, HGMMA=dim // 16 * heads_at_a_time, WARPGROUP=2 * groups, UTMALDG=2 * channels // 64)
     assert (query_stages + key_stages) * 128 * channels * 2 <= 13 * 16384

@@ -1,4 +1,4 @@
-"""The reference of the norm: gradients."""
+"""The reference of RMSNorm: gradients."""
 
 import torch
 

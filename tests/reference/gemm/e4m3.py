@@ -11,5 +11,6 @@ MANTISSAS = {decode(byte): byte & 7 for byte in range(256) if byte & 0x7F != 0x7
 
 
 def encode_value(x: float) -> float:
-    """The nearest e4m3 value, ties to an even mantissa, by trying all of them; |x| at most 448."""
+    """Return the e4m3 value nearest to x, with ties to an even mantissa, by trying all values; |x| must be at most
+    448."""
     return min(MANTISSAS, key=lambda value: (abs(x - value), MANTISSAS[value] % 2))

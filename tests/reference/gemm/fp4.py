@@ -1,4 +1,4 @@
-"""FP4 weights by their codes and the exponents of their groups."""
+"""FP4 weights from codes and the exponents of their groups."""
 
 import torch
 
@@ -9,7 +9,7 @@ SMALLEST, LARGEST = 1, 7  # codes
 
 
 def pack(codes):
-    """[..., O, I] codes -> [..., O, I / 2] int8, the low nibble for the even column."""
+    """Pack codes [..., O, I] to int8 [..., O, I / 2], the low nibble for the even column."""
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(torch.int8)
 
 
@@ -18,7 +18,7 @@ def e8m0(exponents):
 
 
 def weight(codes, exponents):
-    """The weight in float64."""
+    """Return the weight in float64."""
     return fp4_values(pack(codes), e8m0(exponents))
 
 

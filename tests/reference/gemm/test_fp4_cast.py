@@ -1,4 +1,4 @@
-"""The references of FP4 weights in FP8: exactly the same weights if e4m3 has the range, or an error."""
+"""The references of FP4 weights in FP8: exactly the same weights if e4m3's range suffices, or an error."""
 
 import re
 
@@ -47,9 +47,9 @@ def test_ends_of_the_scale_range(top):
 
 
 def test_groups_of_zeros_are_ignored():
-    """Quantisers write any scale for them."""
+    """Quantisers may write any scale for groups of zeros."""
     codes = random_codes(128, 256)
-    codes[5, 32:64] = 8  # -0
+    codes[5, 32:64] = 8  # the code of -0
     codes[6, 64:96] = codes[:, 128:] = 0
     exponents = torch.zeros(128, 8, dtype=torch.int64)
     exponents[5, 1], exponents[6, 2], exponents[:, 4:] = -127, 127, -127
@@ -64,7 +64,8 @@ def test_the_largest_spread_is_exact(code):
 
 
 def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
-    """A weight whose largest codes have the exponent `top`, but for one group with this code and exponent."""
+    """Return a weight whose codes are all the largest one with exponent `top`, except one group with this code and
+    exponent."""
     codes, exponents = torch.full((rows, rows), LARGEST), torch.full((rows, rows // 32), top)
     codes[row, 32 * group : 32 * group + 32], exponents[row, group] = code, exponent
     return pack(codes), e8m0(exponents)
@@ -73,9 +74,10 @@ def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
 @pytest.mark.parametrize(
     ("weight", "block", "exponents", "spread"),
     [
-        # Also for codes for which e4m3 has more room: the tables of the kernels end where the smallest code does.
+        # Codes above the smallest are refused as well, although e4m3 could represent them, because the limit of the
+        # kernels' tables is that of the smallest code.
         *((spread_out(256, 200, 5, -15, code=code), "[1, 1]", "2^-15 to 2^0", 15) for code in range(1, 8)),
-        # A value far below the lowest fp32 number is not taken for a zero.
+        # A value far below the smallest fp32 number must not be treated as zero.
         (spread_out(128, 3, 3, -127, 127), "[0, 0]", "2^-127 to 2^127", 254),
     ],
 )

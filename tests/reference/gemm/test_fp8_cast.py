@@ -45,7 +45,7 @@ def test_scale_by_hand(amax, scale):
 
 
 def test_values_round_to_the_nearest_with_ties_to_even():
-    # amax 448 makes the scale 1. Steps are 2 from 16 on and 32 from 256 on; 2^-10 is half the lowest step.
+    # With amax 448 the scale is 1. Steps are 2 from 16 on and 32 from 256 on; 2^-10 is half the smallest step.
     q, scale = per_token_cast_to_fp8(row(448.0, 17.0, 19.0, 18.9, 300.0, 2.0**-10, 3 * 2.0**-10, -17.0))
     assert scale.item() == 1.0
     assert q[0, :8].float().tolist() == [448.0, 16.0, 20.0, 18.0, 288.0, 0.0, 2.0**-8, -16.0]
@@ -62,7 +62,7 @@ def test_values_are_those_of_an_exhaustive_search(use_ue8m0):
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_values_are_products_with_the_reciprocal(dtype):
-    """DeepGEMM's bytes: in bf16, one in two thousand differs from the byte of the quotient."""
+    """As in DeepGEMM. In bf16, one in two thousand bytes differs from that of the quotient."""
     x = torch.randn(4096, 128).to(dtype)
     q, scale = per_token_cast_to_fp8(x, use_ue8m0=False)
     assert torch.equal(scale, x.abs().amax(1, keepdim=True).float() / 448.0)

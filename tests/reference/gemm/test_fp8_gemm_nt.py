@@ -16,7 +16,7 @@ from tests.reference.common import BF16, BYTE, E4M3, F16, F32, NAN, i32
     ("rows", "columns", "channels"), [(1, 128, 128), (5, 576, 384), (3, 130, 256), (2, 7, 200), (4, 64, 100)]
 )
 def test_errors_are_at_most_1e_5(rows, columns, channels):
-    """Kernels may have larger errors."""
+    """The references have smaller errors than the kernels' tests allow."""
     assert ONE.verify(rows=rows, columns=columns, channels=channels) < 1e-5
     for tokens in (0, 4):
         sizes = {"sizes": [rows, 0, 3], "columns": columns, "channels": channels}
@@ -25,14 +25,14 @@ def test_errors_are_at_most_1e_5(rows, columns, channels):
 
 @pytest.mark.parametrize(("scales", "total"), [([2.0**24, 1.0, 1.0], 2.0**24), ([1.0, 1.0, 2.0**24], 2.0**24 + 2)])
 def test_blocks_are_added_in_order(scales, total):
-    """In fp32, 2^24 + 1 + 1 is 2^24 one by one, and 2^24 + 2 if the ones are added first."""
+    """In fp32, adding 1 twice to 2^24 gives 2^24, but adding the ones first gives 2^24 + 2."""
     q = torch.zeros(1, 384).to(E4M3)
     q[0, ::128] = 1.0
     assert fp8_gemm_nt((q, torch.tensor([scales])), (q, torch.ones(1, 3)), F32).item() == total
 
 
 def exact(*rows, channels=256):
-    """Integers whose scales are powers of two: their sums have the same bits in any order, so on any CPU."""
+    """Return integers with power-of-two scales, whose sums have the same bits in any order and so on any CPU."""
     blocks = rows if len(rows) == 1 else (rows[0], -(-rows[1] // 128))
     return torch.randint(-4, 5, (*rows, channels)).float().to(E4M3), 2.0 ** torch.randint(-3, 3, (*blocks, 2))
 
@@ -47,7 +47,7 @@ def test_leading_dimensions_and_empty_inputs():
 
 
 def grouped(rows):
-    """a with 9 rows, b with 4 weights, and ends for this many rows."""
+    """Return a with 9 rows, b with 4 weights, and ends for this many rows."""
     return exact(9), exact(4, 136), i32([2, 2, rows - 1, rows])
 
 
@@ -77,7 +77,7 @@ def test_weights_multiply_sums_before_they_are_rounded(rows, dtype):
     dtype=st.sampled_from([F32, BF16, F16]),
 )
 def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, dtype):
-    """Neither their values, scales and weights nor their numbers are read."""
+    """Neither the values, scales and weights of these rows nor their row numbers are read."""
     (q, s), b, _ = grouped(9)
     ends = i32(sorted(min(cut, count) for cut in cuts))
     used, weights, rows = int(ends[-1]), torch.rand(count), None
@@ -97,7 +97,7 @@ def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, d
 
 @pytest.mark.parametrize(("rows", "weights"), [(0, 4), (9, 4), (9, 0)])
 def test_no_weight_has_rows(rows, weights):
-    """There may also be no weight, and no row."""
+    """Includes calls without weights, and without rows."""
     a, b, _ = grouped(9)
     got = grouped_fp8_gemm_nt([x[:rows] for x in a], [x[:weights] for x in b], i32([0] * weights))
     assert got.shape == (rows, 136) and got.isnan().all()

@@ -1,4 +1,4 @@
-"""The reference of the Hadamard transform against its matrix."""
+"""The reference of the Hadamard transform compared with the transform's matrix."""
 
 import pytest
 import torch

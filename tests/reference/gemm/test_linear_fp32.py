@@ -1,4 +1,4 @@
-"""The reference of 16-bit products in fp32: gradients."""
+"""The reference of 16-bit products with fp32 results: gradients."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""The reference of the FP8 cast of tokens to the rows of their experts: places outside, and nothing to cast."""
+"""The reference of the FP8 cast of tokens to the rows of their experts: places outside the result, and nothing to
+cast."""
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tests.reference.common import INT32, i32, zeros
 
 
 def test_places_outside_are_ignored():
-    """Rows without a token are zero, with scales of 1."""
+    """Rows that receive no token are zero, with scales of 1."""
     x = torch.randn(2, 128)
     q, scale = scatter_cast_to_fp8(x, i32([[3, -1], [4, 0]]))
     expected, scales = per_token_cast_to_fp8(x)

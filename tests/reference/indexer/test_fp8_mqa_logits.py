@@ -12,12 +12,12 @@ CASE, _, _ = cases_of("fp8_mqa_logits")
 
 
 def scored(starts, ends, keys, **options):
-    """A call with these ranges of keys."""
+    """Return a call with these ranges of keys."""
     given = CASE.arguments(queries=len(starts), keys=keys, heads=4, dim=16, **options)
     return given | {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)}
 
 
-# 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2.
+# 300 + 256 = 556 columns, rounded up to 768 columns of 4 bytes or 1024 columns of 2 bytes.
 @pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
 def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
     given = scored([0, 5], [300, 200], 300, max_seqlen_k=columns)

@@ -45,7 +45,7 @@ def test_empty_batch_and_empty_cache(empty):
 @pytest.mark.parametrize(
     ("lengths", "sms", "plan"),
     [
-        # 600, 0 and 256 keys are 3, 0 and 1 splits; 3 SMs get 1, 1 and 2 of them.
+        # 600, 0 and 256 keys have 3, 0 and 1 splits; the 3 SMs get 1, 1 and 2 of them.
         ([600, 0, 256], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
         # The longest query of a sequence counts.
         ([[1, 600], [0, 0], [256, 9]], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),

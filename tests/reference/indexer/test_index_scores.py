@@ -1,4 +1,4 @@
-"""The reference of the index score: every dtype, shared keys, keys per query, single heads, and gradients."""
+"""The reference of the index score: every dtype, shared keys, separate keys per query, single heads, and gradients."""
 
 import pytest
 import torch

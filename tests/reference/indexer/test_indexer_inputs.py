@@ -17,7 +17,8 @@ def bf16(x):
 
 
 def test_every_stage_rounds_to_the_dtype():
-    """Only channel 0 is not 0: Hadamard spreads it evenly. Without any of the three roundings the scale differs."""
+    """Only channel 0 is nonzero, and the Hadamard transform spreads it evenly. Without any one of the three roundings
+    the scale differs."""
     amax = bf16(bf16(bf16(0.3) * 0.7) / 128**0.5)
     assert amax not in (bf16(bf16(0.3 * 0.7) / 128**0.5), bf16(bf16(0.3) * 0.7 / 128**0.5))
     one = zeros(D)

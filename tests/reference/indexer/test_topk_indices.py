@@ -1,4 +1,4 @@
-"""The reference of the top-k: rows and slots by hand, neighbouring floats, and chunks of rows."""
+"""The reference of the top-k: rows and slots by hand, adjacent floats, and chunks of rows."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ OUTSIDE = torch.tensor([[INF, NAN, -INF, -5.0, NAN, INF]])
         (HAND, 3, {"sorted": True}, [[2, 0, 3]]),
         (HAND, 2, {}, [[0, 2]]),
         (HAND, 7, {}, [[0, 1, 2, 3, 4, -1, -1]]),
-        # -0 equals 0, and ties go to the lowest indices
+        # -0 equals 0, and of equal scores the lowest indices are picked
         (ZEROS, 2, {"sorted": True}, [[0, 1]]),
         (ZEROS, 3, {}, [[0, 1, 2]]),
         (ZEROS.bfloat16(), 3, {}, [[0, 1, 2]]),
@@ -42,7 +42,7 @@ OUTSIDE = torch.tensor([[INF, NAN, -INF, -5.0, NAN, INF]])
         (RISING, 2, {"starts": i32([3, 0, 9, 10])}, [[5, 6], [8, 9], [0, -1], [-1, -1]]),
         (RISING, 2, {"lengths": i32([0, -3, 100, 1])}, [[-1, -1], [-1, -1], [8, 9], [0, -1]]),
         (OUTSIDE, 3, {"starts": i32([2]), "lengths": i32([2])}, [[0, 1, -1]]),
-        # ties of many
+        # many equal scores
         (torch.zeros(1, 1000).index_fill(1, torch.tensor(700), 1.0), 5, {}, [[0, 1, 2, 3, 700]]),
         (torch.zeros(1, 1000).index_fill(1, torch.tensor(3), -1.0), 5, {}, [[0, 1, 2, 4, 5]]),
         (torch.zeros(0, 5), 3, {}, []),
@@ -87,7 +87,7 @@ def test_rows_without_columns():
     assert topk_indices(torch.zeros(2, 0), 3).eq(-1).all()
 
 
-# Selected 0, 2, 3, 5, 6: offsets 0, 0, 1, 1, 0 of logical pages 0, 1, 1, 2, 3.
+# Columns 0, 2, 3, 5, 6 are selected: offsets 0, 0, 1, 1, 0 of the logical pages 0, 1, 1, 2, 3.
 PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2, 0, 1], [3, -1, 5, 6]])
 
 

@@ -42,7 +42,7 @@ def test_sparse_decoding_is_right_for_fp32_queries(layout, extra, counted, sink,
     sizes = {"batch": 3, "s_q": 2, "heads": 5, "top_k": 12, "rows": 30, "page": 4, "invalid": 0.3}
     given = SPARSE.arguments(layout=layout, extra=extra, counted=counted, sink=sink, **sizes)
     given["q"] = given["q"].float()
-    # The reference also takes keys of another dtype.
+    # The reference also accepts keys of another dtype than q's.
     SPARSE.check(given, flash_mla_with_kvcache(**{name: x for name, x in given.items() if name != "out"}))
 
 

@@ -12,7 +12,7 @@ from tests.reference.common import BF16, E4M3, F32
 
 @pytest.mark.parametrize(("dtype", "expected"), [(BF16, 1.0), (F32, 1 + 2**-10)])
 def test_the_weight_is_rounded_before_it_is_multiplied(dtype, expected):
-    """A weight of 1 with a scale of 1 + 2^-10 is 1 in bf16."""
+    """In bf16, a weight of 1 with a scale of 1 + 2^-10 is rounded to 1."""
     kv_b = torch.ones(2, 128).to(E4M3), torch.full((1, 1), 1 + 2**-10)
     q_nope, q_pe, angles = torch.ones(1, 1, 1).to(dtype), torch.zeros(1, 1, 0).to(dtype), torch.zeros(1, 0)
     assert (mla_absorb_queries(q_nope, q_pe, angles, angles, kv_b) == expected).all()

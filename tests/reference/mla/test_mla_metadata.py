@@ -1,4 +1,4 @@
-"""Plans of decoding in the old and in the new style, of this library and of others, without a GPU."""
+"""Plans of decoding in the old and the new style, and plan objects of other libraries, without a GPU."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ NAMED = {"cache_seqlens": LENGTHS, "num_q_tokens_per_head_k": 128, "num_heads_k"
 )
 def test_the_old_style_takes_positions_and_names(arguments, options):
     metadata, splits = get_mla_metadata(*arguments, **options)
-    # One part has all of the sequences 0 to 2, and none is split.
+    # One part covers sequences 0 to 2, and no sequence is split.
     assert metadata.tolist() == [[0, 0, 2, 2**30, 0, -1, 0, 0]] and metadata.dtype == INT32
     assert splits.tolist() == [0, 0, 0, 0] and splits.dtype == INT32
 
@@ -44,7 +44,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_plan_copies_no_numbers_from_the_host():
-    """For a copy, the host would wait for the device."""
+    """A copy would make the host wait for the device."""
     with Copies():
         get_mla_metadata(LENGTHS, 128, 1, topk=2048)
 
@@ -72,7 +72,7 @@ def test_calls_take_no_plan_and_plans_of_the_old_style(plan):
     "make", [FlashMLASchedMeta, Theirs, lambda: Theirs(True, "theirs", i32([[9] * 8]), i32([9] * 3))]
 )
 def test_a_plan_of_the_new_style_is_bound_to_the_shapes_of_its_first_call(make, other):
-    """An object of another class keeps its fields."""
+    """An object of another library's class keeps its own fields."""
     meta = make()
     before = dict(vars(meta))
     decode(meta)

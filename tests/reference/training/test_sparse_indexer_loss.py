@@ -1,4 +1,5 @@
-"""The reference of the sparse stage's loss: the gradients' formula, what learns from it, rows that no index names."""
+"""The reference of the sparse stage's loss: the gradients' formula, which tensors the loss reaches, and rows that no
+index names."""
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_only_the_indexer_learns_from_the_loss():
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """An invalid index might read row 0. There may also be no rows."""
+    """An implementation might read row 0 for an invalid index. Also tested without any rows."""
     given = inputs(leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {name: given[name].index_fill(0, torch.tensor(0), torch.nan) for name in ("kv", "k_idx")}

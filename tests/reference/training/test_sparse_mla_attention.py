@@ -31,7 +31,7 @@ def test_the_gradients_formula_is_that_of_autograd(of, sink):
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """An invalid index might read row 0. There may also be no rows."""
+    """An implementation might read row 0 for an invalid index. Also tested without any rows."""
     given = inputs(sink=False, leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {"kv": given["kv"].index_fill(0, torch.tensor(0), torch.nan)}
@@ -42,7 +42,7 @@ def test_nan_in_a_row_that_no_index_names_reaches_nothing():
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
-    """Also for a query without keys, whose LSE is infinite, too. The gradient is 0."""
+    """The gradient is 0, also for a query without keys, whose LSE is infinite as well."""
     given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
     out, lse = sparse_mla_attention(**given)
     assert (out[-1] == 0).all()
@@ -59,7 +59,7 @@ def test_an_infinite_sink_has_a_gradient(sink):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
 def test_a_sink_far_below_the_keys_has_its_full_gradient(above, dtype):
-    """Its probability, e^-above, is too small to be 1 - sum_j p_j."""
+    """The sink's probability, e^-above, is too small to be computed as 1 - sum_j p_j."""
     given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
     plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
     sink = (lse[:, 0] - above).to(dtype).requires_grad_()

@@ -1,6 +1,7 @@
-"""Wrong arguments of every op, a module per family: for the name of a case, changes of its arguments and the message.
+"""Wrong arguments of every op, a module per family. Each entry of WRONG is (a case's name, changes of its arguments,
+the expected message).
 
-The changes are a dict of arguments, or a function of the case's arguments that returns one.
+The changes are a dict of arguments, or a function from the case's arguments to such a dict.
 """
 
 import importlib

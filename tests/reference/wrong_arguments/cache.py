@@ -1,4 +1,4 @@
-"""Wrong arguments of caches."""
+"""Wrong arguments of the ops on caches."""
 
 import torch
 

@@ -1,10 +1,10 @@
-"""Wrong arguments of norms, rope and hyper connections."""
+"""Wrong arguments of norms, rope and hyper-connections."""
 
 from tests.reference.common import BF16, INT32, zeros
 
 
 def other_streams(n, channels):
-    """The arguments of `hyper_collapse_norm_cast_to_fp8` for other streams."""
+    """Return arguments of `hyper_collapse_norm_cast_to_fp8` for streams of another shape."""
     count = (2 + n) * n
     return {
         "streams": zeros(3, n, channels, dtype=BF16),

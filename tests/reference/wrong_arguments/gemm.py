@@ -1,4 +1,4 @@
-"""Wrong arguments of casts and products."""
+"""Wrong arguments of casts and matrix products."""
 
 import math
 
@@ -30,12 +30,12 @@ TRIPLE = "must be (FP4 values, e8m0 scales, fp32 block scales), got"
 
 
 def part(name, i, change):
-    """Change part i of a or b."""
+    """Return a function that changes part i of the operand a or b."""
     return lambda a: {name: (*a[name][:i], change(a[name][i]), *a[name][i + 1 :])}
 
 
 def three_quarters_of_the_rows(a):
-    """Of weights and of their scales, whose last block may be partial."""
+    """Return b with three quarters of the rows of its weights and scales; the last block of scales may be partial."""
     return {"b": [x[:, : math.ceil(x.shape[1] * 3 / 4)] for x in a["b"]]}
 
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of the indexer."""
+"""Wrong arguments of the indexer's ops."""
 
 import torch
 

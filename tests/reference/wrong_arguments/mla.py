@@ -1,4 +1,4 @@
-"""Wrong arguments of attention."""
+"""Wrong arguments of the attention ops."""
 
 import math
 

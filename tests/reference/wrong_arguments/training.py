@@ -1,4 +1,4 @@
-"""Wrong arguments of the ops of training."""
+"""Wrong arguments of the training ops."""
 
 from tests.reference.common import BF16, i32, zeros
 
