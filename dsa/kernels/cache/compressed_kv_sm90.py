@@ -168,7 +168,7 @@ class WriteCompressedKvSm90:
             total = totals[0]
             if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # The first work tile is the first two entries.
+                # A sequence's first work tile is its first two entries.
                 begin, end = number + 1, cutlass.min(number + 2, count)
                 if number == 0:
                     begin = Int32(0)
@@ -190,9 +190,9 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
-        """-> (a sequence's first new token, number of new tokens, number of tokens before the new ones). Whatever the
-        tensors contain, no access leaves kv and gate: a sequence whose boundaries decrease or lie outside has no new
-        tokens."""
+        """-> (a sequence's first new token, number of new tokens, number of tokens before the new tokens). Whatever the
+        arguments contain, accesses stay inside the tensors. A sequence whose boundaries decrease or are out of range
+        has no new tokens, so it gets none that belong to other sequences."""
         low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
         length = Int32(0) if low < 0 or low > high or high > tokens else high - low
         return low, length, cutlass.max(cutlass.min(start, MAX_POSITIONS - tokens), 0)
@@ -529,7 +529,7 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))
         for dtype in COMPRESSED_DTYPES

@@ -339,7 +339,7 @@ def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved:
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     scales = [("v32", True), ("v32", False), ("v4", True)]
     stored = [*((cache, False) for cache in FLOAT_DTYPES), *scales]
     rows = [*((cache, channels, False) for cache in FLOAT_DTYPES for channels in LATENT_CHANNELS)]

@@ -51,8 +51,9 @@ STREAMS_BARRIER, NORM_BARRIER = 1, 2  # named barriers
 
 
 class HyperCollapseNormCastSm90:
-    """threads: threads per CTA of the separate collapse kernel. lanes, vectors: threads per row and vectors per thread
-    of the separate norm kernel. use_ue8m0: whether the cast's scales are powers of two."""
+    """threads: threads per CTA of the separate collapse kernel (hyper_connections_sm90). lanes, vectors: threads per
+    row and vectors per thread of the separate norm kernel (rms_norm_sm90). use_ue8m0: whether the cast's scales are
+    powers of two."""
 
     def __init__(self, threads: int, lanes: int, vectors: int, use_ue8m0: bool):
         self.lanes, self.vectors, self.use_ue8m0 = lanes, vectors, use_ue8m0
@@ -269,7 +270,7 @@ def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_hyper_collapse_norm_cast, (*tile, use_ue8m0))
         for tile in HYPER_NORM_TILES

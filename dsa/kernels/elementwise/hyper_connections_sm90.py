@@ -49,9 +49,9 @@ EXPAND_THREADS = 128
 
 
 class HyperCollapseSm90:
-    """The collapse. If post and comb are None, the kernel is the model's head, which collapses the four streams before
-    the last norm: mix and base contain only pre's elements, and a CTA has one token, because there is no Sinkhorn
-    latency for tokens to share."""
+    """The collapse. If post and comb are None, the kernel is the model's head, which collapses the four streams into
+    one: mix and base contain only pre's elements, and a CTA has one token, because there is no Sinkhorn latency for
+    tokens to share."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
@@ -262,7 +262,7 @@ def compile_hyper_expand(dtype: str):
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     return [
         *((compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
         *((compile_hyper_head, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),

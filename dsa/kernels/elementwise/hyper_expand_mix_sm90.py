@@ -266,5 +266,5 @@ def compile_hyper_expand_mix(most: int):
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_hyper_expand_mix, (most,)) for most in EXPAND_MIX_TOKENS]

@@ -155,5 +155,5 @@ def compile_hyper_mix_few_tokens(rows: int):
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_hyper_mix_few_tokens, (rows,)) for rows in MIX_FEW_ROWS]

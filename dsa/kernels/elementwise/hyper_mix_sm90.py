@@ -408,7 +408,7 @@ def _result() -> cute.Tensor:
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         *((compile_hyper_mix, (rows,)) for rows in MIX_ROWS),
         (compile_hyper_mix_persistent, (MIX_PERSISTENT_ROWS,)),

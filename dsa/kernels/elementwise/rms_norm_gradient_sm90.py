@@ -161,7 +161,7 @@ def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_rms_norm_gradient, (dtype, weighted, config))
         for dtype in DTYPES

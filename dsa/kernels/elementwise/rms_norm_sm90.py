@@ -306,7 +306,7 @@ def choose_config(dtype: str, channels: int, configs: tuple[NormConfig, ...] = C
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     plain = [
         (function, (dtype, weighted, config))
         for function, configs in ((compile_rms_norm, CONFIGS), (compile_rms_norm_rotary, ROTARY_CONFIGS))

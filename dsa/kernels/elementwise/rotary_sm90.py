@@ -150,7 +150,7 @@ def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_apply_rotary, (dtype, interleaved, config))
         for dtype in DTYPES

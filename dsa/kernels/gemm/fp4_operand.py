@@ -1,5 +1,5 @@
-"""Conversion of FP4 weights (e2m1) to e4m3 operands of wgmma ("widening"), in registers for the operand in registers,
-or from shared memory to shared memory.
+"""Conversion of FP4 weights (e2m1) to e4m3 operands of wgmma ("widening"). The result is in registers, as wgmma's
+operand A, or in shared memory.
 
 A byte contains two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row, a group, share a
 scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. An e2m1

@@ -385,5 +385,5 @@ def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_fp8_fp4_gemm, variant) for variant in itertools.product(OUT_DTYPES, CONFIGS, (False, True))]

@@ -74,7 +74,7 @@ GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for grouped products
 # SEND_RATE of partial products to one CTA. BARRIERS: microseconds of the cluster barriers.
 BLOCK, ROW, TILE_END = 0.04, 0.0017, 0.6
 MEMORY_RATE, SM_RATE, SEND_RATE, BARRIERS = 4.8e6, 145e3, 45e3, 0.2
-ROOM = 0.8  # fraction of an SM count's CTAs that clusters can occupy, since a cluster must fit into one GPC
+ROOM = 0.8  # fraction of the resident CTAs that clusters can use, since a cluster must fit into one GPC
 
 
 def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:

@@ -286,7 +286,7 @@ def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     one = [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
     return one + [
         (compile_grouped_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in GROUPED_CONFIGS

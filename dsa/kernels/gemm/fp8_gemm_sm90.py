@@ -588,8 +588,8 @@ def compile_fp8_gemm_swiglu(
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the ops can ask for. Variants of grouped products are
-    (config, gathered, weighted, dynamic)."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for. Variants of grouped
+    products are (config, gathered, weighted, dynamic)."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]

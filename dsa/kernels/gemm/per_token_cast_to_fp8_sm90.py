@@ -137,7 +137,7 @@ def choose_config(dtype: str, elements: int) -> CastConfig:
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config, scattered))
         for dtype in CAST_DTYPES

@@ -194,7 +194,7 @@ def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
     plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]
     return plain + [(compile_swiglu_cast_of_matrices, kind) for kind in kinds]

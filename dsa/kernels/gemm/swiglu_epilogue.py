@@ -33,7 +33,7 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
     2^-20, or the absolute error at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
     whose reciprocal is 0.
 
-    limit  before that, clamp gate to at most limit, and up to [-limit, limit]; NaN stays NaN. None: no clamp
+    limit  if not None, gate is first clamped to at most limit, and up to [-limit, limit]; NaN stays NaN
     """
     g, u = gate, up
     if const_expr(limit is not None):

@@ -249,5 +249,5 @@ def compile_candidate_bounds(sample: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_candidate_bounds, (sample,)) for sample in (True, False)]

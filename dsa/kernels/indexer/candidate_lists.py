@@ -11,7 +11,7 @@ import itertools
 import math
 
 LOG_TILE, LOG_GROUP = 6, 4
-TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys per tile, and per TMA copy: the 16 rows of wgmma that a warp gets
+TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys per tile, and per TMA copy: the 16 rows that a warp has in a wgmma
 PARTS = TILE // GROUP
 CAPACITY = 4080  # candidates per query, 8 bytes each: with the query's other data, less than 32 KiB
 BATCH = 4  # candidates per thread that a loop skips together if no lane of the warp has one of them

@@ -480,8 +480,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             entry_step = opaque(8 - 16 * tile.back)
             v, turn = self.first_tile(tile, turn, given.log_period)
             v = opaque(v)
-            # No tile waits for its epilogue yet, but the first iteration runs one: a scale of NaN makes scores that are
-            # never candidates, and a sample stores nothing for NO_KEY.
+            # No tile waits for its epilogue yet, but the first iteration runs an epilogue. A scale of NaN makes scores
+            # that are never candidates, and a sample stores nothing for NO_KEY.
             scoring.scales.fill(QUIET_NAN)
             key, pending = Int32(NO_KEY), Int32(0)
             if v < tile.end:
@@ -567,7 +567,7 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, con
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_candidate_scores, (heads, dim, sample, half, choose_config(heads, dim, half)))
         for heads in HEADS

@@ -182,8 +182,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         see, the chunk's first key tile).
 
         Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
-        same chunk. If they were chunks of the same block, then with an even number of CTAs and, for example, two chunks
-        per block, a CTA would always get the same chunk, and in a causal batch chunks differ in work.
+        same chunk. If they were chunks of the same block, an even number of CTAs would give each CTA the same chunk of
+        every block, and in a causal batch chunks differ in work.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -283,7 +283,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                # No tile waits for its epilogue yet, but the first iteration runs one: it stores nothing for NO_KEY.
+                # No tile waits for its epilogue yet, but the first iteration runs an epilogue. With NO_KEY it stores
+                # nothing.
                 key = Int32(NO_KEY)
                 if tile < last:
                     ring.consumer_wait(k_state)
@@ -373,7 +374,7 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, half, choose_config(heads, dim, half)))
         for heads in HEADS

@@ -456,7 +456,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = info[FIELDS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
-                # No tile waits for its epilogue yet, but the first iteration runs one: it stores nothing for NO_KEY.
+                # No tile waits for its epilogue yet, but the first iteration runs an epilogue. With NO_KEY it stores
+                # nothing.
                 scale, masked_key, key = Float32(0.0), Int32(NO_KEY), Int32(NO_KEY)
                 if tile < tiles:
                     ring.consumer_wait(k_state)
@@ -576,7 +577,7 @@ def choose_config(heads: int, next_n: int, half: bool = False) -> PagedMqaLogits
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, half, choose_config(heads, next_n, half)))
         for heads in HEADS

@@ -252,7 +252,7 @@ def compile_write_indexer_keys(
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Return every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     options = [
         (rotated, interleaved, last, use_ue8m0)
         for rotated in ROTATED

@@ -23,7 +23,7 @@ Plan
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
 scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
 Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
-Constraints: k up to CAPACITY - 1024, so that after a cut to k there is room for at least half of k new keys.
+Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
 Roofline: that of the scores with 64 heads. A selecting warp takes some 300 cycles per key tile for its two queries and
 about 6 us per cut. Meanwhile, the other warps multiply, 830 cycles per tile. With fewer heads, a tile has fewer columns
 than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
@@ -101,9 +101,9 @@ class SelectionList:
     and a cut preserves that order. So of several ties the first in the list has the lowest key, and a cut keeps the
     first ones. Whatever the scores are, the list ends up with exactly the k largest, ties by lowest key, sorted by key.
 
-    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into 256
-    digits of equal width, then the orders of the digit that contains the k-th largest into 256 digits, and so on. It
-    ends when few enough entries share the digit to keep all of them, or when all entries of the digit are ties.
+    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into up
+    to 256 digits of equal width, then the orders of the digit that contains the k-th largest in the same way, and so
+    on. It ends when few enough entries share the digit to keep all of them, or when all entries of the digit are ties.
 
     orders, keys  [CAPACITY]
     counts        [DIGITS + 4]; element DIGITS counts entries without a digit and is not read
@@ -208,7 +208,7 @@ class SelectionList:
         order. -> number of entries kept.
 
         The list is compacted in place. All lanes read a round of entries before any lane writes, and an entry never
-        moves back, so no entry is overwritten before it is read."""
+        moves to a higher index, so no entry is overwritten before it is read."""
         kept, same = Int32(0), Int32(0)
         order, key = cute.make_rmem_tensor((AHEAD,), Int32), cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
@@ -515,7 +515,7 @@ def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfi
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_indexer_select, (heads, dim, half, CONFIG))
         for heads in HEADS

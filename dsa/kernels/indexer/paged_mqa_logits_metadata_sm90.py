@@ -105,5 +105,5 @@ def compile_paged_mqa_logits_metadata():
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_paged_mqa_logits_metadata, ())]

@@ -65,7 +65,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 MINUS_INFINITY, NAN = Float32(float("-inf")), Float32(float("nan"))
 ITEMS_AT_ONCE = 4  # candidates per thread and round when a list is cut
 SAMPLE = 4096  # most numbers in a sample; a list of any configuration has room for them
-MARGIN = 4.5  # of the threshold's rank, in standard deviations of the rank for independent numbers
+MARGIN = 4.5  # added to the threshold's rank in the sample, in standard deviations of that rank
 MAX_ATTEMPTS = 3  # most reads of a row: two with a threshold, one without
 
 
@@ -313,8 +313,8 @@ class TopkIndicesSm90:
     @cute.jit
     def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
         """Return a number that is likely to be slightly below the row's k-th largest, or far below it in a second
-        attempt. The search may stop at a lower number if that saves a pass: the list has room for up to `slack` more
-        candidates."""
+        attempt. The search may stop at a lower number if that saves a pass and the row is still expected to fill at
+        most 0.8 of the list."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         samples = self.samples(n)
@@ -326,8 +326,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """For each set bit j of the mask, append number place + j of the tile to the list, with column column + j. The
-        first one becomes entry `at`."""
+        """For each set bit j of the mask, append number place + j of the tile and its column, column + j, to the list.
+        The first appended number becomes entry `at`."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
@@ -341,9 +341,9 @@ class TopkIndicesSm90:
         """Keep the k largest of the list, in order. -> the least number that later candidates must reach: the next
         number above the k-th largest, because ties go to the lower columns, which are already in the list.
 
-        The list is compacted in place, a few entries per thread at a time. An entry never moves back, and the scan's
-        barrier comes between a round's reads and writes, so no entry is overwritten before it is read. Begins and ends
-        with a barrier.
+        The list is compacted in place, a few entries per thread at a time. An entry never moves to a higher index, and
+        the scan's barrier comes between a round's reads and writes, so no entry is overwritten before it is read.
+        Begins and ends with a barrier.
         """
         self.fill_vector(candidates, count, tid)
         length = (count + self.width - 1) // self.width
@@ -620,5 +620,5 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_topk_indices, (dtype, cfg)) for dtype in TOPK_DTYPES for cfg in CONFIGS]

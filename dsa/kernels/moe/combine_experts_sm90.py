@@ -110,7 +110,7 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_combine_experts, (dtype, index_dtype, weighted, shared, residual))
         for dtype in COMBINE_DTYPES

@@ -178,7 +178,7 @@ def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_g
 
 
 def shipped_variants() -> Variants:
-    """Return the compile function and its arguments for the gates of the published models. Other gates are compiled at
+    """Return a (compile function, arguments) pair for each gate of the published models. Other gates are compiled at
     their first call."""
     return [
         (compile_moe_gate, (256, 8, "sigmoid", 8, 4, True)),  # V3.2

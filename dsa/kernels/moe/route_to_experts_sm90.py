@@ -164,8 +164,8 @@ def compile_route_to_experts(
 
 
 def shipped_variants() -> Variants:
-    """Return the compile function and its arguments for the gates of the published models. Other gates are compiled at
-    their first call."""
+    """Return a (compile function, arguments) pair for each variant for the gates of published models. Other gates are
+    compiled at their first call."""
     gates = [
         (256, 8, "sigmoid", 8, 4, True),  # V3.2
         (256, 8, "sigmoid", 1, 1, True),  # GLM-5

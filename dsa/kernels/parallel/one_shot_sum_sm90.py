@@ -210,5 +210,5 @@ def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
 
 
 def shipped_variants() -> Variants:
-    """Return every compile function and its arguments that the sums over GPUs can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the sums over GPUs can ask for."""
     return [(compile_one_shot_sum, (dtype, ranks)) for dtype in DTYPES for ranks in RANKS]
