@@ -1,4 +1,4 @@
-"""Stand-ins for tensors and streams: kernels are compiled with them, without a GPU and without memory."""
+"""Stand-ins for tensors and streams, with which kernels are compiled. They need neither a GPU nor memory."""
 
 import cutlass
 import cutlass.cute as cute

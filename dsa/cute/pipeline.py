@@ -184,7 +184,7 @@ class Pipeline:
 
     @cute.jit
     def is_full(self, state: PipelineState, part=0):
-        """Whether a part of the stage is full, without waiting."""
+        """Whether a part of the stage is full. This does not wait."""
         return cute.arch.mbarrier_test_wait(self.producer_barrier(state, part), state.phase)
 
     @cute.jit

@@ -81,7 +81,7 @@ def load_matrices_transposed(address: Int32):
 
 @cute.jit
 def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
-    """Round two numbers to `dtype`, bf16 or fp16, and pack them into a word, the first in the lower half."""
+    """Round two numbers to `dtype`, bf16 or fp16, and return them in a word, `low` in the lower half."""
     kind = "bf16x2" if const_expr(dtype is BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
         f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]

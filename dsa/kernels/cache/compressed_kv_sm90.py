@@ -56,8 +56,8 @@ MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences 
 
 class WorkTileInfo(NamedTuple):
     """number: index of the work tile in its sequence, or -1 if there is none. low, length: the sequence's first new
-    token and its number of new tokens. start: number of tokens before them. state_slot: the sequence's slot in the
-    state."""
+    token and its number of new tokens. start: number of the sequence's tokens before its new tokens. state_slot: the
+    sequence's slot in the state."""
 
     number: Int32
     low: Int32
@@ -153,7 +153,7 @@ class WriteCompressedKvSm90:
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
         if const_expr(self.slices > 1):
-            # All CTAs of the cluster have started, so their shared memory may be written to.
+            # After this wait all CTAs of the cluster have started, so their shared memory may be written.
             cute.arch.cluster_wait()
         rank, buffer = scheduler.first % self.slices, Int32(0)
         index = scheduler.first // self.slices
@@ -440,7 +440,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
-        """Store v, converted to the row's dtype, from channel CHANNELS * at on."""
+        """Store v, converted to the row's dtype, to the row's channels from CHANNELS * at on."""
         cute.autovec_copy(converted(v, row.element_type), cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit

@@ -87,8 +87,8 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def parts(self, cache: cute.Tensor, page: Int32, offset: Int32):
-        """-> views of a row: (values [N], scales [4] fp32 or [8] ue8m0, RoPE channels [64]). cache [pages, P, 656 or
-        576] uint8."""
+        """-> views of one row of the cache: (values [N], scales [4] fp32 or [8] ue8m0, RoPE channels [64]). cache
+        [pages, P, 656 or 576] uint8."""
         row = cache[page, offset, None].iterator.align(16)
         values = cute.make_tensor(cute.recast_ptr(row, dtype=Float8E4M3FN), cute.make_layout(self.nope))
         if const_expr(self.is_v4):

@@ -27,8 +27,8 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128
-AT_ONCE = 16  # boundaries whose loads are in flight together
-PAIRS = 4  # pairs of boundaries whose loads are in flight together
+AT_ONCE = 16  # `scan`: boundaries per thread whose loads are in flight together
+PAIRS = 4  # `ascends`: pairs of boundaries per thread whose loads are in flight together
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 

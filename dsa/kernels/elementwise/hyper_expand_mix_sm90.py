@@ -156,8 +156,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def channel(self, channels, begin, end, lane):
-        """-> (the stream of this lane's vector in the blocks from `begin` on, the vector's index in the stream, whether
-        the vector exists)."""
+        """Find this lane's vector in the blocks from `begin` on. -> (its stream, its index in the stream, whether it
+        exists)."""
         of_stream = cute.ceil_div(channels, BLOCK)
         block = begin + lane // (BLOCK // VECTOR)
         stream = Int32(0)

@@ -51,7 +51,7 @@ THREADS = GROUP_SLICES * WARP
 class HyperMixFewTokensSm90:
     def __init__(self, rows: int):
         self.rows, self.octets = rows, rows // 8
-        self.together = 64 // rows  # blocks in flight: 160 registers with 16 tokens, 112 with 32
+        self.together = 64 // rows  # blocks in flight: they take 160 registers with 16 tokens, 112 with 32
         self.pairs = 4 * rows
 
     @cute.jit

@@ -23,9 +23,9 @@ from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.registers import sum_in_order
 from dsa.cute.slices import SLICES
 
-PARTS = 3
-OUTPUTS = 8  # columns of an mma
-BLOCK = 64  # channels
+PARTS = 3  # parts of the matrix: high, middle, low
+OUTPUTS = 8  # outputs per mma (its N)
+BLOCK = 64  # channels per block
 VECTOR = 8  # channels in 16 bytes
 CTAS = 8  # per cluster
 GROUP_SLICES = SLICES // CTAS

@@ -6,7 +6,7 @@ CHANNEL_MULTIPLE = 8  # channels are a multiple of this in the norm and the hype
 # RMSNorm.
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
 MAX_NORM_ROWS = 2**31 - 32
-MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast
+MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast to FP8
 MAX_NORM_ROTARY_CHANNELS = {"bfloat16": 1024, "float16": 1024, "float32": 512}
 MAX_NORM_GRADIENT_CHANNELS = {"bfloat16": 8192, "float16": 8192, "float32": 4096}
 MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the end in the last iteration

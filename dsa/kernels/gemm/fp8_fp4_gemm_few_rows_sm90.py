@@ -152,7 +152,7 @@ class Fp8Fp4GemmSmallMSm90:
         self.cfg = cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
-        # Buffers of widened blocks: one per block of a stage if there are enough registers.
+        # Number of register buffers for widened blocks: one per block of a stage if there are enough registers.
         self.buffers = BLOCKS if cfg.resident <= 2 and cfg.rows <= 16 else 2
 
     @cute.jit
@@ -456,9 +456,9 @@ class Fp8Fp4GemmSmallMSm90:
 
     @cute.jit
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Wait for a stage, and load its scales."""
+        """Wait for a stage, and load its scales into `scales`."""
         pipeline.consumer_wait(state)
-        # Warps wrote the activations with cp.async, and wgmma reads them through the async proxy.
+        # cp.async wrote the activations through the generic proxy, but wgmma reads through the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         of_blocks = load_16(ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES)
         first = state.stage * self.columns + warp * OWN_ROWS
@@ -504,8 +504,8 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     [M] fp32, or [0] for none, out [M, N], ctas).
 
     E up to 1024, T and M up to 2^27, all > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a multiple of
-    4 with finite scales and any bytes in b_scale_32. Rows of all tensors except the vectors are aligned to 16 bytes.
-    ctas: config.ctas(multiprocessors).
+    4: the padding of a_scale and b_scale must be finite, that of b_scale_32 may be any bytes. Rows of all tensors
+    except the vectors are aligned to 16 bytes. ctas: config.ctas(multiprocessors).
     """
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)

@@ -109,7 +109,8 @@ class WidenedPipeline(Pipeline):
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
-        """Wait until the stage is loaded and widened. The `widened` barrier alone does not cover the bytes of a."""
+        """Wait until the stage is loaded and widened. The `widened` barrier alone says nothing about a, because the
+        converters do not read a."""
         Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
 
@@ -318,7 +319,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
-                    # wgmma reads through the async proxy.
+                    # The stores went through the generic proxy, but wgmma reads through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     widened.arrive(state.stage)
@@ -357,8 +358,8 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
 
     E up to 1024, M up to 2^27, all > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a multiple of
-    4 with finite scales and any bytes in b_scale_32. Rows of all tensors except ends and weights are aligned to 16
-    bytes.
+    4: the padding of a_scale and b_scale must be finite, that of b_scale_32 may be any bytes. Rows of all tensors
+    except ends and weights are aligned to 16 bytes.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     return compile_sm90(

@@ -240,7 +240,7 @@ class GroupedFp8GemmSmallMSm90:
 
 
 class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
-    """The product with one matrix."""
+    """The small-M product with one matrix."""
 
     grouped = False
 
@@ -269,8 +269,8 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas).
 
-    M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4 with finite scales,
-    and at most 64 with split-K. Rows are aligned to 16 bytes.
+    M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4, and at most 64 with
+    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())

@@ -94,12 +94,13 @@ class Fp8GemmSm90:
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
-        # Rows of a per TMA load. If tiles with few rows swap A/B, only boxes that have rows are loaded.
+        # Rows of a per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
+        # loaded.
         self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
         self.registers = LOADING_REGISTERS
         if gathered:
-            # One consumer warpgroup leaves enough registers to the warps that gather.
+            # With one consumer warpgroup, more registers are left for the warps that gather.
             self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
 
     def layouts(self):
@@ -462,7 +463,7 @@ class Fp8GemmSm90:
             for i in cutlass.range_constexpr(together):
                 pipeline.consumer_wait(state)
                 if const_expr(self.gathered):
-                    # Warps wrote the rows of a with cp.async, and wgmma reads them through the async proxy.
+                    # cp.async wrote the rows of a through the generic proxy, but wgmma reads through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)
@@ -551,8 +552,8 @@ def compile_grouped_fp8_gemm(
     None, ctas).
 
     E up to 1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8. G is ceil(K / 128),
-    rounded up to a multiple of 4 with finite scales. Rows of all tensors except ends, rows and weights are aligned to
-    16 bytes.
+    rounded up to a multiple of 4; the padding of the scales must be finite. Rows of all tensors except ends, rows and
+    weights are aligned to 16 bytes.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     swap_ab = dynamic and config in SWAP_AB_CONFIGS

@@ -89,7 +89,7 @@ class GroupedTiles:
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
         """Compute the prefix sums. -> the number of tiles of all matrices. All threads of the CTA call this."""
         matrices = self.ends.shape[0]
-        # Decreasing ends make matrices overlap. Their tiles could then overflow an int32, so the sums are clamped.
+        # Decreasing ends make matrices overlap. The number of tiles could then overflow an int32, so sums are clamped.
         most = MAX_TILES // self.across
         total = Int32(0)
         for first in cutlass.range(0, matrices, threads, unroll=1):
@@ -179,7 +179,7 @@ class OneMatrixTiles:
 
     @cute.jit
     def clear(self, tid):
-        """Nothing to prepare."""
+        """Do nothing: `count` needs no memory."""
 
     @cute.jit
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:

@@ -70,7 +70,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Store a warp's 16 rows from `row` on."""
+        """Compute and store h for a warp's 16 rows from `row` on."""
         q, scale, limit = results
         for half in cutlass.range_constexpr(2):
             operands = cute.make_rmem_tensor((2 * OWN,), Float32)

@@ -73,7 +73,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 REGISTERS = {2: (224, 56), 3: (152, 56)}
 PRODUCER_WARPS = 4
 QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
-PADDING = 4  # words after a quad lane's weights, so that the four lanes of a quad access different banks
+PADDING = 4  # words after the weights of each lane of a quad, so that the four lanes access different banks
 NO_BLOCK = -1
 QUIET_NAN = float("nan")
 
@@ -474,7 +474,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             for j in cutlass.range_constexpr(cute.size(scoring.w) // 4):
                 for c, word in enumerate(load_16(at + j * 16)):
                     scoring.w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
-            # The address of the counter of the lane's first query.
+            # The address of the list counter of the lane's first query.
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
             entry_step = opaque(8 - 16 * tile.back)
@@ -489,7 +489,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             while v < tile.end:
                 done = k_state
                 multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's keys.
+                # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait for
+                # the next tile's keys.
                 self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
                 key = base_key + v * step_keys
                 pending = v

@@ -291,8 +291,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's
-                    # keys.
+                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
+                    # for the next tile's keys.
                     self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
                     self.take_scales(scoring, k_scale, key)

@@ -385,8 +385,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next
-                    # tile's keys.
+                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
+                    # for the next tile's keys.
                     if pending > 0:
                         self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)

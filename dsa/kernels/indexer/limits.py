@@ -16,7 +16,7 @@ MAX_SELECTED = 2048  # largest k
 TWO_OPS_KEYS = 8192  # up to this many keys, a query's fp32 scores need no more memory than its list of candidates
 
 # Top-k.
-TOPK_DTYPES = ("float32", "bfloat16")  # of the scores
+TOPK_DTYPES = ("float32", "bfloat16")  # dtypes of the scores
 MAX_K, MAX_COLS = 4096, 2**30
 # Bits of the kernels' argument `options`: which optional tensors the caller passes, and which variants it asks for.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))

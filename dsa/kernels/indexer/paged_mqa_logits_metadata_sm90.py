@@ -68,7 +68,7 @@ class PagedMqaLogitsMetadataSm90:
                 # The boundary's split, relative to this round's first split. The last `longer` SMs have one split more.
                 first = i * each + cutlass.max(i - (sms - longer), 0) - before
                 if first >= 0 and first < here:
-                    # The first sequence that ends after the boundary. Sequences without splits are skipped.
+                    # Find the first sequence that ends after the boundary, which skips sequences without splits.
                     found = Int32(0)
                     for step in cutlass.range_constexpr(10):
                         half = found + (THREADS >> (step + 1))
@@ -98,7 +98,8 @@ class PagedMqaLogitsMetadataSm90:
 
 @cached
 def compile_paged_mqa_logits_metadata():
-    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32)."""
+    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). Row i of schedule is (sequence, split in the sequence)
+    at which SM i begins and SM i - 1 ends."""
     lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())

@@ -503,7 +503,7 @@ class TopkIndicesSm90:
         """Sort columns[:count] by their numbers, the largest first. Ties are sorted by ascending column."""
         log = 32 - Int32(cute.arch.clz(Uint32(cutlass.max(count, 1) - 1)))
         size = 1 << log
-        # Sort keys ascend as numbers descend. The padding to a power of two comes last.
+        # The sort keys ascend as the numbers descend. The padding to a power of two has the largest key.
         for i in cutlass.range(tid, size, self.threads, unroll=2):
             key = Int32(2**31 - 1)
             if i < count:

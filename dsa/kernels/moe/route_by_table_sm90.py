@@ -144,6 +144,6 @@ def shipped_variants() -> Variants:
     compiled at their first call."""
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))
-        for count in (256, 384)  # V4-Flash's and V4-Pro's
+        for count in (256, 384)  # experts of V4-Flash and V4-Pro
         for tokens in (FEW_TOKENS, TILE_TOKENS)
     ]
