@@ -17,4 +17,4 @@ DYNAMIC_ROWS, DYNAMIC_ROWS_OF_A_MATRIX = 1024, 32
 CAST_DTYPES = ("bfloat16", "float16", "float32")
 # The number of channels is a multiple of this, so a vector of a partial last group is either valid or padding.
 SWIGLU_MULTIPLE = 8
-ROTARY_MULTIPLE = 8  # the number of rotated channels is a multiple of this
+ROTARY_MULTIPLE = 8  # the number of channels that RoPE rotates is a multiple of this

@@ -23,7 +23,7 @@ from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
-    """results: (out [M, N], weights [M] or None, None)."""
+    """The epilogue that stores the sums. In its methods `results` is (out [M, N], weights [M] or None, None)."""
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns

@@ -43,7 +43,8 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
 
 
 class SwigluEpilogue:
-    """results: (q [M, I] e4m3, scale [M, I / 128] fp32, limit or None)."""
+    """The epilogue that stores SwiGLU of the sums. In its methods `results` is (q [M, I] e4m3, scale [M, I / 128] fp32,
+    limit or None)."""
 
     parts, tile_columns, warp_bytes = 2, GROUP, CHUNK_BYTES
 
@@ -167,7 +168,7 @@ class SwigluEpilogue:
 
 @cute.jit
 def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
-    """Store two numbers, rounded to e4m3, as one byte each."""
+    """Store two numbers, rounded to e4m3, to one byte of shared memory each."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
         "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",
