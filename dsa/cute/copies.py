@@ -9,19 +9,19 @@ sparse_mla_backward_sm90.py, fp8_gemm_sm90.py, fp8_fp4_gemm_few_rows_sm90.py).
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-EVICT_FIRST = 0x12F0000000000000  # the encoding of the L2 policy for what is read once
+EVICT_FIRST = 0x12F0000000000000  # PTX encoding of L2's evict_first policy, for bytes that are read once
 
 
 def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """-> the TMA copy atom that loads a block [shape] of x into one stage of `layout`, and x as a tensor of TMA
-    coordinates."""
+    """-> (the TMA copy atom that loads a block [shape] of x into one stage of `layout`, x as a tensor of TMA
+    coordinates)."""
     load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
     info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, x, cute.slice_(layout, (None, None, 0)), shape)
     return info[0], info[1]
 
 
 def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Partition a TMA copy. -> the stages in shared memory and the tiles in global memory. The first mode of both is a
+    """Partition a TMA copy. -> (stages in shared memory, tiles in global memory). In both tensors the first mode is one
     tile."""
     grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
@@ -29,8 +29,8 @@ def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> t
 
 @cute.jit
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer):
-    """Copy `size` bytes, a multiple of 16, between addresses aligned to 16 bytes; `barrier` counts them. Called by one
-    thread."""
+    """Copy `size` bytes from global to shared memory with L2's evict_first policy. `barrier` counts the bytes. The size
+    is a multiple of 16, and both addresses are aligned to 16 bytes. One thread calls this."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, "
         "[{$r3}], {$r4};",
@@ -46,7 +46,8 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: 
 
 @cute.jit
 def gather_16(target: Int32, source: Int64, valid: Boolean):
-    """Copy 16 bytes from the address `source`; if not `valid`, write zeros and read nothing."""
+    """Copy 16 bytes from global address `source` to shared address `target`. If not `valid`, write zeros and read
+    nothing."""
     size = Int32(16) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};",
@@ -56,7 +57,8 @@ def gather_16(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def gather_8(target: Int32, source: Int64, valid: Boolean):
-    """Copy 8 bytes from the address `source`; if not `valid`, write zeros and read nothing."""
+    """Copy 8 bytes from global address `source` to shared address `target`. If not `valid`, write zeros and read
+    nothing."""
     size = Int32(8) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 8, {$r2};",
@@ -66,8 +68,9 @@ def gather_8(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer):
-    """Copy `size` bytes, a multiple of 16, between addresses aligned to 16 bytes; `barrier` counts them. Each lane
-    copies its own bytes."""
+    """Copy `size` bytes from global address `source` to shared address `target`. `barrier` counts the bytes. The size
+    is a multiple of 16, and both addresses are aligned to 16 bytes. Each active lane starts a copy with its own
+    addresses."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, size, Int32(barrier.toint())],
@@ -76,7 +79,8 @@ def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer
 
 @cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
-    """Arrive at the barrier once this lane's earlier gathers are complete. Counts as one of its expected arrivals."""
+    """Arrive at the barrier once this lane's earlier gathers are complete. This counts as one of the arrivals that the
+    barrier expects."""
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
     )
@@ -84,12 +88,12 @@ def arrive_when_gathered(barrier: cute.Pointer):
 
 @cute.jit
 def arrive_when_gathered_too(barrier: cute.Pointer):
-    """Keep the barrier's phase from ending before this lane's earlier gathers are complete. It does not count as one of
-    the expected arrivals. Called before this warp's own arrival."""
+    """Keep the barrier's phase from ending before this lane's earlier gathers are complete. This does not count as one
+    of the arrivals that the barrier expects. It must come before this warp's own arrival, which could end the phase."""
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 
 
 @cute.jit
 def prefetch_to_l2(source: Int64, size: Int32):
-    """Prefetch `size` bytes, a multiple of 16, at a multiple of 16 to L2. Called by one thread."""
+    """Prefetch `size` bytes from global address `source` to L2. Both are multiples of 16. One thread calls this."""
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, size])

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors and streams: kernels are compiled with them, without a GPU and without memory."""
+"""Stand-ins for tensors and streams, with which kernels are compiled. They need neither a GPU nor memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,32 +15,32 @@ _BY_NAME = {
 
 
 def cute_dtype(name: str) -> type[cutlass.Numeric]:
-    """The DSL's type for the name of a torch dtype without `torch.`."""
+    """Return the DSL's type for a torch dtype, given by its name without `torch.`."""
     return _BY_NAME[name]
 
 
 def fake(dtype: type[cutlass.Numeric], shape: tuple, stride: tuple, align: int = 16) -> cute.Tensor:
-    """A tensor aligned to `align` bytes. Extents and strides are ints or symbols (cute.sym_int, cute.sym_int64); the
-    compiled kernel takes any value for a symbol. Offsets are 64-bit if a stride is a 64-bit symbol. If all strides are
-    ints, offsets are 32-bit, and the tensor must have less than 2^31 elements."""
+    """Return a fake tensor aligned to `align` bytes. Extents and strides are ints or symbols (cute.sym_int,
+    cute.sym_int64); the compiled kernel accepts any value for a symbol. Offsets are 64-bit if a stride is a 64-bit
+    symbol. If all strides are ints, offsets are 32-bit, and the tensor must have fewer than 2^31 elements."""
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 
 def strides(count: int, divisibility: int = 1) -> tuple:
-    """`count` 64-bit symbols for strides, multiples of `divisibility` elements."""
+    """Return `count` 64-bit symbols for strides that are multiples of `divisibility` elements."""
     return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
 
 
 def fake_rows(dtype: type[cutlass.Numeric], *shape, align: int = 16) -> cute.Tensor:
-    """A tensor with a contiguous last dimension, whose rows start at multiples of `align` bytes."""
+    """Return a fake tensor with a contiguous last dimension, whose rows start at multiples of `align` bytes."""
     return fake(dtype, shape, (*strides(len(shape) - 1, 8 * align // dtype.width), 1), align)
 
 
 def fake_contiguous(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """A contiguous tensor of one or two dimensions, aligned to an element."""
+    """Return a contiguous fake tensor of one or two dimensions, aligned to the size of an element."""
     return fake(dtype, shape, (*shape[1:], 1), dtype.width // 8)
 
 
 def fake_stream():
-    """The caller's current stream, which TVM-FFI looks up at each launch."""
+    """Return a stand-in for the caller's current stream, which TVM-FFI looks up at each launch."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

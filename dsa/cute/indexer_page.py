@@ -1,4 +1,4 @@
-"""A page of the indexer's key cache: P x D values and then P fp32 scales."""
+"""A page of the indexer's key cache: the P x D values of P keys, and after them the P fp32 scales."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,8 +9,8 @@ from dsa.cute.limits import MAX_SLOTS
 
 @cute.jit
 def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivmodDivisorV2):
-    """(whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes]. Slots from MAX_SLOTS
-    on count as outside. For a slot outside, page and offset are those of slot 0."""
+    """-> (whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes]. Slots from
+    MAX_SLOTS on count as outside the cache. For a slot outside, page and offset are those of slot 0."""
     slots = cutlass.min(Int64(cache.shape[0]) * page_size, Int64(MAX_SLOTS))
     exists = Int64(slot) >= 0 and Int64(slot) < slots
     place = Int32(0)
@@ -24,11 +24,11 @@ def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivm
 def page_planes(
     cache: cute.Tensor, page: Int32, page_size: Int32, dim: cutlass.Constexpr, value_type: cutlass.Constexpr
 ):
-    """(values [P, D] of value_type, scales [P] fp32) of a page, in place."""
+    """-> (values [P, D] of value_type, scales [P] fp32), views of page `page` of the cache."""
     start = (cache.iterator + page * cache.stride[0]).align(16)
     values = cute.make_tensor(
         cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
     )
-    # D is a multiple of 16 bytes, so P * D is, too.
+    # The scales are aligned to 16 bytes, because D is a multiple of 16 bytes.
     after_rows = (start + page_size * dim).align(16)
     return values, cute.make_tensor(cute.recast_ptr(after_rows, dtype=Float32), cute.make_layout(page_size))

@@ -1,3 +1,3 @@
-"""Limits of kernels of several families, as plain numbers."""
+"""Limits that kernels of several families share, as plain numbers."""
 
-MAX_SLOTS = 2**31  # of a paged cache: slots are int32, and the division that finds a slot's page has 32 bits
+MAX_SLOTS = 2**31  # in a paged cache: slots are int32, and the division that finds a slot's page is a 32-bit division

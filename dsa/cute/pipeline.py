@@ -29,25 +29,26 @@ on with `advance`. Producers wait with the inverted phase bit, because all stage
         k_pipeline.consumer_release(state)
         state = k_pipeline.advance(state)
 
-All lanes wait. In `producer_expect`, `producer_commit` and `consumer_release` one elected lane arrives at the barrier;
-the whole warp must call them. If other lanes read the stage with ordinary loads before, call `cute.arch.sync_warp()`
-first. `producer_acquire` is `producer_wait` followed by `producer_expect`. A warp that writes to the stage itself calls
-`producer_wait`, writes, and then calls `producer_expect` or `producer_commit`. If the elected lane has more to do
-before it arrives, its block ends with `arrive(pipeline.producer_barrier(state))` or with `expect_bytes` of that
-barrier. Call `producer_barrier` at each use: keeping the address in a variable over several uses may change the SASS.
+In the waits, all lanes of a warp wait. In `producer_expect`, `producer_commit` and `consumer_release` one elected lane
+arrives at the barrier, but the whole warp must call them. If several lanes read the stage with ordinary loads, call
+`cute.arch.sync_warp()` before `consumer_release`. `producer_acquire` is `producer_wait` followed by `producer_expect`.
+A warp that writes to the stage itself calls `producer_wait`, writes, and then calls `producer_expect` or
+`producer_commit`. If the elected lane has more to do before it arrives, the kernel elects a lane itself, and that block
+ends with `arrive(pipeline.producer_barrier(state))` or with `expect_bytes` of that barrier. Call `producer_barrier` at
+each use: keeping the address in a variable over several uses may change the SASS.
 
-If a stage's data arrives in several parts that can be used one by one, the stage has `parts` full barriers, and methods
-of full barriers take the part's number. A consumer releases a whole stage.
+If a stage's data arrives in several parts that can be used one by one, the stage has `parts` full barriers, and the
+methods that use a full barrier take the part's number. A consumer releases all parts of a stage at once.
 
 A parity wait distinguishes a phase from the previous one only. So a thread that waits for a stage must have consumed
 the stage's previous data itself. Consumers that share one producer's tiles therefore need a ring each; in a common
 ring, a consumer that runs ahead would mistake an old phase for the next one. Such rings share one array of barriers:
-`pipeline.ring(i, stages)` is the i-th ring. Its states count its own stages, and `ring.index(state)` is the stage's
-index in the whole array, which also locates it in shared memory. For a Pipeline that is not divided, `index(state)` is
-`state.stage`.
+`pipeline.ring(i, stages)` is the i-th ring. `state.stage` is then the stage's index in the ring, and
+`ring.index(state)` is its index in the array of all rings, which also locates the stage's data in shared memory. For a
+Pipeline that is not divided into rings, `index(state)` is `state.stage`.
 
-Mbarriers are barriers outside a ring, for example a signal from one warpgroup to another. The kernel counts their
-phases.
+Mbarriers are barriers outside a ring, for example a signal from one warpgroup to another. The kernel keeps track of
+their phase bits.
 """
 
 from dataclasses import dataclass
@@ -59,38 +60,38 @@ from cutlass import Int32, Int64
 
 
 class PipelineState(NamedTuple):
-    """The next stage, and the phase bit that a consumer waits for."""
+    """The stage that a thread uses next, and the phase bit that a consumer waits for."""
 
     stage: Int32
     phase: Int32
 
     @cute.jit
     def advance(self, stages) -> "PipelineState":
-        """The next stage of a ring of `stages`. It compares instead of dividing: a division would put a dozen
-        instructions before every wait."""
+        """Return the next state in a ring of `stages` stages. A comparison finds the end of the ring, because a
+        division would put a dozen instructions before every wait."""
         wraps = self.stage == stages - 1
         return PipelineState(0 if wraps else self.stage + 1, self.phase ^ 1 if wraps else self.phase)
 
 
 def start() -> PipelineState:
-    """The first state of a ring, for producers and consumers."""
+    """Return the first state in a ring, for producers and consumers."""
     return PipelineState(Int32(0), Int32(0))
 
 
 @cute.jit
 def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
-    """The state after `count` stages of a ring of `stages`. A loop then carries one number instead of two, but
-    divides."""
+    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` instead of a
+    state carries one number instead of two, but it divides."""
     return PipelineState(count % stages, count // stages & 1)
 
 
 def state_at_of_two(count: Int32) -> PipelineState:
-    """`state_at` for a ring of two stages, with bit operations."""
+    """Return the state after `count` stages in a ring of two stages, with bit operations instead of a division."""
     return PipelineState(count & 1, (count >> 1) & 1)
 
 
 def pipeline_storage(stages: int, parts: int = 1) -> type:
-    """The barriers of a ring of `stages` stages in shared memory: a field of a @cute.struct."""
+    """Return the type of a @cute.struct field that contains the barriers of a ring of `stages` stages."""
 
     @cute.struct
     class PipelineStorage:
@@ -113,13 +114,13 @@ class Pipeline:
 
     @staticmethod
     def of(storage, stages: int, parts: int = 1) -> "Pipeline":
-        """Uses the barriers that `pipeline_storage(stages, parts)` reserved."""
+        """Return the pipeline of the barriers in `storage`, a `pipeline_storage(stages, parts)`."""
         return Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), stages, Int32(0), parts)
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr, producers: cutlass.Constexpr = 1):
-        """Initialise the barriers. A part of a stage is full after `producers` arrivals and the bytes that they
-        announced; a stage is empty after `consumers` warps released it. Called by one thread, before
+        """Initialise the barriers. A part of a stage is full after `producers` arrivals and all bytes that they
+        announced; a stage is empty after `consumers` warps have released it. One thread calls this, before
         mbarrier_init_fence and a barrier of the CTA."""
         for i in cutlass.range_constexpr(self.stages):
             for part in cutlass.range_constexpr(self.parts):
@@ -127,21 +128,21 @@ class Pipeline:
             cute.arch.mbarrier_init(self.empty + i, consumers)
 
     def ring(self, index: Int32, stages: int) -> "Pipeline":
-        """Ring `index` of several with `stages` stages each that share these barriers."""
+        """Return ring number `index` of the rings that share these barriers and have `stages` stages each."""
         return Pipeline(self.full, self.empty, stages, index * stages, self.parts)
 
     def index(self, state: PipelineState) -> Int32:
-        """The stage's index in the shared array of barriers, which locates it in shared memory."""
+        """Return the stage's index among the stages of all rings, which also locates its data in shared memory."""
         return self.first + state.stage
 
     @cute.jit
     def advance(self, state: PipelineState) -> PipelineState:
-        """The next state."""
+        """Return the next state."""
         return state.advance(self.stages)
 
     @cute.jit
     def skip(self, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-        """The state `count` stages later; count <= stages."""
+        """Return the state `count` stages later; count <= stages."""
         wraps = state.stage >= self.stages - count
         stage = state.stage + count
         return PipelineState(stage - self.stages if wraps else stage, state.phase ^ 1 if wraps else state.phase)
@@ -153,7 +154,8 @@ class Pipeline:
 
     @cute.jit
     def producer_expect(self, state: PipelineState, size, part=0):
-        """Announce `size` bytes of asynchronous copies to the stage, and arrive. One elected lane does it."""
+        """Announce `size` bytes of asynchronous copies to a part of the stage, and arrive. One elected lane does both,
+        with one instruction."""
         with cute.arch.elect_one():
             expect_bytes(self.producer_barrier(state, part), size)
 
@@ -165,12 +167,12 @@ class Pipeline:
 
     @cute.jit
     def producer_commit(self, state: PipelineState, part=0):
-        """Arrive after this warp wrote to the stage itself. One elected lane does it."""
+        """Arrive at a part's full barrier after this warp wrote the data itself. One elected lane arrives."""
         with cute.arch.elect_one():
             arrive(self.producer_barrier(state, part))
 
     def producer_barrier(self, state: PipelineState, part=0) -> cute.Pointer:
-        """The barrier that counts the bytes copied to a part of the stage."""
+        """Return the full barrier of a part of the stage, which counts the bytes copied to it."""
         if self.parts == 1:
             return self.full + self.index(state)
         return self.full + (self.index(state) * self.parts + part)
@@ -182,56 +184,58 @@ class Pipeline:
 
     @cute.jit
     def is_full(self, state: PipelineState, part=0):
-        """Whether a part of the stage is full, without waiting."""
+        """Whether a part of the stage is full. This does not wait."""
         return cute.arch.mbarrier_test_wait(self.producer_barrier(state, part), state.phase)
 
     @cute.jit
     def consumer_release(self, state: PipelineState):
-        """Arrive after this warp read the stage. One elected lane does it."""
+        """Arrive at the stage's empty barrier after this warp has read the stage. One elected lane arrives."""
         with cute.arch.elect_one():
             arrive(self.consumer_barrier(state))
 
     def consumer_barrier(self, state: PipelineState) -> cute.Pointer:
-        """The barrier that counts the warps that have read the stage."""
+        """Return the stage's empty barrier, which counts the warps that have read the stage."""
         return self.empty + self.index(state)
 
 
 @dataclass(frozen=True)
 class Mbarriers:
-    """`count` single barriers in shared memory, from `first` on. The kernel counts their phases."""
+    """`count` single barriers in shared memory, from `first` on. The kernel keeps track of their phase bits."""
 
     first: cute.Pointer
     count: cutlass.Constexpr[int]
 
     @cute.jit
     def init(self, arrivals: cutlass.Constexpr):
-        """Initialise them: `arrivals`, and the bytes that they announce, end a phase. Called by one thread."""
+        """Initialise the barriers. A phase ends after `arrivals` arrivals and all bytes that they announced. One thread
+        calls this."""
         for i in cutlass.range_constexpr(self.count):
             cute.arch.mbarrier_init(self.first + i, arrivals)
 
     def barrier(self, index=0) -> cute.Pointer:
-        """Barrier number `index`, for `arrive`, `expect_bytes` and copies."""
+        """Return barrier number `index`, for `arrive`, `expect_bytes` and copies."""
         return self.first + index
 
     @cute.jit
     def wait(self, phase, index=0):
-        """Wait for the end of the phase."""
+        """Wait for the end of the phase with phase bit `phase`."""
         cute.arch.mbarrier_wait(self.barrier(index), phase)
 
     @cute.jit
     def arrive(self, index=0):
-        """One elected lane arrives."""
+        """Arrive at barrier number `index`. One elected lane of the calling warp arrives."""
         with cute.arch.elect_one():
             arrive(self.barrier(index))
 
 
 @cute.jit
 def arrive(barrier: cute.Pointer, cta: cutlass.Constexpr = None):
-    """This thread arrives; with `cta`, at the same barrier of that CTA of the cluster."""
+    """Arrive at the barrier, or with `cta` at the barrier with the same offset in CTA `cta` of the cluster. The calling
+    thread arrives."""
     cute.arch.mbarrier_arrive(barrier, cta)
 
 
 @cute.jit
 def expect_bytes(barrier: cute.Pointer, size):
-    """This thread announces `size` bytes of asynchronous copies, and arrives."""
+    """Announce `size` bytes of asynchronous copies, and arrive. The calling thread does both."""
     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)

@@ -1,7 +1,7 @@
-"""FP8 e4m3 quantisation of a group of 128 channels that a few neighbouring lanes hold in registers.
+"""FP8 e4m3 quantisation of a group of 128 channels that a few adjacent lanes hold in registers.
 
-A lane has `channels` consecutive channels as fp32; GROUP / channels lanes make a group. The order of the operations and
-their fp32 arithmetic are those of the references on a GPU, so results agree bit for bit.
+A lane holds `channels` consecutive channels as fp32; GROUP / channels lanes make a group. Operations come in the same
+order and in the same fp32 arithmetic as in the references on a GPU, so results agree bit for bit.
 """
 
 import cutlass
@@ -15,7 +15,8 @@ AMAX_MIN = 1e-4
 
 @cute.jit
 def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
-    """v <- H128 v over the group's lanes, times 128^-0.5. Channel index = lane * channels + position in v."""
+    """v <- 128^-0.5 H128 v, where H128 acts on the group's 128 channels. Element i of v is channel lane * channels + i,
+    with the lane's index in the group."""
     for log in cutlass.range_constexpr(7):
         stride = 1 << log
         if const_expr(stride < channels):
@@ -25,7 +26,7 @@ def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
                     v[i], v[i + stride] = a + b, a - b
         else:
             lane_bit = stride // channels
-            # The upper lane's result is partner - own: flip the own value's sign instead of branching.
+            # The lower lane of a pair computes v + partner, the upper lane partner - v: a sign avoids a branch.
             sign = Float32(1.0)
             if lane & lane_bit != 0:
                 sign = Float32(-1.0)
@@ -38,9 +39,10 @@ def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
 
 @cute.jit
 def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
-    """v <- v rounded to dtype, kept as fp32."""
+    """v <- v rounded to dtype, but stored as fp32."""
     if const_expr(dtype is BFloat16):
-        # Packed by hand: the compiler's own round trip converts one element at a time, at a quarter of the rate.
+        # Convert pairs by PTX. The compiler's own conversion to bf16 and back handles one element at a time, at a
+        # quarter of the rate.
         for i in cutlass.range_constexpr(0, cute.size(v), 2):
             pair = cute.arch.inline_ptx(
                 "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[v[i + 1], v[i]]
@@ -52,13 +54,15 @@ def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 @cute.jit
 def scale_of(amax: Float32) -> Float32:
-    """amax / 448 as PyTorch divides by a number on a GPU: by multiplying with its reciprocal, rounded to fp32."""
+    """Return amax / 448, computed as PyTorch divides a tensor by a Python number on a GPU: it multiplies by the
+    reciprocal of the number, rounded to fp32."""
     return amax * Float32(1.0 / E4M3_MAX)
 
 
 @cute.jit
 def ceil_to_ue8m0(scale: Float32) -> Float32:
-    """The next power of two at or above a positive normal number; infinity and NaN stay."""
+    """Return the least power of two that is at least `scale`, a positive normal number. Infinity and NaN are returned
+    as they are."""
     bits = scale.bitcast(Uint32)
     up = ((bits + Uint32(0x007FFFFF)) & Uint32(0xFF800000)).bitcast(Float32)
     result = scale
@@ -69,14 +73,14 @@ def ceil_to_ue8m0(scale: Float32) -> Float32:
 
 @cute.jit
 def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """`quantize_group` for groups of 128 channels, `channels` per lane."""
+    """Call `quantize_group` for a group of 128 channels, `channels` per lane."""
     return quantize_group(v, GROUP // channels, use_ue8m0)
 
 
 @cute.jit
 def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale). Returns the scale of the group that `lanes` lanes hold: amax / 448, with amax at least
-    1e-4, or the next power of two. NaN propagates."""
+    """v <- v * (1 / scale). Return the scale of the group that `lanes` lanes hold: amax / 448, with amax at least 1e-4,
+    rounded up to a power of two if `use_ue8m0`. NaN propagates."""
     amax = amax_of(v, GROUP // lanes)
     scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
     for i in cutlass.range_constexpr(cute.size(v)):
@@ -86,7 +90,8 @@ def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.
 
 @cute.jit
 def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
-    """The largest |v| of GROUP / channels lanes, at least AMAX_MIN, in all of them. NaN propagates."""
+    """Return the larger of AMAX_MIN and the largest |v| over the group's GROUP / channels lanes, in all these lanes.
+    NaN propagates."""
     amax = Float32(AMAX_MIN)
     for i in cutlass.range_constexpr(cute.size(v)):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
@@ -97,8 +102,8 @@ def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
-    """A group's scale, and the correctly rounded 1 / scale. Values are multiplied by it rather than divided by the
-    scale, as DeepGEMM does, so the bytes are equal."""
+    """-> (a group's scale, the correctly rounded 1 / scale). Values are multiplied by 1 / scale rather than divided by
+    the scale, as in DeepGEMM, so the e4m3 bytes equal DeepGEMM's."""
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = ceil_to_ue8m0(scale)

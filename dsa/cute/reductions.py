@@ -1,5 +1,5 @@
-"""Reductions over the lanes of a quad or a warp, and scans (prefix sums) over a warp or a block, which is all threads
-of a CTA."""
+"""Reductions over the lanes of a quad or a warp, and scans (prefix sums) over a warp or a block. A block here is all
+threads of a CTA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 @cute.jit
 def warp_inclusive_scan(own, lane):
-    """The sum of `own` over this warp's lanes up to and including this one."""
+    """Return the sum of `own` over this warp's lanes up to and including this lane."""
     scanned = own
     for log in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(scanned, offset=1 << log)
@@ -19,9 +19,11 @@ def warp_inclusive_scan(own, lane):
 
 @cute.jit
 def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
-    """-> (the sum of `own` over the threads before this one, the sum over all threads of the CTA). One barrier.
+    """-> (the sum of `own` over the threads before this thread, the sum over all threads of the CTA). Contains one
+    barrier.
 
-    sums  32 Int32 of shared memory, zero beyond the CTA's warps. They may be used again after another barrier
+    sums  32 Int32 in shared memory; elements at and past the number of warps are zero. Another barrier must come before
+          the next use of `sums`
     """
     scanned = warp_inclusive_scan(own, lane)
     if lane == 31:
@@ -35,7 +37,10 @@ def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
 
 @cute.jit
 def quad_reduce_scatter(a, b, c, d, upper, odd):
-    """The sum over a quad of a in its lane 0, of b in lane 1, of c in lane 2, of d in lane 3: three shuffles."""
+    """Return a quad's sum of a in its lane 0, of b in lane 1, of c in lane 2, and of d in lane 3, with three shuffles.
+
+    upper, odd  whether this lane is lane 2 or 3, and lane 1 or 3, of its quad
+    """
     even_pair = (c if upper else a) + cute.arch.shuffle_sync_bfly(a if upper else c, offset=2)
     odd_pair = (d if upper else b) + cute.arch.shuffle_sync_bfly(b if upper else d, offset=2)
     keep = odd_pair if odd else even_pair
@@ -45,12 +50,12 @@ def quad_reduce_scatter(a, b, c, d, upper, odd):
 
 @cute.jit
 def reduce_sum(x: Float32, lanes: cutlass.Constexpr) -> Float32:
-    """The sum of x over `lanes` neighbouring lanes, a power of two. All of them get it."""
+    """Return the sum of x over `lanes` adjacent lanes, in all these lanes. `lanes` is a power of two."""
     for log in cutlass.range_constexpr(lanes.bit_length() - 1):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
     return x
 
 
 def warp_reduce_sum(x: Float32) -> Float32:
-    """The sum of x over a warp's lanes, which all get it."""
+    """Return the sum of x over a warp's lanes, in all lanes."""
     return reduce_sum(x, 32)

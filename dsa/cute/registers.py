@@ -1,4 +1,4 @@
-"""Small tensors in a thread's registers, and copies of a row's vectors to and from them."""
+"""Small tensors in a thread's registers, and loads of a row's vectors into them."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,21 +6,21 @@ from cutlass import Float32, Int32
 
 
 def filled(shape, value, dtype: type[cutlass.Numeric] = Float32) -> cute.Tensor:
-    """New registers, all with the same value."""
+    """Return a new tensor in registers, filled with `value`."""
     registers = cute.make_rmem_tensor(shape, dtype)
     registers.fill(value)
     return registers
 
 
 def loaded(source: cute.Tensor) -> cute.Tensor:
-    """Copy a tensor of static shape to new registers."""
+    """Return a copy in registers of a tensor of static shape."""
     registers = cute.make_rmem_tensor(source.shape, source.element_type)
     cute.autovec_copy(source, registers)
     return registers
 
 
 def converted(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Convert values to `dtype`, in new registers."""
+    """Return the values converted to `dtype`, in new registers."""
     registers = cute.make_rmem_tensor(values.shape, dtype)
     registers.store(values.load().to(dtype))
     return registers
@@ -28,7 +28,7 @@ def converted(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 @cute.jit
 def sum_in_order(values: cute.Tensor) -> Float32:
-    """The sum of fp32 values, added in order from zero."""
+    """Return the sum of fp32 values, added in order, starting from zero."""
     total = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(values)):
         total += values[i]
@@ -37,8 +37,8 @@ def sum_in_order(values: cute.Tensor) -> Float32:
 
 @cute.jit
 def load_vectors(row: cute.Tensor, values: cute.Tensor, first: Int32, step: cutlass.Constexpr, count):
-    """Load the vectors first, first + step and so on of a row of `count` vectors into values [width, vectors]. Values
-    past the row's end stay as they are."""
+    """Load the vectors `first`, `first` + `step` and so on of a row into values [width, vectors]. The row has `count`
+    vectors. Where a vector lies past the end of the row, `values` stays as it is."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = first + n * step
         if at < count:

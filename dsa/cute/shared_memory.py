@@ -1,5 +1,5 @@
-"""Reads and writes of shared memory at byte addresses, where there is no tensor of one type; and 8 x 8 matrices of
-16-bit numbers between shared memory and a warp's registers, as wgmma and mma have them."""
+"""Loads and stores of shared memory at byte addresses, for memory that contains several types; and copies of 8 x 8
+matrices of 16-bit numbers between shared memory and a warp's registers, in the register layout of wgmma and mma."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 
 @cute.jit
 def load_16(address: Int32):
-    """The 16 bytes at a multiple of 16, as four words."""
+    """Load 16 bytes at an address that is a multiple of 16, as four words."""
     return cute.arch.inline_ptx(
         "ld.shared.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -18,7 +18,7 @@ def load_16(address: Int32):
 
 @cute.jit
 def load_registers(address: Int32) -> cute.Tensor:
-    """`load_16`, as a tensor of four words in registers."""
+    """Load 16 bytes like `load_16`, but return a tensor of four words in registers."""
     words = cute.make_rmem_tensor((4,), Uint32)
     loaded = load_16(address)
     for i in cutlass.range_constexpr(4):
@@ -33,7 +33,7 @@ def load_4(address: Int32) -> Uint32:
 
 @cute.jit
 def load_8(address: Int32):
-    """The 8 bytes at a multiple of 8, as two words."""
+    """Load 8 bytes at an address that is a multiple of 8, as two words."""
     return cute.arch.inline_ptx(
         "ld.shared.v2.b32 {" + "{$w0}, {$w1}" + "}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
     )
@@ -46,7 +46,7 @@ def store_4(address: Int32, word: Uint32):
 
 @cute.jit
 def store_16(address: Int32, words):
-    """Four words to the 16 bytes at a multiple of 16."""
+    """Store four words to an address that is a multiple of 16."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};", read_only_args=[address, *words]
     )
@@ -59,8 +59,8 @@ def load_byte(address: Int32) -> Uint32:
 
 @cute.jit
 def load_matrices(address: Int32):
-    """Load 4 matrices; lane 8 i + r gives the address of row r of matrix i. -> one word per matrix: two neighbours of
-    row lane / 4."""
+    """Load 4 matrices; lane 8 i + r gives the address of row r of matrix i. -> one word per matrix, with columns
+    2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -70,7 +70,8 @@ def load_matrices(address: Int32):
 
 @cute.jit
 def load_matrices_transposed(address: Int32):
-    """Like `load_matrices`, but each word has two neighbours of column lane / 4."""
+    """Load 4 matrices like `load_matrices`, but transposed: each word has rows 2 (lane % 4) and 2 (lane % 4) + 1 of
+    column lane / 4."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -80,7 +81,7 @@ def load_matrices_transposed(address: Int32):
 
 @cute.jit
 def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
-    """Round two numbers to `dtype`, bf16 or fp16, and pack them into a word, the first in the lower half."""
+    """Round two numbers to `dtype`, bf16 or fp16, and return them in a word, `low` in the lower half."""
     kind = "bf16x2" if const_expr(dtype is BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
         f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
@@ -89,14 +90,15 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
 
 @cute.jit
 def store_matrices(address: Int32, words):
-    """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words`: one per matrix, two
-    neighbours of row lane / 4."""
+    """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words` has one word per matrix,
+    with columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
     _store(address, words, "")
 
 
 @cute.jit
 def store_transposed(address: Int32, words):
-    """Like `store_matrices`, but each word has two neighbours of column lane / 4."""
+    """Store matrices like `store_matrices`, but transposed: each word has rows 2 (lane % 4) and 2 (lane % 4) + 1 of
+    column lane / 4."""
     _store(address, words, ".trans")
 
 
@@ -112,5 +114,6 @@ def _store(address: Int32, words, kind: cutlass.Constexpr):
 
 @cute.jit
 def swizzled(row, vector):
-    """The index of vector `vector` (8 numbers) of a row in a tile of 64 x 64 16-bit numbers, as wgmma reads it."""
+    """Return the index of the first number of vector `vector` (8 numbers) of a row, in a tile of rows of 64 16-bit
+    numbers with wgmma's 128-byte swizzle."""
     return row * 64 + (vector ^ (row % 8)) * 8

@@ -1,4 +1,5 @@
-"""Split-K slices with a fixed order of summation, however the work is divided (small_m_product.py)."""
+"""Split-K slices. Their number and the order of their sums are fixed, so results do not depend on how slices are
+divided among warps and CTAs (small_m_product.py)."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -8,5 +9,5 @@ SLICES = 64
 
 @cute.jit
 def slice_start(index: Int32, steps: Int32) -> Int32:
-    """The first k-step of slice `index` of `steps`."""
+    """Return the first k-step of slice `index`, where `steps` k-steps are divided evenly into SLICES slices."""
     return index * (steps // SLICES) + index * (steps % SLICES) // SLICES

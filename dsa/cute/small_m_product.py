@@ -2,22 +2,23 @@
 
 Plan
 - A work tile is 16 rows of the matrix (M of the mma) by 8, 16 or 32 tokens. The k-steps of 32 channels are divided into
-  64 slices, and the slices into 8 groups. If there are few work tiles, each is computed by a cluster of 8 CTAs: a CTA
-  takes a group, and each of its 8 warps a slice, so that the whole GPU shares the bytes of a small matrix. If there are
-  enough work tiles to fill the GPU, each is computed by one CTA, and each of its 8 warps takes a group.
-- A warp loads its channels of both operands straight into registers, 16 bytes of a row per lane. These registers are
+  64 slices, and the slices into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes each: a CTA
+  computes a group, and each of its 8 warps a slice, so that all SMs share the loads of a small matrix. If there are
+  enough work tiles to fill the GPU, one CTA computes each, and each of its 8 warps computes a group.
+- A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane. These registers are
   the operands of two mma instructions: the order of channels within a k-step does not matter as long as both operands
-  have the same one. All loads of a round are in flight before its first mma.
-- A slice is one chain of mma instructions that starts at zero. The slices of a group are added in order, by the warp
-  that has them all or in shared memory. The groups are added in order, too; in a cluster each CTA receives the partial
-  sums of the results that it owns. So the bits of a result depend only on its row of x and its row of the matrix, not
-  on the tile, the other tokens and rows, or on whether a cluster or a CTA computes it.
+  have the same order. All loads of a round are in flight before its first mma.
+- A slice is one chain of mma instructions that starts at zero. The slices of a group are added in order: by the warp
+  that computes all of them, or in a cluster through shared memory. The groups are added in order, too; in a cluster
+  each CTA receives all groups' partial sums of the results that it stores. So the bits of a result depend only on its
+  row of x and its row of the matrix. They do not depend on the tile, on other tokens and rows, or on whether a cluster
+  or a single CTA computes the result.
 - Before a warp waits for the previous kernel, it prefetches its channels of the matrix to L2. It does not load them,
-  since the previous kernel may write the matrix. If all CTAs are resident, all bytes are requested at once, however
-  many rounds read them.
+  since the previous kernel may write the matrix. If all CTAs are resident, the whole matrix is requested at once,
+  however many rounds of loads follow.
 Shared memory: 512 x tokens bytes, and 64 x tokens more in a cluster.
-Constraints: channels a multiple of 32, and at least 2048 without a cluster; rows aligned to 16 bytes. Rows past the end
-repeat the last row.
+Constraints: channels a multiple of 32, and at least 2048 without a cluster; rows aligned to 16 bytes. Loads of a row
+past the end of x or of the matrix read the last row instead.
 Roofline: memory. The matrix is read once per tile of tokens (from L2 after the first), the tokens once per 16 rows.
 Latency: launch, one round of loads for up to 8192 channels in a cluster, three barriers.
 """
@@ -32,14 +33,15 @@ from dsa.cute.registers import filled, sum_in_order
 from dsa.cute.slices import SLICES, slice_start
 from dsa.cute.sm90 import WARP, cluster_sync, warp_and_lane
 
-ROWS = 16  # of the matrix, per mma
-OCTET = 8  # columns of an mma
-STEP = 32  # channels of two mma instructions
-VECTOR, WORDS = 8, 4  # channels and words of 16 bytes
+ROWS = 16  # rows of the matrix per mma (its M)
+OCTET = 8  # tokens per mma (its N)
+STEP = 32  # channels per k-step: two mma instructions
+VECTOR, WORDS = 8, 4  # channels and 32-bit words in 16 bytes
 CTAS = 8  # per cluster
 WARPS = 8
 THREADS = WARPS * WARP
-# (CTAs, tokens of a tile) -> steps whose loads are in flight at once: two CTAs a multiprocessor have room for them.
+# {(CTAs per work tile, tokens of a tile): k-steps whose loads are in flight at once}, as many as fit with two CTAs per
+# SM
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
 
@@ -47,12 +49,12 @@ class SmallMProduct:
     def __init__(self, dtype: type[cutlass.Numeric], tokens: int, ctas: int = CTAS):
         self.dtype, self.tokens, self.octets = dtype, tokens, tokens // OCTET
         self.ctas, self.round = ctas, ROUND[ctas, tokens]
-        self.slices = SLICES // (ctas * WARPS)  # of a warp
-        self.pairs = tokens // 2 * ROWS  # of neighbouring tokens of a row
+        self.slices = SLICES // (ctas * WARPS)  # per warp
+        self.pairs = tokens // 2 * ROWS  # results of a tile, in pairs of adjacent tokens of one matrix row
 
     @cute.jit
     def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
-        """y [T, O] fp32: rows of the matrix from `scaled_from` on times `scale`."""
+        """Compute y [T, O] fp32. Columns of y from `scaled_from` on are multiplied by `scale`."""
         self.kernel(x, weight, y, scale, scaled_from).launch(
             grid=(cute.ceil_div(x.shape[0], self.tokens) * self.ctas, cute.ceil_div(weight.shape[0], ROWS), 1),
             block=(THREADS, 1, 1),
@@ -112,8 +114,11 @@ class SmallMProduct:
 
     @cute.jit
     def multiply(self, x, weight, tile, column, index, first, end, nothing, warp, lane) -> cute.Tensor:
-        """The sum of a warp's slices, from slice `index` on, in the layout of the accumulators: [2 neighbouring tokens,
-        half of the rows, octet of tokens]."""
+        """Return the sum of a warp's slices, from slice `index` on, in the layout of the accumulators: [2 adjacent
+        tokens, half of the 16 rows, octet of tokens].
+
+        first, end  the warp's k-steps
+        nothing     one zero in shared memory"""
         place, quad = lane // 4, lane % 4
         acc, total = filled((2, 2, self.octets), 0.0), filled((2, 2, self.octets), 0.0)
         steps, number = x.shape[1] // STEP, index + 1
@@ -132,8 +137,9 @@ class SmallMProduct:
                         token = cutlass.min(tile * self.tokens + octet * OCTET + place, x.shape[0] - 1)
                         source = cute.local_tile(x[token, None], (VECTOR,), (at,))
                         cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, i])
-            # Keep all loads before the first mma: the compiler would move loads after mma instructions that wait for
-            # earlier loads. It moves no load across this barrier, and every mma needs the zero that is read after it.
+            # Keep all loads before the first mma. Otherwise ptxas would move loads after mma instructions that wait for
+            # earlier loads. It moves no load across this barrier of one warp, and no mma before it, because every mma
+            # needs the zero that is read after the barrier.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.round):
@@ -150,7 +156,8 @@ class SmallMProduct:
 
     @cute.jit
     def multiply_add(self, acc: cute.Tensor, w: cute.Tensor, v: cute.Tensor, word: cutlass.Constexpr):
-        """acc += (16 rows x 16 channels) (16 channels x 8 tokens), from the operands' words `word` and `word` + 1."""
+        """acc += (16 rows x 16 channels) times (16 channels x 8 tokens). The channels are those of the lanes' words
+        `word` and `word` + 1."""
         kind = "bf16" if const_expr(self.dtype is BFloat16) else "f16"
         given = [w[word, 0], w[word, 1], w[word + 1, 0], w[word + 1, 1], v[word], v[word + 1]]
         made = cute.arch.inline_ptx(
@@ -166,7 +173,7 @@ class SmallMProduct:
 
     @cute.jit
     def store(self, y: cute.Tensor, tile, column, pair, totals, scale: Float32, scaled_from: Int32):
-        """Store the results of two neighbouring tokens, as far as they exist."""
+        """Store the results of two adjacent tokens. Tokens and rows past the end are skipped."""
         row, token = column * ROWS + pair % ROWS, tile * self.tokens + pair // ROWS * 2
         factor = scale if row >= scaled_from else Float32(1.0)
         for i in cutlass.range_constexpr(2):
@@ -176,8 +183,9 @@ class SmallMProduct:
 
 @cute.jit
 def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-    """Send two partial sums of this CTA's group to the CTA that owns the results. received: [2, owned pairs, CTAs] in
-    each CTA."""
+    """Send two partial sums of this CTA's group to the CTA of the cluster that stores the results.
+
+    received  [2, pairs that a CTA stores, sending CTA] in each CTA's shared memory"""
     owned = received.shape[1]
     numbers = cute.make_rmem_tensor((2,), Float32)
     numbers[0], numbers[1] = low, high
@@ -187,7 +195,7 @@ def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Fl
 
 @cute.jit
 def in_order(parts: cute.Tensor):
-    """The two sums over n of parts [2, n], added in order from zero."""
+    """-> the two sums over n of parts [2, n], added in order, starting from zero."""
     values = cute.make_rmem_tensor(parts.shape, Float32)
     for i in cutlass.range_constexpr(parts.shape[1]):
         cute.autovec_copy(parts[None, i], values[None, i])

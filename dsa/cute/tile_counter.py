@@ -1,7 +1,7 @@
 """The tile counter of a dynamic persistent scheduler: int32 [1] in global memory, 0 before the launch.
 
-A CTA that becomes free takes the next work tile from it, so that a CTA on an SM with less memory bandwidth computes
-fewer tiles. No result depends on which CTA computes a tile.
+A CTA that becomes free increments the counter to get its next work tile, so that a CTA on an SM with less memory
+bandwidth computes fewer tiles. No result depends on which CTA computes a tile.
 """
 
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from dsa.cute.fake_tensors import fake
 
 @cute.jit
 def draw(tile_counter: cute.Tensor, lane):
-    """The next tile index, different for each call. Called by one warp; returned to all lanes."""
+    """Return the next tile index, in all lanes of the calling warp. Each call gets a different index."""
     number = Int32(0)
     if lane == 0:
         number = cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")

@@ -1,8 +1,8 @@
-"""Tile configurations: what may be tried, and the measured winners, which ship as data.
+"""Tile configurations: the candidates, and the measured winners, which ship as data.
 
-A configuration is a frozen dataclass; its fields can say with `choices` what may be tried. `dsa tune OP` times the
-candidates and writes dsa/tuned/ARCH/OP.json: the winner per class of shapes, which `tuned` reads. An op with a cost
-model stores only the classes where the model does not find the winner; `measured` reads these.
+A configuration is a frozen dataclass; `choices` gives a field the values to try. `dsa tune OP` times the candidates and
+writes the winner of each class of shapes to dsa/tuned/ARCH/OP.json, which `tuned` reads. For an op with a cost model
+the file contains only the classes for which the model does not choose the winner; `measured` reads these.
 """
 
 import contextlib
@@ -20,25 +20,26 @@ _trial: dict[tuple[str, str, str], Any] = {}
 
 
 def choices(*values: int) -> Any:
-    """A field of a configuration, with the values to try."""
+    """Return a dataclass field of a configuration, with the values to try in its metadata."""
     return dataclasses.field(metadata={"choices": values})
 
 
 def candidates(config_type: type[Config]) -> list[Config]:
-    """Every combination of the fields' choices."""
+    """Return a configuration for every combination of the fields' choices."""
     fields = dataclasses.fields(config_type)
     return [config_type(*values) for values in itertools.product(*(f.metadata["choices"] for f in fields))]
 
 
 def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Config:
-    """The winner of the op's kernel for an arch and this class of shapes, or the one on trial."""
+    """Return the op's winner for an arch and a class of shapes, or the configuration on trial."""
     on_trial = _trial.get((op, arch, shape_class))
     return config_type(**_data(path_of(op, arch))["winners"][shape_class]) if on_trial is None else on_trial
 
 
 def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
-    """For an op with a cost model: the configuration on trial, or the fields of the class's winner. None if none was
-    written, or for a GPU with another number of SMs; H100 and H200 have the same."""
+    """For an op with a cost model, return the configuration on trial, or the fields of the class's winner. Return None
+    if the class has no winner, or if the winners were measured on a GPU with another number of SMs. H100 and H200 have
+    the same number."""
     if (on_trial := _trial.get((op, arch, shape_class))) is not None:
         return on_trial
     data = _data(path_of(op, arch))
@@ -46,14 +47,14 @@ def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
 
 
 def path_of(op: str, arch: str) -> Path:
-    """The file of the winners of an op's kernel for an arch."""
+    """Return the path of the file with the op's winners for an arch."""
     return TUNED / arch / f"{op}.json"
 
 
 @contextlib.contextmanager
 def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
-    """Within the block, `tuned` and `measured` return this configuration. Recorded calls keep theirs: see
-    `forget_calls`."""
+    """Within the block, `tuned` and `measured` return this configuration. Recorded calls keep the configuration that
+    they were recorded with: see `forget_calls`."""
     _trial[op, arch, shape_class] = config
     try:
         yield
@@ -62,8 +63,8 @@ def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
 
 
 def write(op: str, winners: dict[str, Any], note: dict[str, str | int], path: Path) -> None:
-    """Write {class: configuration} to the op's data, and drop classes that map to None. Classes that are not given
-    stay, unless they were measured on a GPU with another number of SMs."""
+    """Write the winners {class: configuration} to the op's file, and remove classes that map to None. The file's other
+    classes stay, unless they were measured on a GPU with another number of SMs."""
     before = json.loads(path.read_text()) if path.exists() else {}
     old = before.get("winners", {})
     if "multiprocessors" in before and before["multiprocessors"] != note["multiprocessors"]:

@@ -1,8 +1,9 @@
 """Weighted sums of gathered rows. Products are rounded and then added in order, so the sums have the reference's bits.
 
-A thread has one vector of each row. It issues the copies of BATCH rows at once, by cp.async into its own part of shared
-memory. Plain loads would not stay together: ptxas uses the first before it issues the next. Copies of absent rows write
-zeros and read nothing, so the number of rows need not be a multiple of BATCH.
+A thread sums one vector (8 or 16 bytes) of all rows. It issues the copies of BATCH rows at once, by cp.async into its
+own part of shared memory. Plain loads would not overlap, because ptxas uses the result of the first load before it
+issues the next. The copy of an absent row writes zeros and reads nothing, so the number of rows need not be a multiple
+of BATCH.
 """
 
 import cutlass
@@ -14,11 +15,11 @@ from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_8, load_16
 
 BATCH = 8  # rows at a time
-COPIES = {8: (gather_8, load_8), 16: (gather_16, load_16)}  # of a vector of so many bytes
+COPIES = {8: (gather_8, load_8), 16: (gather_16, load_16)}  # {bytes of a vector: (copy to shared memory, load from it)}
 
 
 def scratch_of_thread(vector_bytes: int, threads: int, tid: Int32) -> Int32:
-    """Reserve shared memory for `add_weighted_rows`. -> the address of this thread's part."""
+    """Reserve shared memory for `add_weighted_rows`. -> the shared address of this thread's first vector."""
     layout = cute.make_layout(BATCH * threads * vector_bytes)
     memory = cutlass.memory.SmemAllocator().allocate_tensor(Uint8, layout, 128)
     return Int32(memory.iterator.toint()) + tid * vector_bytes
@@ -36,8 +37,8 @@ def add_weighted_rows(
     token,
     vector,
 ):
-    """acc += sum_j weights[token, j] * y[rows[token, j]], at vector `vector` of the rows of y. Without weights they are
-    1. A row outside y counts as zero."""
+    """acc += sum_j weights[token, j] * y[rows[token, j]], for vector `vector` of the rows of y. Without `weights`, all
+    weights are 1. A row outside y counts as zero."""
     gather, load = COPIES[vector_bytes]
     row_bytes = Int64(y.stride[0]) * (y.element_type.width // 8)
     start = y.iterator.toint() + Int64(vector) * vector_bytes
@@ -52,9 +53,9 @@ def add_weighted_rows(
                     factors[j] = weights[token, first + j]
         for j in cutlass.range_constexpr(BATCH):
             valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-            # An absent row counts as zero, even if its weight is infinite.
+            # An absent row has weight 0, because 0 times an infinite weight would be NaN.
             factors[j] = factors[j] if valid else Float32(0.0)
-            # Its address is not computed either: use that of y's first row.
+            # An absent row's address is not computed: use the address of y's first row.
             row = Int64(numbers[j]) if valid else Int64(0)
             gather(scratch + j * (threads * vector_bytes), start + row * row_bytes, valid)
         cute.arch.cp_async_commit_group()

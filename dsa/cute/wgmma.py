@@ -9,16 +9,17 @@ from cutlass.utils import hopper_helpers as sm90
 def k_major_layout(
     dtype: type[cutlass.Numeric], rows: int, channels: int, stages: int
 ) -> cute.Layout | cute.ComposedLayout:
-    """The shared-memory layout [rows, channels, stages] of an operand with contiguous channels, a or b, with TMA's
-    swizzle."""
+    """Return the shared-memory layout [rows, channels, stages] of a wgmma operand, A or B, with contiguous channels and
+    TMA's swizzle."""
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 1, channels), dtype, stages)
 
 
 @cute.jit
 def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, a_stage, b_stage):
-    """Start acc = stage `a_stage` of a times stage `b_stage` of b, as one group of wgmma instructions.
+    """Start acc = (stage `a_stage` of a) times (stage `b_stage` of b), as one committed group of wgmma instructions.
+    The caller waits for the group.
 
-    a, b  fragments [atom, rows, steps of channels, stages], as make_fragment_A and make_fragment_B give them
+    a, b  fragments [atom, rows, steps of channels, stages] from make_fragment_A and make_fragment_B
     """
     cute.nvgpu.warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):

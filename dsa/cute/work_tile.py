@@ -2,18 +2,19 @@
 
 A scheduler gives a CTA the index of its next work tile. The kernel's method `work_tile(index, ...)` turns the index
 into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps. There
-are three schedulers. Kernels use these names for them and their parts:
+are three kinds of schedulers:
 
-- static persistent: CTA i takes the tiles i, i + CTAs, i + 2 CTAs and so on. `StaticPersistentScheduler` below serves
-  all families. Every warp can compute the order, so none has to pass it on.
+- static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. All kernel families use
+  `StaticPersistentScheduler` below. Every warp can compute the order itself, so warps need not exchange it.
 - stream-K: the mainloop steps of all tiles form one sequence, which is divided evenly among the CTAs. A tile may be
-  split between neighbouring CTAs, which then write partial results. Full waves of whole tiles may come first, so that
-  only the tiles after them are split.
+  split between adjacent CTAs, which then write partial results. Some schedulers compute full waves of unsplit tiles
+  first, so that only the remaining tiles are split.
 - dynamic persistent: a CTA that becomes free takes its next tile from a counter in global memory (tile_counter.py).
 
-How tiles are split differs between families, so stream-K and dynamic schedulers are defined next to their kernels. They
-have those of these methods that they need: `first()`, the CTA's first tile; `advance(tile)`, the next one;
-`work_tile(index)`, its WorkTileInfo; `is_valid`, a field or property of the WorkTileInfo, False after the last tile.
+How tiles are split differs between kernel families, so stream-K and dynamic schedulers are defined next to their
+kernels. Where they need these methods, they use these names: `first()`, the CTA's first tile; `advance(tile)`, the next
+tile; `work_tile(index)`, its WorkTileInfo; `is_valid`, a field or property of the WorkTileInfo, False after the last
+tile.
 
     scheduler = static_persistent_scheduler()
     for index in cutlass.range(scheduler.first, rows * columns, scheduler.step, unroll=1):
@@ -36,7 +37,8 @@ warps through a WorkTilePipeline, a ring of two stages in shared memory:
                                                                    state = work_tiles.release(state)
                                                                    work_tile = work_tiles.current(state)
 
-Each kernel chooses how to mark the end: a field with a value that no work tile has.
+After the last work tile the scheduler publishes an invalid WorkTileInfo. Each kernel chooses its mark: a field with a
+value that no work tile has, here rows = 0.
 """
 
 from dataclasses import dataclass
@@ -52,7 +54,7 @@ INFO_STAGES = 2
 
 
 class StaticPersistentScheduler(NamedTuple):
-    """The tiles `first`, `first` + `step` and so on are this CTA's."""
+    """A CTA's tiles: `first`, `first` + `step`, `first` + 2 `step` and so on."""
 
     first: Int32
     step: Int32
@@ -60,19 +62,20 @@ class StaticPersistentScheduler(NamedTuple):
 
 @cute.jit
 def static_persistent_scheduler() -> StaticPersistentScheduler:
-    """For a one-dimensional grid."""
+    """Return this CTA's scheduler in a one-dimensional grid."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     return StaticPersistentScheduler(cta, ctas)
 
 
 def _words(info_type: type) -> int:
-    """Words per stage. Stages are aligned to 16 bytes, so that fields are read and written as vectors."""
+    """Return the 32-bit words per stage, a multiple of 4: stages are aligned to 16 bytes, so that fields are read and
+    written as vectors."""
     return -(-len(info_type._fields) // 4) * 4
 
 
 def work_tile_storage(info_type: type) -> type:
-    """The shared memory of a WorkTilePipeline: a field of a @cute.struct."""
+    """Return the type of a @cute.struct field that contains a WorkTilePipeline's shared memory."""
 
     @cute.struct
     class WorkTileStorage:
@@ -84,7 +87,9 @@ def work_tile_storage(info_type: type) -> type:
 
 @dataclass(frozen=True)
 class WorkTilePipeline:
-    """info [fields, stages]: the fields of `info_type`, a NamedTuple of Int32, per stage."""
+    """A ring in shared memory through which one warp passes work tiles to other warps.
+
+    info [fields, stages] contains a WorkTileInfo of type `info_type`, a NamedTuple of Int32, per stage."""
 
     pipeline: Pipeline
     info: cute.Tensor
@@ -92,25 +97,25 @@ class WorkTilePipeline:
 
     @staticmethod
     def of(storage, info_type: type) -> "WorkTilePipeline":
-        """Uses the memory that `work_tile_storage(info_type)` reserved."""
+        """Return the pipeline in `storage`, a `work_tile_storage(info_type)`."""
         layout = cute.make_layout((len(info_type._fields), INFO_STAGES), stride=(1, _words(info_type)))
         info = storage.info.get_tensor(layout)
         return WorkTilePipeline(Pipeline.of(storage.barriers, INFO_STAGES), info, info_type)
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Initialise the barriers; `consumers` warps read each work tile. Called by one thread."""
+        """Initialise the barriers. `consumers` warps read each work tile. One thread calls this."""
         self.pipeline.init(consumers)
 
     @cute.jit
     def publish(self, state: PipelineState, info) -> PipelineState:
-        """Pass a work tile on. Called by one warp. Returns the next state."""
+        """Wait for an empty stage and write a work tile to it. One warp calls this. Return the next state."""
         self.pipeline.producer_wait(state)
         return self.commit(state, info)
 
     @cute.jit
     def commit(self, state: PipelineState, info) -> PipelineState:
-        """Like `publish`, after the caller has waited for the empty stage."""
+        """Write a work tile to a stage that the caller knows to be empty. Return the next state."""
         with cute.arch.elect_one():
             write_info(self.info, state.stage, info)
             arrive(self.pipeline.producer_barrier(state))
@@ -124,12 +129,12 @@ class WorkTilePipeline:
 
     @cute.jit
     def read(self, state: PipelineState):
-        """Read the current work tile again, to save registers."""
+        """Read the current work tile again, so that its fields need not stay in registers."""
         return read_info(self.info_type, self.info, state.stage)
 
     @cute.jit
     def release(self, state: PipelineState) -> PipelineState:
-        """Release the work tile, which this warp has read. Returns the next state."""
+        """Release the work tile after this warp has read it. Return the next state."""
         cute.arch.sync_warp()
         self.pipeline.consumer_release(state)
         return self.pipeline.advance(state)
@@ -137,7 +142,7 @@ class WorkTilePipeline:
 
 @cute.jit
 def write_info(memory: cute.Tensor, stage: Int32, info):
-    """Write a WorkTileInfo to a stage of memory [fields, stages]. Called by one thread."""
+    """Write a WorkTileInfo to a stage of memory [fields, stages]. One thread calls this."""
     for i in cutlass.range_constexpr(len(info)):
         memory[i, stage] = info[i]
 

@@ -1,29 +1,32 @@
-"""DeepSeek-V4's compressor: turns blocks of tokens into cache entries (softmax, norm, RoPE, rounding), updates state.
+"""DeepSeek-V4's compressor: turns blocks of m tokens into cache entries (softmax, norm, RoPE, rounding), and writes new
+tokens to the state. With overlap, an entry has 2 m tokens: its block and the previous block.
 
 Plan
-- A thread has four channels of a part, which is a few neighbouring tokens of an entry. It issues the loads of both
-  projections of all these tokens before it needs the first value, so an entry costs one round trip to memory. Whether a
-  token is new or in the state only decides where its values are loaded from, and no branch waits for an earlier load.
-- A part is reduced to maxima, sums and weighted sums. Groups of threads have the parts of an entry. They exchange them
-  through shared memory and merge them in the order of the tokens, so an entry's bits do not depend on the pass that
-  completes it.
+- An entry's tokens are divided into parts of a few consecutive tokens. A thread has four channels of a part. It issues
+  the loads of both projections of all tokens of the part before it needs the first value, so an entry costs one round
+  trip to memory. Whether a token is new or in the state only decides the address of its loads, and no branch waits for
+  an earlier load.
+- A thread reduces its part, per channel, to a maximum, a sum and a weighted sum. The parts of an entry are distributed
+  over groups of threads. The groups exchange their results through shared memory and merge them in the order of the
+  tokens, so an entry's bits do not depend on which call of the kernel completes the entry.
 - An entry of 8 tokens has two parts, one per block, in one CTA. An entry of 128 tokens is 256 KiB, more than one SM
-  reads quickly. A cluster of 8 CTAs shares it, with 64 channels per CTA, which is one scale group, and eight groups of
+  reads quickly. A cluster of 8 CTAs shares it: each CTA has 64 channels, which share one scale, and eight groups of
   threads that process two parts each. The CTAs exchange only their sums of squares.
-- The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes find the
-  scale of 64 channels, and a warp computes the Hadamard transform. The epilogue's operands are loaded together with the
-  tokens. Meanwhile, the other warps write the new tokens to the state.
-- A work tile is an entry, but the first work tile of a sequence is its first two entries. Only these two use tokens in
-  the state, and the same CTA then overwrites the state with the new tokens (in a cluster, each CTA its channels). A CTA
-  finds the sequence of its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of
-  disjoint sequences. If boundaries are wrong and sequences overlap, a CTA processes several work tiles (static
-  persistent).
+- The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes compute the
+  scale of 64 channels, and a warp computes the Hadamard transform of 128. The epilogue's operands are loaded together
+  with the tokens. Meanwhile, the other warps write the new tokens to the state.
+- A work tile is one entry, but the first work tile of a sequence is the sequence's first two entries. Only these two
+  read tokens from the state. After that, the same CTA overwrites the state with the new tokens; in a cluster, each CTA
+  overwrites its channels. A CTA finds the sequence of its work tile by a scan over all sequences. The grid has enough
+  CTAs for all work tiles of disjoint sequences. If boundaries are wrong and sequences overlap, a CTA processes several
+  work tiles (static persistent).
 Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and 3 numbers per channel of the CTA
 and group of threads.
 Constraints: m = 4 with overlap and d = 512 or 128, or m = 128 without overlap and d = 512. RoPE rotates 64 channels in
-neighbouring pairs. Rows at multiples of 16 bytes.
+pairs of adjacent channels. Rows start at multiples of 16 bytes.
 Roofline: memory, both projections of each token read once (with overlap, each of a token's two entries reads half of
-its channels). Single token: latency of the launch, a sequence's numbers, its tokens and two barriers.
+the token's channels). For a single token: latency of the launch, of the loads of the sequence's numbers, of the loads
+of its tokens, and of two barriers.
 """
 
 from typing import NamedTuple
@@ -45,16 +48,16 @@ from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = 4  # per thread
-SQUARES = 8  # the most sums per entry: one per warp, or one per CTA of a cluster
-KEPT_AT_ONCE = 2  # vectors per thread in flight to the state
-MAX_POSITIONS = 2**31 - 512  # per sequence: two blocks after the last position still fit an int32
-MAX_WORK_TILES = 2**30  # over all sequences; only overlapping sequences could have more
+SQUARES = 8  # the most sums of squares per entry: one per warp, or one per CTA of a cluster
+KEPT_AT_ONCE = 2  # vectors per thread that are loaded together and then stored to the state
+MAX_POSITIONS = 2**31 - 512  # per sequence, so that positions up to two blocks past the last still fit an int32
+MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences could have more
 
 
 class WorkTileInfo(NamedTuple):
     """number: index of the work tile in its sequence, or -1 if there is none. low, length: the sequence's first new
-    token and its number of new tokens. start: number of tokens before them. state_slot: the sequence's slot in the
-    state."""
+    token and its number of new tokens. start: number of the sequence's tokens before its new tokens. state_slot: the
+    sequence's slot in the state."""
 
     number: Int32
     low: Int32
@@ -64,7 +67,8 @@ class WorkTileInfo(NamedTuple):
 
 
 class WriteCompressedKvSm90:
-    """dtype: of the projections. layout: a float dtype, "v4" or, for 128 channels, "index"."""
+    """dtype: dtype of the projections. layout: layout of the cache: a float dtype, "v4" or, for 128 channels,
+    "index"."""
 
     def __init__(self, dtype: type[cutlass.Numeric], dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
@@ -73,13 +77,15 @@ class WriteCompressedKvSm90:
         self.width = dim // self.slices  # channels per CTA
         self.row_threads = self.width // CHANNELS
         self.threads = self.row_threads * self.groups
-        # With 64 channels per CTA, half a warp runs the epilogue. The other half repeats its work and stores nothing.
+        # With 64 channels per CTA, half a warp is enough for the epilogue. Its other half runs along, because shuffles
+        # need all lanes, and stores nothing.
         self.epilogue_threads = max(self.row_threads, WARP)
         self.squares = self.slices if self.slices > 1 else self.row_threads // WARP
         self.row = Fp8Row("v4", CHANNELS)
         self.launch_options = {}
         if dim == 512:
-            # Minimum CTAs per SM. With entries of two blocks, three CTAs leave a thread 80 registers: enough for fp32.
+            # Minimum CTAs per SM. For entries of two blocks, three CTAs leave 80 registers per thread, which is enough
+            # for fp32 projections only.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:
@@ -147,7 +153,7 @@ class WriteCompressedKvSm90:
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
         if const_expr(self.slices > 1):
-            # All CTAs of the cluster have started, so their shared memory may be written to.
+            # After this wait all CTAs of the cluster have started, so their shared memory may be written.
             cute.arch.cluster_wait()
         rank, buffer = scheduler.first % self.slices, Int32(0)
         index = scheduler.first // self.slices
@@ -162,7 +168,7 @@ class WriteCompressedKvSm90:
             total = totals[0]
             if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # The first work tile is the first two entries.
+                # A sequence's first work tile is its first two entries.
                 begin, end = number + 1, cutlass.min(number + 2, count)
                 if number == 0:
                     begin = Int32(0)
@@ -173,8 +179,8 @@ class WriteCompressedKvSm90:
                     )
                     buffer = 1 - buffer
                 if number == 0:
-                    # All threads have read the state before the barriers of `entry`, so it may be overwritten now. If
-                    # there was no entry, the epilogue's warps take part.
+                    # All threads have read the state before the barriers of `entry`, so the state may be overwritten
+                    # now. The epilogue's warps are still busy, so only the others write, unless there was no entry.
                     keeper = Int32(self.epilogue_threads if end > begin else 0)
                     self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper)
             index += scheduler.step // self.slices
@@ -184,9 +190,9 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
-        """-> (first new token, number of new tokens, number of tokens before them) of a sequence. Accesses stay inside
-        the tensors whatever the arguments say. A sequence whose boundaries decrease or lie outside has no new tokens,
-        so it takes none from other sequences."""
+        """-> (a sequence's first new token, number of new tokens, number of tokens before the new tokens). Whatever the
+        arguments contain, accesses stay inside the tensors. A sequence whose boundaries decrease or are out of range
+        has no new tokens, so it gets none that belong to other sequences."""
         low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
         length = Int32(0) if low < 0 or low > high or high > tokens else high - low
         return low, length, cutlass.max(cutlass.min(start, MAX_POSITIONS - tokens), 0)
@@ -204,8 +210,9 @@ class WriteCompressedKvSm90:
         index,
         lane,
     ):
-        """Write the WorkTileInfo of work tile `index` to `found`, with number = -1 if there are fewer work tiles, and
-        the number of all work tiles to `totals`. Sequences without a valid state slot have none. Called by one warp."""
+        """Write the WorkTileInfo of work tile `index` to `found`, with number = -1 if there are fewer work tiles. Write
+        the number of work tiles of all sequences to `totals`. A sequence without a valid state slot has no work tiles.
+        One warp calls this."""
         if lane == 0:
             found[0, 0] = Int32(-1)  # stays if no lane finds the work tile
         cute.arch.sync_warp()
@@ -253,8 +260,8 @@ class WriteCompressedKvSm90:
         buffer,
         tid,
     ):
-        """Compute and store entry `number` of a sequence, whose new tokens begin at row `low` and position `start`.
-        buffer: alternates between 0 and 1 over the entries of a CTA."""
+        """Compute and store entry `number` of a sequence. The sequence's new tokens begin at row `low` of kv and at
+        position `start` of the sequence. buffer: alternates between 0 and 1 from entry to entry of a CTA."""
         group, own = tid // self.row_threads, tid % self.row_threads
         at = rank * self.row_threads + own  # index of this thread's vector of CHANNELS in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
@@ -288,8 +295,9 @@ class WriteCompressedKvSm90:
         if tid < self.epilogue_threads:
             self.merge(parts, acc, own)
             self.share_square(acc, squares[None, buffer], rank, tid)
-        # After this barrier all threads have read `parts`, so the next entry may overwrite them. Squares are read after
-        # it. The next entry uses the other buffer, and its barriers protect this one from the entry after the next.
+        # After this barrier all threads have read `parts`, so the next entry may overwrite them, and the sums of
+        # squares are visible. The next entry writes its sums to the other buffer. The entry after the next uses this
+        # buffer again; the barriers of the next entry come between.
         if const_expr(self.slices > 1):
             cluster_sync()
         else:
@@ -302,7 +310,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def ask(self, weight, cos, sin, slots, gain, angle, slot, token, tokens, at):
-        """Load the epilogue's operands for the entry that `token` ends."""
+        """Load the epilogue's operands (gain, angles, slot) for the entry whose last token is `token`."""
         cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (at,)), gain)
         rotated = at - (self.dim - ROPE_CHANNELS) // CHANNELS
         if rotated >= 0:
@@ -315,11 +323,12 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
-        """Load KV and Z of a part, the entry's tokens from `first` on. Z of new tokens still lacks `bias`, which is
-        loaded separately. Tokens before the sequence's first one keep their initial values, which have no weight."""
+        """Load KV (k) and Z (z) of a part: the entry's tokens from `first` on. For new tokens, the caller must add
+        `bias` to z; in the state it is already added. For tokens before position 0, k and z keep their initial values,
+        which have no weight in the softmax."""
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
-            # The first part is the previous block.
+            # The first part is the previous block, the second this block. Each uses one half of a token's channels.
             position -= self.ratio
             column = at + first // self.ratio * self.row_threads
         if position >= 0:
@@ -354,7 +363,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def merge(self, parts, acc, own):
-        """Merge all parts of the entry into this thread's channels, acc."""
+        """Merge the parts of the entry. acc gets the entry's values of this thread's channels."""
         found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
         for g in cutlass.range_constexpr(self.groups):
             for n in cutlass.range_constexpr(3):
@@ -386,8 +395,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def store(self, v, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid):
-        """Apply norm, RoPE and rounding to this thread's channels v, and store them to the slot of the token that ends
-        the block."""
+        """Apply norm, RoPE and rounding to this thread's channels v, and store them to the slot of the block's last
+        token."""
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
@@ -412,7 +421,7 @@ class WriteCompressedKvSm90:
                 if at == 0:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
-            # RoPE's lanes quantise, too, because shuffles need all lanes. Their results are not stored.
+            # Lanes with RoPE channels quantise, too, because shuffles need all lanes. Their results are not stored.
             step = converted(v, Float32)
             scale = quantize_group(step, 16, True)
             if exists:
@@ -431,13 +440,13 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
-        """Store v, converted to the row's dtype, from channel CHANNELS * at on."""
+        """Store v, converted to the row's dtype, to the row's channels from CHANNELS * at on."""
         cute.autovec_copy(converted(v, row.element_type), cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
-        """Write the new tokens' projections to the state. If there are more tokens than the state has rows, write only
-        the last ones. Done by the threads from `keeper` on."""
+        """Write the new tokens' projections to the state, Z with its bias. If there are more new tokens than rows of
+        the state, write only the last tokens. The threads from `keeper` on do this."""
         vectors = self.row_threads * (2 if self.overlap else 1)  # per token in this CTA
         first, step = cutlass.max(length - state.shape[1], 0), self.threads - keeper
         total = (length - first) * vectors
@@ -465,13 +474,13 @@ class WriteCompressedKvSm90:
 
 @cute.jit
 def vector_of(row: cute.Tensor, at):
-    """The address of vector `at` of CHANNELS numbers in a row."""
+    """Return the address of a row's vector number `at`, where a vector has CHANNELS numbers."""
     return Int64(cute.local_tile(row, (CHANNELS,), (at,)).iterator.toint())
 
 
 @cute.jit
 def copy_vector(address, target: cute.Tensor):
-    """Load CHANNELS numbers from an address."""
+    """Load CHANNELS numbers from a global address into `target`."""
     kind = target.element_type
     pointer = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=CHANNELS * kind.width // 8)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(CHANNELS)), target)
@@ -479,18 +488,18 @@ def copy_vector(address, target: cute.Tensor):
 
 @cute.jit
 def exp2(x: Float32) -> Float32:
-    """2^x, or 0 if the result is below 2^-126."""
+    """Return 2^x, or 0 if the result is below 2^-126."""
     return cute.math.exp2(x, fastmath=True)
 
 
 @cached
 def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool, layout: str):
-    """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots [T] int32 or the words of
-    int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32 with n at least the tokens of an entry,
-    state_slots [B] int32, page_size, eps); B > 0.
+    """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots, cu_seqlens [B + 1],
+    starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size, eps); B > 0. slots is [T] int32, or
+    [2 T] int32 that are the words of int64 slots. n is at least the number of tokens of an entry.
 
-    cache: [pages, P, d] of the dtype `layout`; "v4", [pages, P, 576] bytes, scales after a page's rows; "index",
-    [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
+    cache: [pages, P, d] of the dtype `layout`; for "v4", [pages, P, 576] bytes, with a page's scales after its rows;
+    for "index", [pages, P, 132] bytes. Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
     projections = [fake_rows(element, tokens, channels) for _ in range(2)]
@@ -498,7 +507,8 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     kind, width = (
         (cute_dtype(layout), dim) if layout in FLOAT_DTYPES else (Uint8, dim + 4 if layout == "index" else 576)
     )
-    # Index pages hold all values and then all scales. Their row dimension gives only the page size.
+    # A page of the index cache has all values first, then all scales. The cache's row dimension only gives the page
+    # size.
     page = strides(1, 128 // kind.width)
     row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
     return compile_sm90(
@@ -519,7 +529,7 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))
         for dtype in COMPRESSED_DTYPES

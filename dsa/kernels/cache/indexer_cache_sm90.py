@@ -1,9 +1,10 @@
-"""The indexer's keys: read_indexer_cache gathers rows from cache pages, write_indexer_cache scatters rows to them.
+"""Copies between rows and the indexer's key cache: read_indexer_cache gathers rows from cache pages,
+write_indexer_cache scatters rows to them.
 
 Plan
-- D / 16 lanes per token copy 16 bytes each, and one of them also copies the scale. A precomputed divisor gives a
-  token's page and offset.
-- A slot outside the cache reads as zero and is not written.
+- D / 16 lanes per token copy 16 bytes each, and one of them also copies the scale. A division by multiplication, with
+  numbers that the host computes, gives the page and offset of a slot.
+- For a slot outside the cache, a read gives zeros and a write does nothing.
 Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiples of 16 bytes.
 Roofline: memory, 2 (D + 4) + 8 bytes per token.
 """
@@ -19,7 +20,7 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-BYTES = 16
+BYTES = 16  # per lane
 THREADS = 256
 
 
@@ -91,7 +92,7 @@ def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     return [
         (compile_indexer_cache, (dim, slots, write))
         for dim in INDEX_HEAD_DIMS

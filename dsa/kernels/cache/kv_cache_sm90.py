@@ -1,18 +1,19 @@
-"""Rows of the paged MLA cache: write rows, read rows, and write rows from their projection (norm, RoPE, quantisation).
+"""Kernels on rows of the paged MLA cache: write rows, read rows, and write rows from their projection (norm, RoPE,
+quantisation).
 
 Plan
-- One warp per token. A row is in registers from the loads to the stores; kv_row.py says which channels a lane holds.
-  All loads are contiguous over the warp. None waits for another, except those whose address depends on a slot.
-- FP8 rows: a shuffle tree gives a group's amax. The roundings are those of the references, so the bits are equal.
-- RMSNorm takes one shuffle tree. RoPE on interleaved pairs stays within a lane; on halves, a lane exchanges with the
-  lane 16 away. Norm and RoPE each round to the projection's dtype, as the separate ops do.
-- Float rows are copied and converted, with any number of channels: 4 vectors per lane in flight.
-- A slot outside the cache is not written, and reads as zeros.
+- One warp per token. A row stays in registers from the loads to the stores; kv_row.py says which channels a lane has.
+  All loads are contiguous over the warp. A load waits for another load only if its address depends on a slot.
+- FP8 rows: a shuffle tree gives a group's amax. Each rounding is done as in the references, so the bits are equal.
+- RMSNorm takes one shuffle tree. RoPE on interleaved pairs stays within a lane; for RoPE on halves, a lane exchanges
+  with the lane 16 away. Norm and RoPE each round to the projection's dtype, as separate ops do.
+- Float rows, with any number of channels, are copied and converted with 4 vectors per lane in flight.
+- For a slot outside the cache, a write does nothing and a read gives zeros.
 Shared memory: none. Constraints: rows at multiples of 16 bytes; channels of float rows a multiple of 8.
 Roofline: memory. Bytes per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576 channels);
-with the projection, 256 more for the angles. At the copy bandwidth, a warp has about 390 issue slots per 1808 bytes.
-For V3.2's layout it needs 180 to write, 140 to read and 340 to write from the projection. It needs 50 more to also
-return the rows as a read would give them, and 110 more for scales that are not powers of two.
+with the projection, 256 more for cosines and sines. At the copy bandwidth, a warp has about 390 issue slots per 1808
+bytes. For V3.2's layout it needs 180 of them to write, 140 to read and 340 to write from the projection. It needs 50
+more to also return the rows as a read would give them, and 110 more if scales are not powers of two.
 """
 
 import cutlass
@@ -37,26 +38,26 @@ from dsa.kernels.cache.limits import (
 )
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-WARPS = 4
-UNROLL = 4
+WARPS = 4  # per CTA
+UNROLL = 4  # vectors of a float row per lane in flight
 
 
 def _vector(*types: type[cutlass.Numeric]) -> int:
-    """Elements of the widest of the types in 16 bytes."""
+    """Return the number of elements of the widest of the types in 16 bytes."""
     return 128 // max(t.width for t in types)
 
 
 @cute.jit
 def _my_token():
-    """-> (this warp's token, the lane)."""
+    """Wait for the previous kernels. -> (this warp's token, this thread's lane)."""
     tid, block = thread_and_cta()
     wait_for_prerequisite_grids()
     return block * WARPS + tid // WARP, tid % WARP
 
 
 def _launch(kernel, tokens: Int32, stream) -> None:
-    """Launch one warp per token. With a minimum of CTAs per SM, even of 1, ptxas issues all loads first. Without one it
-    saves registers and loads in four rounds."""
+    """Launch one warp per token. With min_blocks_per_mp, even if it is 1, ptxas issues all loads first. Without it
+    ptxas saves registers and loads in four rounds."""
     kernel.launch(
         grid=(cute.ceil_div(tokens, WARPS), 1, 1),
         block=(WARPS * WARP, 1, 1),
@@ -68,14 +69,14 @@ def _launch(kernel, tokens: Int32, stream) -> None:
 
 @cute.jit
 def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
-    """v converted to another dtype through fp32, or v itself if the dtype is the same."""
+    """Return v converted to `dtype` through fp32, or v itself if it already has this dtype."""
     if const_expr(v.element_type is dtype):
         return v
     return converted(converted(v, Float32), dtype)
 
 
 class RowsSm90:
-    """A kernel that copies rows to a cache or from it."""
+    """Base class of kernels that copy rows to a cache or from it."""
 
     @cute.jit
     def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
@@ -84,7 +85,7 @@ class RowsSm90:
 
 
 class FloatRowsSm90(RowsSm90):
-    """Copy float rows to a float cache (`write`) or from it."""
+    """Copy float rows to a float cache if `write`, and otherwise from the cache."""
 
     def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
         self.write, self.vector = write, _vector(row_type, cache_type)
@@ -98,8 +99,8 @@ class FloatRowsSm90(RowsSm90):
             if const_expr(self.write):
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
                     load_vectors(rows[t, None], part, first + lane, WARP, vectors)
-                    # The slot is loaded after the row, so that the row's loads do not wait for it. The barrier keeps
-                    # the compiler from moving them after it.
+                    # The slot is loaded after the row, so that the row's loads do not wait for the slot. sync_warp
+                    # keeps the compiler from moving the row's loads after the slot's load.
                     cute.arch.sync_warp()
                     exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                     if exists:
@@ -127,7 +128,7 @@ class WriteFp8RowsSm90(RowsSm90):
             self.row.load(kv[t, None], raw, lane)
             cute.autovec_copy(self.row.pair(kv[t, None], lane), raw_pair)
             exists, page, offset = find_row(cache, slots, t, kv.shape[0], divisor)
-            # Otherwise the compiler moves the pair's load to its first use, after the slot's load.
+            # Without sync_warp, the compiler would move the pair's load to its first use, after the slot's load.
             cute.arch.sync_warp()
             v, pair = _convert(raw, Float32), _convert(raw_pair, Float32)
             out, scales = self.row.quantize(v, self.use_ue8m0)
@@ -162,8 +163,11 @@ class ReadFp8RowsSm90(RowsSm90):
 
 
 class WriteMlaCacheSm90:
-    """layout: the cache's float dtype or FP8 layout. channels: 576 if the norm covers only the channels before RoPE's,
-    512 if it covers all."""
+    """Write rows from their projection: norm, RoPE, and conversion to the cache's layout.
+
+    layout    the cache's float dtype or FP8 layout
+    channels  576 if the norm covers only the 512 channels before the RoPE channels; 512 if it covers all channels
+    """
 
     def __init__(self, row_type: type[cutlass.Numeric], layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
         self.quantizes = layout in FP8_LAYOUTS
@@ -246,7 +250,7 @@ class WriteMlaCacheSm90:
                     cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
             if keep != 0:
                 if const_expr(self.quantizes):
-                    # The values that a read of the row gives.
+                    # Return the values that a read of the row would give.
                     self.row.dequantize(out, scales, v)
                     round_to(pair, BFloat16)
                 self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
@@ -254,7 +258,7 @@ class WriteMlaCacheSm90:
 
     @cute.jit
     def angles(self, row: cute.Tensor, lane: Int32):
-        """The cosines (or sines) of this lane's two channels."""
+        """Return the cosines (or sines) of this lane's two RoPE channels."""
         out = cute.make_rmem_tensor((1 if self.interleaved else 2,), Float32)
         for i in cutlass.range_constexpr(cute.size(out)):
             out[i] = row[lane if self.interleaved else lane % (WARP // 2) * 2 + i]
@@ -262,7 +266,7 @@ class WriteMlaCacheSm90:
 
     @cute.jit
     def rotate(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
-        """Apply RoPE to this lane's two channels."""
+        """Apply RoPE to this lane's two RoPE channels."""
         if const_expr(self.interleaved):
             pair[0], pair[1] = rotate_pair(pair[0], pair[1], cos[0], sin[0])
         else:
@@ -274,7 +278,7 @@ class WriteMlaCacheSm90:
 
 
 def _cache(layout: str, channels) -> cute.Tensor:
-    """A fake cache: [pages, P, channels] of floats, or [pages, P, bytes per row] of an FP8 layout."""
+    """Return a fake cache: [pages, P, channels] of floats, or [pages, P, bytes per row] of an FP8 layout."""
     sizes = cute.sym_int(), cute.sym_int()
     if layout in FP8_LAYOUTS:
         return fake_rows(Uint8, *sizes, 656 if layout == "v32" else 576)
@@ -282,7 +286,8 @@ def _cache(layout: str, channels) -> cute.Tensor:
 
 
 def _operands(dtype: type[cutlass.Numeric], layout: str) -> tuple[cute.Tensor, ...]:
-    """Rows, cache and slots. An FP8 layout fixes the channels of a row; for floats they are any multiple of 8."""
+    """Return fake rows, cache and slots. An FP8 layout fixes the number of channels of a row; for a float cache it is
+    any multiple of 8."""
     channels = {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     rows = fake_rows(dtype, cute.sym_int(), channels)
     return rows, _cache(layout, channels), fake_contiguous(Int32, cute.sym_int())
@@ -290,10 +295,11 @@ def _operands(dtype: type[cutlass.Numeric], layout: str) -> tuple[cute.Tensor, .
 
 @cached
 def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
-    """-> f(kv [T, d] dtype, cache [pages, P, row], slots [T] int32 or [2 T], the words of int64); T, pages > 0.
+    """-> f(kv [T, d] dtype, cache [pages, P, row], slots); T, pages > 0. slots is [T] int32, or [2 T] int32 that are
+    the words of int64 slots.
 
-    layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales after its P rows. Rows and
-    pages start at multiples of 16 bytes. use_ue8m0 is False for floats."""
+    layout: a float dtype; "v32", with row = 656 bytes; or "v4", with row = 576 bytes and a page's scales after its P
+    rows. Rows and pages start at multiples of 16 bytes. use_ue8m0 is False for float layouts."""
     element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = WriteFp8RowsSm90(element, layout, use_ue8m0)
@@ -304,7 +310,8 @@ def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
 
 @cached
 def compile_read_kv_cache(layout: str, dtype: str):
-    """-> f(rows [T, d] dtype, cache, slots), as in `compile_write_kv_cache`."""
+    """-> f(rows [T, d] dtype, cache, slots), which reads rows from the cache; layout, cache and slots are as in
+    `compile_write_kv_cache`."""
     element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = ReadFp8RowsSm90(layout, element)
@@ -332,7 +339,7 @@ def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved:
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     scales = [("v32", True), ("v32", False), ("v4", True)]
     stored = [*((cache, False) for cache in FLOAT_DTYPES), *scales]
     rows = [*((cache, channels, False) for cache in FLOAT_DTYPES for channels in LATENT_CHANNELS)]

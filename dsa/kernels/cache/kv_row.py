@@ -1,9 +1,10 @@
-"""A row of the paged MLA cache: where a page stores its parts, and how a warp holds it in registers.
+"""A row of the paged MLA cache: the layout of its parts in a page, and in the registers of a warp.
 
-A row has N channels (512 or 448), followed by the 64 channels that RoPE rotates. Of the N channels, a lane holds V
-consecutive ones per step, 16 bytes in the caller's dtype, and steps are 32 V channels apart. Of the 64, a lane holds
-two neighbours, which are a pair of interleaved RoPE. So every access of a warp covers consecutive bytes, and channels
-that share a scale are in neighbouring lanes of the same step.
+A row has N channels (512 or 448) without RoPE, followed by the 64 channels that RoPE rotates. A warp holds a row in
+registers. The N channels are processed in steps of 32 V channels: in each step a lane holds V consecutive channels,
+which are 16 bytes in the caller's dtype. Of the 64 RoPE channels, a lane holds two adjacent ones, a pair of interleaved
+RoPE. So every access of a warp covers contiguous bytes, and channels that share a scale are in adjacent lanes of the
+same step.
 """
 
 import cutlass
@@ -19,9 +20,9 @@ from dsa.kernels.cache.limits import ROPE_CHANNELS
 
 @cute.jit
 def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, divisor: cute.FastDivmodDivisorV2):
-    """-> (whether token t's slot is in the cache, its page, its offset in the page). For a slot outside, page and
-    offset are those of the first row. cache [pages, P, ...]; slots [tokens] int32, or [2 * tokens], the words of
-    int64."""
+    """-> (whether token t's slot is in the cache, the slot's page, its offset in the page). For a slot outside, page
+    and offset are those of slot 0. cache [pages, P, ...]; slots is [tokens] int32, or [2 * tokens] int32 that are the
+    words of int64 slots."""
     wide = slots.shape[0] != tokens
     at = 2 * t if wide else t
     low = slots[at]
@@ -33,8 +34,8 @@ def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, di
 
 @cute.jit
 def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
-    """Store values [width, vectors] to the vectors first, first + WARP and so on of a row of `count` vectors. Values
-    past the row's end are not stored."""
+    """Store values [width, vectors] to the vectors `first`, `first` + WARP and so on of a row. The row has `count`
+    vectors; vectors past its end are not stored."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = first + n * WARP
         if at < count:
@@ -42,7 +43,7 @@ def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
 
 
 class WarpRow:
-    """A row with `nope` channels before the RoPE channels. A lane holds `vector` of them per step."""
+    """A row with `nope` channels before the RoPE channels. A lane holds `vector` of the `nope` channels per step."""
 
     def __init__(self, nope: int, vector: int):
         self.nope, self.vector = nope, vector
@@ -50,12 +51,13 @@ class WarpRow:
         self.steps = -(-self.vectors // WARP)
 
     def fragments(self, dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
-        """Registers for the channels before RoPE's, [V, steps], and for the RoPE pair."""
+        """-> (registers [V, steps] for a lane's channels before the RoPE channels, registers [2] for its RoPE pair)."""
         return cute.make_rmem_tensor((self.vector, self.steps), dtype), cute.make_rmem_tensor((2,), dtype)
 
     @cute.jit
     def load(self, row: cute.Tensor, v: cute.Tensor, lane: Int32):
-        """Load the channels before RoPE's. Zeros if the last step has none for this lane."""
+        """Load this lane's channels before the RoPE channels into v. If the last step has no channels for this lane,
+        they are zeros."""
         if const_expr(self.vectors % WARP != 0):
             v.fill(0)
         load_vectors(row, v, lane, WARP, self.vectors)
@@ -66,26 +68,27 @@ class WarpRow:
 
     @cute.jit
     def pair(self, row: cute.Tensor, lane: Int32):
-        """View this lane's two RoPE channels of a float row."""
+        """Return a view of this lane's two RoPE channels of a float row."""
         return cute.local_tile(row, (2,), (self.nope // 2 + lane,))
 
 
 class Fp8Row(WarpRow):
-    """A row of an FP8 layout: `nope` channels in e4m3, with a scale per 128 (V3.2) or 64 (V4), and 64 in bf16.
+    """A row of an FP8 layout: `nope` channels in e4m3, with a scale per 128 (V3.2) or 64 (V4) channels, and the 64 RoPE
+    channels in bf16.
 
-    V3.2: values, 4 fp32 scales and RoPE channels in 656 bytes. V4: values and RoPE channels in 576 bytes; after all
-    rows of a page come 8 bytes per row, 7 ue8m0 scales and a zero.
+    V3.2: a row has 656 bytes: values, 4 fp32 scales, RoPE channels. V4: a row has 576 bytes: values, RoPE channels.
+    After all rows of a page come 8 bytes per row: 7 ue8m0 scales and a zero.
     """
 
     def __init__(self, layout: str, vector: int):
         self.is_v4 = layout == "v4"
         super().__init__(448 if self.is_v4 else 512, vector)
-        self.lanes = (64 if self.is_v4 else 128) // vector  # lanes that hold a group
+        self.lanes = (64 if self.is_v4 else 128) // vector  # number of lanes with the channels of one scale
 
     @cute.jit
     def parts(self, cache: cute.Tensor, page: Int32, offset: Int32):
-        """-> views of a row: (values [N], scales [4] fp32 or [8] ue8m0, RoPE channels [64]). cache [pages, P, 656 or
-        576] uint8."""
+        """-> views of one row of the cache: (values [N], scales [4] fp32 or [8] ue8m0, RoPE channels [64]). cache
+        [pages, P, 656 or 576] uint8."""
         row = cache[page, offset, None].iterator.align(16)
         values = cute.make_tensor(cute.recast_ptr(row, dtype=Float8E4M3FN), cute.make_layout(self.nope))
         if const_expr(self.is_v4):
@@ -103,7 +106,8 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def quantize(self, v: cute.Tensor, use_ue8m0: cutlass.Constexpr):
-        """-> (v (fp32, [V, steps]) quantised to e4m3, the scale of each step)."""
+        """Quantise v (fp32, [V, steps]), which is overwritten. -> (e4m3 values [V, steps], this lane's scale per
+        step)."""
         scales = cute.make_rmem_tensor((self.steps,), Float32)
         for j in cutlass.range_constexpr(self.steps):
             scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
@@ -128,7 +132,7 @@ class Fp8Row(WarpRow):
         offset: Int32,
         lane: Int32,
     ):
-        """Store the results of `quantize`, and the fp32 RoPE pair as bf16."""
+        """Store the results `out` and `scales` of `quantize`, and the fp32 RoPE pair as bf16, to a row of the cache."""
         values, places, rope = self.parts(cache, page, offset)
         self.store(out, values, lane)
         for j in cutlass.range_constexpr(self.steps):
@@ -143,12 +147,12 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:
-        """The scale of this lane's channels of step j."""
-        # V4's last step has fewer vectors than lanes. Lanes without a vector read the padding byte.
+        """Return the scale of this lane's channels of step j. `places` contains the row's scales."""
+        # V4's last step has fewer vectors than lanes. Lanes without a vector read the zero after the 7 scales.
         found = places[(j * WARP + lane) // self.lanes]
         if const_expr(not self.is_v4):
             return found
-        exponent = Uint32(found)  # converted first: the compiler treats a Uint8 as never equal to 255
+        exponent = Uint32(found)  # convert before comparing: the compiler treats a Uint8 as never equal to 255
         bits = exponent << 23
         if exponent == 0:
             bits = Uint32(1 << 22)  # 2^-127 is subnormal in fp32

@@ -4,15 +4,15 @@
 INDEX_HEAD_DIMS = (32, 64, 128)
 
 # The MLA cache.
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # of rows and of a float cache
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and of a float cache
 FP8_LAYOUTS = ("v32", "v4")
-CHANNEL_MULTIPLE = 8  # of float rows
-# Writes from the projection: channels per row, channels with a norm weight, channels that RoPE rotates.
+CHANNEL_MULTIPLE = 8  # the channels of a float row are a multiple of this
+# Writes from the projection: channels per row, channels that the norm covers, channels that RoPE rotates.
 LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS = (576, 512), 512, 64
 
-# Entries of the compressor: (channels, tokens per block, whether blocks overlap); dtypes of the projections.
+# Entries of the compressor: (channels, tokens per block, whether blocks overlap).
 COMPRESSED_KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
-COMPRESSED_DTYPES = ("float32", "bfloat16")
+COMPRESSED_DTYPES = ("float32", "bfloat16")  # dtypes of the projections
 
-# Slot mapping: the most tokens, the most rows per page and the most tokens per row.
+# Slot mapping: the largest number of tokens, of rows per page, and of tokens per row.
 MAX_MAPPED = 2**30

@@ -1,19 +1,20 @@
-"""The slots of packed tokens in a paged cache.
+"""Computation of the cache slots of packed tokens.
 
-slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r is the row of token t in sequence b
+slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r is the row of token t in sequence b. A
+row is for `ratio` tokens; the last of them gets the slot, and the others get -1.
 
 Plan
-- One thread per token. All threads search the same boundaries for their tokens' sequences, so a load serves a whole
-  warp and hits L1.
-- With more than AT_ONCE sequences, the threads of a CTA first check together that the boundaries ascend. If so, each
-  thread finds its sequence by binary search. Otherwise each thread compares with all sequences, because a single wrong
-  boundary would mislead a binary search for tokens of other sequences, too.
+- One thread per token. All threads search the same boundaries for their tokens' sequences, so the lanes of a warp
+  mostly load the same address, and loads hit L1.
+- With more than AT_ONCE sequences, the threads of a CTA first check together that the boundaries ascend. If they do,
+  each thread finds its sequence by binary search. Otherwise each thread compares with all sequences, because with a
+  single wrong boundary a binary search would give wrong results for tokens of other sequences, too.
 - Positions are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A position that has a
-  slot fits int32; slots have 64 bits.
+  slot fits in int32; slots are int64.
 Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows per page
 and tokens per row.
 Launch: programmatic dependent launch.
-Roofline: memory, 8 bytes per token; latency at the sizes of decode.
+Roofline: memory, 8 bytes per token; in decode, which has few tokens, latency.
 """
 
 import cutlass
@@ -26,14 +27,14 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128
-AT_ONCE = 16  # boundaries whose loads are in flight together
-PAIRS = 4  # pairs of boundaries whose loads are in flight together
+AT_ONCE = 16  # `scan`: boundaries per thread whose loads are in flight together
+PAIRS = 4  # `ascends`: pairs of boundaries per thread whose loads are in flight together
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 class SlotMappingSm90:
-    """cached_tokens: the tokens are the last ones of a sequence of cache_seqlens tokens; otherwise they are all of it.
-    ring: a sequence's pages are a ring that holds its last rows."""
+    """cached_tokens: a sequence has cache_seqlens tokens, of which the packed tokens are the last; otherwise the packed
+    tokens are the whole sequence. ring: a sequence's pages are a ring buffer that contains its last rows."""
 
     def __init__(self, cached_tokens: bool, ring: bool):
         self.cached_tokens, self.ring = cached_tokens, ring
@@ -95,8 +96,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def ascends(self, starts: cute.Tensor, tid):
-        """Whether no boundary is below the previous one. False without a check for at most AT_ONCE sequences. Called by
-        all threads of the CTA."""
+        """Whether no boundary is below the previous boundary. For at most AT_ONCE sequences, return False without a
+        check, because `scan` is fast then. All threads of the CTA call this."""
         count, ordered = starts.shape[0] - 1, Boolean(False)
         if count > AT_ONCE:
             ordered = Boolean(True)
@@ -119,7 +120,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def search(self, starts: cute.Tensor, t):
-        """The sequence of token t, or -1, if boundaries ascend: the last sequence that begins at t or before."""
+        """Return the sequence of token t, or -1 if no sequence contains t. The boundaries must ascend, so that it is
+        the last sequence that begins at t or before."""
         low, high = Int32(-1), starts.shape[0] - 1
         while low + 1 < high:
             middle = (low + high) >> 1
@@ -131,8 +133,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def scan(self, starts: cute.Tensor, t):
-        """The sequence of token t, or -1. If several sequences contain t, the one that begins last. So wrong boundaries
-        take no tokens from later sequences."""
+        """Return the sequence of token t, or -1 if no sequence contains t. If several sequences contain t, return the
+        one that begins last. So a sequence with a wrong end gets no tokens of later sequences."""
         own, begins, low = Int32(-1), Int32(LOWEST), starts[0]
         count = starts.shape[0] - 1
         ends = cute.make_rmem_tensor((AT_ONCE,), Int32)
@@ -140,7 +142,7 @@ class SlotMappingSm90:
             for i in cutlass.range_constexpr(AT_ONCE):
                 ends[i] = starts[cutlass.min(first + i + 1, count)]
             for i in cutlass.range_constexpr(AT_ONCE):
-                # Past the last sequence, the last boundary is read again, which makes empty sequences.
+                # Past the last sequence the last boundary was read again, so these sequences are empty.
                 better = low <= t and t < ends[i] and low >= begins
                 own, begins = first + i if better else own, low if better else begins
                 low = ends[i]
@@ -154,8 +156,8 @@ def _int32(*shape):
 @cached
 def compile_slot_mapping(cached_tokens: bool, ring: bool):
     """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] or, without cached_tokens, None, slots [T]
-    int64, contiguous, page_size, ratio); all but slots are int32; B, max_pages > 0, T, page_size and ratio from 1 to
-    MAX_MAPPED."""
+    int64, page_size, ratio). slots is contiguous; all other arguments are int32. B, max_pages > 0; T, page_size and
+    ratio are from 1 to MAX_MAPPED."""
     batch = cute.sym_int()
     return compile_sm90(
         SlotMappingSm90(cached_tokens, ring),
@@ -168,5 +170,5 @@ def compile_slot_mapping(cached_tokens: bool, ring: bool):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_slot_mapping, (cached_tokens, ring)) for cached_tokens in (True, False) for ring in (False, True)]

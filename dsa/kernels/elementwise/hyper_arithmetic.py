@@ -1,9 +1,10 @@
 """Arithmetic shared by the hyper-connection kernels, so that all of them give the same bits.
 
-Sinkhorn normalisation leaves the matrix A unchanged and updates two vectors of factors: comb_ij = r_i A_ij c_j. The sum
-of row i is r_i (A c)_i. So a step costs four products, an addition and a reciprocal per factor. That is less than
-dividing 16 numbers, and the rounding errors of the steps do not add up. `_balance` interleaves the four sums of a step.
-If they were written one after the other, the compiler would keep that order, and a step would take twice as long.
+Sinkhorn normalisation here leaves the matrix A unchanged and updates two vectors of factors: comb_ij = r_i A_ij c_j.
+The sum of row i is r_i (A c)_i. So a step costs four products, an addition and a reciprocal per factor. That is less
+than dividing 16 numbers, and the rounding errors of the steps do not add up. `_balance` interleaves the four sums of a
+step. If the code computed them one after the other, the compiler would keep that order, and a step would take twice as
+long.
 """
 
 import cutlass
@@ -25,11 +26,11 @@ def sigmoid(z: Float32) -> Float32:
 
 @cute.jit
 def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
-    """The one or two elements of `dtype` in a 32-bit word, as fp32."""
+    """Return the one or two elements of `dtype` in a 32-bit word, as fp32."""
     packed = 32 // dtype.width
     v = cute.make_rmem_tensor((packed,), Float32)
     if const_expr(dtype is BFloat16):
-        # Two instructions by hand. The compiler needs three.
+        # This takes two instructions. The compiler's conversion takes three.
         v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
     else:
         own = cute.make_rmem_tensor((packed,), dtype)
@@ -40,7 +41,7 @@ def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def add_squares(total: Float32, word: Uint32, dtype: cutlass.Constexpr) -> Float32:
-    """total plus the squares of the elements of `dtype` in a 32-bit word."""
+    """Return total plus the squares of the elements of `dtype` in a 32-bit word."""
     v = numbers_of(word, dtype)
     for i in cutlass.range_constexpr(cute.size(v)):
         total = cute.math.fma(v[i], v[i], total)
@@ -49,13 +50,17 @@ def add_squares(total: Float32, word: Uint32, dtype: cutlass.Constexpr) -> Float
 
 @cute.jit
 def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr, zero: Uint32) -> cute.Tensor:
-    """sum_k pre[k] X_k for 16 bytes of each stream X, rounded to `dtype`. words: X [4, streams]. zero: see below."""
+    """Return sum_k pre[k] X_k for 16 bytes of each stream X_k, rounded to `dtype`.
+
+    words  [4, streams]: the 16 bytes of each stream
+    zero   0, but as a value that the compiler does not know: see below
+    """
     packed = 32 // dtype.width
     out = filled((WORDS * packed,), 0.0)
     for w in cutlass.range_constexpr(WORDS):
         for k in cutlass.range_constexpr(HYPER_STREAMS):
-            # XOR with `zero` forces a second conversion. Otherwise the compiler keeps the fp32 values across the
-            # barrier before this sum, in twice the registers.
+            # The caller has already converted these words once, for the mean square. XOR with `zero` forces a second
+            # conversion. Otherwise the compiler keeps the fp32 values in twice the registers until here.
             v = numbers_of(words[w, k] ^ zero, dtype)
             for i in cutlass.range_constexpr(packed):
                 out[w * packed + i] = cute.math.fma(pre[k], v[i], out[w * packed + i])
@@ -64,7 +69,7 @@ def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr,
 
 @cute.jit
 def shared_by_shuffles(own: Float32) -> cute.Tensor:
-    """The numbers of the warp's first four lanes: pre's elements."""
+    """Return the elements of pre, which the warp's first four lanes have in `own`."""
     pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         pre[k] = cute.arch.shuffle_sync(own, k)
@@ -73,7 +78,8 @@ def shared_by_shuffles(own: Float32) -> cute.Tensor:
 
 @cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
-    """given * y + sum_j weights[j] X_j in fp32 for consecutive channels. y [width], streams X [width, 4]."""
+    """Return given * y + sum_j weights[j] X_j in fp32, for `width` consecutive channels. y [width]; streams [width, 4]:
+    X_j is column j."""
     acc = cute.make_rmem_tensor((cute.size(y),), Float32)
     for i in cutlass.range_constexpr(cute.size(y)):
         acc[i] = given * y[i].to(Float32)
@@ -84,8 +90,8 @@ def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cu
 
 @cute.jit
 def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inverse, iterations, hc_eps):
-    """-> (post [4], comb [16]) of one token, computed by one thread. mix [24]: the token's row. inverse: 1 / its root
-    mean square."""
+    """-> (post [4], comb [16]) of one token. One thread computes them. mix [24]: the token's row. inverse: 1 / the root
+    mean square of the token's streams."""
     given = _logits(mix, base, 1, inverse * scale[1])
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         given[k] = Float32(2.0) * sigmoid(given[k])
@@ -115,7 +121,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
-    """factor * mix + base for the four consecutive elements 4 * part, ..., 4 * part + 3."""
+    """Return factor * mix + base for the four elements 4 * part, ..., 4 * part + 3."""
     z, bias = [loaded(cute.local_tile(x, (HYPER_STREAMS,), (part,))) for x in (mix, base)]
     z.store(z.load() * factor + bias.load())
     return z
@@ -123,8 +129,8 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 
 @cute.jit
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
-    """Update the factors `scales` of the columns (or rows), so that each is divided by its sum + hc_eps. across: the
-    factors of the other dimension."""
+    """Update the factors `scales` of the columns (or rows) of a, so that each column (or row) is divided by its sum +
+    hc_eps. across: the factors of the other dimension."""
     totals = filled((HYPER_STREAMS,), 0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):
         for n in cutlass.range_constexpr(HYPER_STREAMS):

@@ -3,16 +3,17 @@
 Plan
 - A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses
   them for the mean square and for x. Norm and cast use x, rounded to bf16, from registers. x itself is not stored.
-- The norm assigns vectors to threads as the separate kernel `rms_norm_sm90` does, so it adds up in the same order. The
-  mean square is added up in the order of `hyper_connections_sm90`, which has `shares` (2 or 4) times the threads per
-  token. Each thread here computes the sums of `shares` threads of that kernel, one after the other.
+- To get the bits of the separate kernels, sums are added in their order. The norm assigns vectors to threads as
+  `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`, which has `shares` (2 or 4)
+  times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel, one after
+  the other.
 - One extra warp computes post and comb, one token per lane. It loads its operands before the mean square is ready.
-  Then Sinkhorn's chain of reciprocals, 39 steps of four, takes longer than x, norm and cast, which the other warps
-  compute in the meantime.
-- Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. Sinkhorn hides the
-  latency. Before it waits for the previous kernel, the first CTA prefetches weights, base and scale to L2: in decode,
-  the previous step was the last to read them.
-- With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency is paid once for all.
+  Sinkhorn's chain of reciprocals, 39 steps of four, takes longer than x, norm and cast, which the other warps compute
+  meanwhile.
+- Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. This does not delay
+  the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
+  base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
+- With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
 Roofline: memory, 11 D bytes per token. Few tokens: latency of memory, of the sum over the CTA and of 40 dependent
@@ -45,13 +46,14 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
 MAX_TOKENS = 4  # per CTA
-CTAS = 1024  # with more tokens than this, CTAs get several: about two waves
-STREAMS_BARRIER, NORM_BARRIER = 1, 2
+CTAS = 1024  # about two waves; with more tokens than this, a CTA gets several tokens
+STREAMS_BARRIER, NORM_BARRIER = 1, 2  # named barriers
 
 
 class HyperCollapseNormCastSm90:
-    """threads: per CTA of the separate collapse kernel. lanes, vectors: threads per row and vectors per thread of the
-    separate norm kernel. use_ue8m0: whether the cast's scales are powers of two."""
+    """threads: threads per CTA of the separate collapse kernel (hyper_connections_sm90). lanes, vectors: threads per
+    row and vectors per thread of the separate norm kernel (rms_norm_sm90). use_ue8m0: whether the cast's scales are
+    powers of two."""
 
     def __init__(self, threads: int, lanes: int, vectors: int, use_ue8m0: bool):
         self.lanes, self.vectors, self.use_ue8m0 = lanes, vectors, use_ue8m0
@@ -132,7 +134,7 @@ class HyperCollapseNormCastSm90:
             )
         else:
             zero = Uint32(together >> 8)  # always 0, which the compiler cannot know
-            # opaque: values computed from tid would otherwise stay in registers across tokens.
+            # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
             for i in cutlass.range(count, unroll=1):
                 x = self.collapse(
                     *(streams, logits[None, i], squares[None, i], first + i, of_streams, zero, eps, hc_eps, opaque(tid))
@@ -141,8 +143,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
-        """Compute post and comb of the CTA's tokens, one token per lane. For the other warps, which load only streams,
-        write pre's scaled elements of mix and its base to `logits`."""
+        """Compute post and comb of the CTA's tokens, one token per lane. Also write pre's elements of mix, times scale,
+        and of base to `logits`, because the other warps load only streams."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = loaded(mix[first + own, None]), loaded(base)
@@ -162,8 +164,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """1 / sqrt(mean(v^2) + eps). The sums of the collapse kernel's warps are added as a tree: pairs, pairs of
-        pairs, ..."""
+        """Return 1 / sqrt(mean(v^2) + eps). `squares` has the sums of the separate collapse kernel's warps; they are
+        added as a tree: pairs, then pairs of pairs, and so on."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
@@ -172,8 +174,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def collapse(self, streams, logits, squares, t, of_streams, zero, eps, hc_eps, tid) -> cute.Tensor:
-        """-> this thread's elements of x of token t, as words [4, vectors]. `mixing` has written logits when the
-        barrier completes."""
+        """-> this thread's elements of x of token t, as words [4, vectors]. After the barrier, `logits` from `mixing`
+        and `squares` are valid."""
         vectors = streams.shape[2] // VECTOR
         words = filled((WORDS, HYPER_STREAMS, self.vectors), 0, Uint32)
         starts = [cute.local_tile(streams[t, k, None], (VECTOR,), (tid,)) for k in range(HYPER_STREAMS)]
@@ -203,7 +205,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
-        """Store the norm of token t and its FP8 cast."""
+        """Compute and store the norm of token t and its FP8 cast."""
         vectors = weight.shape[0] // VECTOR
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
@@ -234,7 +236,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, sums: cute.Tensor, tid: Int32) -> Float32:
-        """The sum over the row's threads, with the same bits in every thread."""
+        """Return the sum of x over the row's threads, with the same bits in every thread."""
         total = warp_reduce_sum(x)
         if const_expr(self.warps > 1):
             if tid % WARP == 0:
@@ -268,7 +270,7 @@ def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_hyper_collapse_norm_cast, (*tile, use_ue8m0))
         for tile in HYPER_NORM_TILES

@@ -1,20 +1,21 @@
-"""DeepSeek-V4's hyper-connections: collapse four residual streams into a sublayer's input, and expand its output back.
+"""DeepSeek-V4's hyper-connections: collapse four residual streams into a sublayer's input, and expand the sublayer's
+output to four new streams.
 
 Plan, collapse
 - A CTA processes one token at a time. Its threads load all four streams into registers, 16 bytes per load, and use them
   twice: for the mean square, whose sums per warp are added through shared memory, and for the weighted sum. So streams
   are read once.
-- pre has four elements. When the mean square is ready, each lane computes element lane % 4, and every warp shares the
-  four by shuffles.
+- pre has four elements. When the mean square is ready, each lane computes element lane % 4, and the lanes of each warp
+  exchange the four elements by shuffles.
 - At the end, one warp computes post and comb, one token per lane. With a long input, a CTA has up to MAX_TOKENS tokens,
-  so that the latency of Sinkhorn's chain of divisions, over a microsecond, is paid once for all.
+  so that the latency of Sinkhorn's chain of reciprocals, over a microsecond, occurs once for all of them.
 Plan, expand
 - A thread loads 16 bytes of a token's output and of its four streams, and computes 16 bytes of each new stream.
 Shared memory: in collapse, one sum per warp and token, and one scale per token.
 Constraints: four streams, D a multiple of 8, rows at multiples of 16 bytes; in collapse, D at most 2048 vectors of 16
 bytes.
-Roofline: memory, 5 D elements per token in collapse and 9 D in expand. Few tokens: latency of memory, of the sum over
-the CTA and of 40 dependent reciprocals.
+Roofline: memory, 5 D elements per token in collapse and 9 D in expand. For few tokens: latency of memory, of the sum
+over the CTA and of 40 dependent reciprocals.
 """
 
 import cutlass
@@ -40,20 +41,22 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREA
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 MAX_TOKENS = 4  # per CTA of collapse
-CTAS = 1024  # of collapse; with more tokens than this, CTAs get several: about two waves
-# Shared-memory carveout in percent, far more than collapse needs. Without it, the DSL asks a driver for the SM's limit.
+CTAS = 1024  # of collapse, about two waves; with more tokens than this, a CTA gets several tokens
+# Shared-memory carveout in percent, far more than collapse needs. If none is given, the DSL asks a driver for the SM's
+# limit.
 SHARED_MEMORY_PERCENT = 10
 EXPAND_THREADS = 128
 
 
 class HyperCollapseSm90:
-    """The collapse. Without post and comb, it is the model's head, which collapses four streams into one: mix and base
-    hold only pre's elements, and a CTA has one token, because the head has no Sinkhorn latency to share."""
+    """The collapse. If post and comb are None, the kernel is the model's head, which collapses the four streams into
+    one: mix and base contain only pre's elements, and a CTA has one token, because there is no Sinkhorn latency for
+    tokens to share."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
         self.width, self.warps = 128 // dtype.width, threads // WARP
-        # CTAs per SM: a thread with 8 vectors, which take 32 registers, gets 64 registers, one with 16 gets 128.
+        # CTAs per SM. A thread with 8 vectors (32 registers) gets 64 registers, a thread with 16 vectors gets 128.
         self.ctas = 2048 // (threads * steps)
 
     @cute.jit
@@ -111,9 +114,10 @@ class HyperCollapseSm90:
             self.collapse(streams, mix, base, scale, x, sums[None, 0], first, share, zero, eps, hc_eps, tid)
         else:
             i = Int32(0)
-            # These bounds are uniform over the CTA. A token count would take a register in each thread.
+            # The loop's bounds are uniform over the CTA, so they are in uniform registers. A precomputed number of
+            # tokens would take a register in each thread.
             while i < together and first + i < streams.shape[0]:
-                # opaque: values computed from tid would otherwise stay in registers across tokens.
+                # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
                 own = opaque(tid)
                 inverse = self.collapse(
                     streams, mix, base, scale, x, sums[None, i], first + i, share, zero, eps, hc_eps, own
@@ -130,10 +134,10 @@ class HyperCollapseSm90:
 
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
-        """Store x of token t, and return 1 / sqrt(mean(v^2) + eps). Each warp writes its sum of squares to `sums`.
-        Every token of a CTA has its own sums, so one barrier per token is enough."""
+        """Compute and store x of token t, and return 1 / sqrt(mean(v^2) + eps). Each warp writes its sum of squares to
+        `sums`. Every token of a CTA has separate sums, so one barrier per token is enough."""
         vectors = streams.shape[2] // self.width
-        # As 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
+        # Load 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
         words = filled((WORDS, HYPER_STREAMS, self.steps), 0, Uint32)
         for s in cutlass.range_constexpr(self.steps):
             if tid + s * self.threads < vectors:
@@ -258,7 +262,7 @@ def compile_hyper_expand(dtype: str):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     return [
         *((compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
         *((compile_hyper_head, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),

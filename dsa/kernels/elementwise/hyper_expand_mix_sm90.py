@@ -1,18 +1,20 @@
 """DeepSeek-V4's hyper-connections between two sublayers, for few tokens: the new streams and their projection.
 
 Plan
-- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, its 64 warps take the 64 slices
-  of the channels, and the sums are added in the same order, so that the bits are equal. There are at most 8 tokens.
-  They fill the upper half of an mma; the lower half is zeros.
+- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, each of its 64 warps computes one
+  of the 64 slices, and the sums are added in the same order, so that the bits are equal. There are at most 8 tokens.
+  They are the upper octet of the mma's 16 rows; the lower octet is zeros.
 - A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. It writes
   them to shared memory, and only the same warp reads them back as mma operands. All clusters compute the same new
   streams, and the cluster with the first outputs stores them.
 - A cluster has 2 outputs, so that 24 outputs occupy 96 CTAs. With one token, the time is that of loading the matrix,
-  which an SM does at 90 KB per microsecond. The other 6 columns of an mma repeat these two outputs.
-- The matrix arrives by cp.async while the new streams are computed. It takes no registers, which the loads of several
-  tokens need. Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2.
+  which an SM loads at 90 KB per microsecond; more CTAs load it faster. The other 6 columns of an mma repeat these two
+  outputs.
+- A warp loads the matrix by cp.async while it computes the new streams. cp.async needs no registers, so the registers
+  are free for the loads of several tokens. Before it waits for the previous kernel, a warp prefetches its slice of the
+  matrix to L2.
 Shared memory: new streams, 4 KB per token; matrix, 25 KB; slices and groups as in `hyper_mix_few_tokens_sm90`.
-Constraints: four streams, D a multiple of 8, 16-byte rows.
+Constraints: four streams, D a multiple of 8, rows at multiples of 16 bytes.
 Roofline: memory, the matrix once. Latency: launch, one round of loads, two barriers. Each token adds 20 KB that every
 CTA reads, and 100 instructions per lane.
 """
@@ -45,15 +47,15 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, EXPAND_MIX_TOKENS, 
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 AT_ONCE = 4  # tokens whose loads are in flight together
-OWN_OUTPUTS = 2  # per cluster
+OWN_OUTPUTS = 2  # outputs per cluster
 TOGETHER = 4  # blocks per iteration: one vector per lane
 THREADS = GROUP_SLICES * WARP
-PAIRS = 4 * 8  # of neighbouring mma columns: 4 per token, 8 tokens
-ROW = TOGETHER * BLOCK + VECTOR  # elements per token in shared memory, padded so that a quarter-warp reads all banks
+PAIRS = 4 * 8  # pairs of adjacent mma columns: 4 per token, 8 tokens
+ROW = TOGETHER * BLOCK + VECTOR  # stride of rows in shared memory, padded so that a quarter-warp reads all banks
 
 
 class HyperExpandMixSm90:
-    """most: the most tokens that the kernel takes, at most 8."""
+    """most: the most tokens that the kernel accepts, at most 8."""
 
     def __init__(self, most: int):
         self.most, self.at_once = most, min(most, AT_ONCE)
@@ -139,8 +141,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def send(self, received, barrier, rank, pair, group):
-        """Send two sums of this CTA's group to the CTA that owns them, and count their bytes at its mbarrier. A cluster
-        barrier would also wait until the new streams have reached L2."""
+        """Send two sums of this CTA's group to the CTA that owns the pair. That CTA's mbarrier counts their bytes. A
+        cluster barrier instead would also wait until the stores of the new streams have reached L2."""
         owned = received.shape[1]
         there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
         counted = cute.arch.map_dsmem_ptr(barrier, pair // owned)
@@ -154,8 +156,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def channel(self, channels, begin, end, lane):
-        """-> (the stream of this lane's vector in the blocks from `begin` on, the vector's index in the stream, whether
-        the vector exists)."""
+        """Find this lane's vector in the blocks from `begin` on. -> (its stream, its index in the stream, whether it
+        exists)."""
         of_stream = cute.ceil_div(channels, BLOCK)
         block = begin + lane // (BLOCK // VECTOR)
         stream = Int32(0)
@@ -166,7 +168,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def multiply(self, y, streams, post, comb, parts, new, kept, matrix, zero, column, first, end, warp, lane):
-        """-> this lane's sums of a slice: two neighbouring mma columns of one token."""
+        """-> this lane's sums of a slice: two adjacent mma columns of one token. The slice is the blocks [first, end).
+        `kept` and `matrix` are the warp's shared memory; `zero` is a zero in shared memory."""
         tokens, channels = streams.shape[0], streams.shape[2]
         place, quad = octet_row(lane // 4), lane % 4
         row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS
@@ -184,8 +187,9 @@ class HyperExpandMixSm90:
             for t in cutlass.range(0, tokens, self.at_once, unroll=1):
                 raw, weights = self.load(y, streams, post, comb, t, stream, at, exists)
                 # All loads must be issued before the first product waits for its operands, but the compiler would
-                # move some after it. It moves no load across a barrier. It also keeps a product after the barrier if
-                # the product needs a value that is read there: a zero that this warp wrote to shared memory.
+                # move some loads after it. It moves no load across a barrier. It also keeps a product after the barrier
+                # if the product needs a value that is read after the barrier: a zero that this warp wrote to shared
+                # memory.
                 cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
                 for i in cutlass.range_constexpr(self.at_once):
                     words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)
@@ -212,9 +216,9 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
-        """-> (the old streams and y at this lane's vector [8, 5, tokens], their weights in the new stream [5, tokens])
-        of `at_once` tokens from `first` on. Tokens past the end repeat the last one. Zeros if the vector does not
-        exist."""
+        """Load operands of `at_once` tokens from `first` on. -> (the four old streams and y at this lane's vector
+        [8, 5, tokens], their weights in new stream `stream` [5, tokens]). For tokens past the end, the last token is
+        loaded. If the vector does not exist, both are zeros."""
         raw = filled((VECTOR, HYPER_STREAMS + 1, self.at_once), 0.0, BFloat16)
         weights = filled((HYPER_STREAMS + 1, self.at_once), 0.0)
         if exists:
@@ -229,7 +233,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def expand(self, raw, weights, new, kept, first: Int32, stream, at, stores: Boolean, lane):
-        """Write the new stream at this lane's vector for these tokens to `kept` and, if `stores`, to `new`."""
+        """Compute the new stream at this lane's vector for `at_once` tokens. Write it to `kept` (shared memory) and, if
+        `stores`, to `new` (global memory)."""
         for i in cutlass.range_constexpr(self.at_once):
             t = cutlass.min(first + i, new.shape[0] - 1)
             acc = new_stream(
@@ -261,5 +266,5 @@ def compile_hyper_expand_mix(most: int):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_hyper_expand_mix, (most,)) for most in EXPAND_MIX_TOKENS]

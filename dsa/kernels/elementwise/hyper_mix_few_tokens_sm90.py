@@ -2,19 +2,19 @@
 mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan
-- A cluster of 8 CTAs computes 8 outputs of 16 or 32 tokens. A matrix of 24 outputs takes three clusters, so with one
-  token 24 CTAs share the bytes of the matrix. The 64 warps of a cluster take the 64 slices of the channels.
+- A cluster of 8 CTAs computes 8 outputs of 16 or 32 tokens. A matrix of 24 outputs takes three clusters, so even with
+  one token 24 CTAs share the loads of the matrix. Each of the 64 warps of a cluster computes one of the 64 slices.
 - A warp loads its slice of tokens and matrix directly into registers, 16 bytes per lane. These bytes are the operands
   of two mma instructions without any rearrangement, so they do not go through shared memory. Several blocks of 64
   channels are in flight at once.
 - The slices of a CTA are added through shared memory. The CTA sends their sum, its group, to the CTAs of the cluster
-  that own the results, 1/8 of the tokens each. The owners add the 8 groups and store.
-- Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2. It does not load it, because
-  the previous kernel may still be writing it.
+  that own the results; each CTA owns 1/8 of the tokens. The owners add the 8 groups and store.
+- Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2. It does not load the slice,
+  because the previous kernel may still be writing the matrix.
 Shared memory: slices, 256 x rows bytes; received groups, 32 x rows bytes.
-Constraints: D a multiple of 8, 16-byte rows. Tokens past the end repeat the last one.
-Roofline: memory, the matrix once per 16 or 32 tokens, from L2 except for the first time. Few tokens: latency of the
-launch, one or two rounds of loads and two barriers.
+Constraints: D a multiple of 8, rows at multiples of 16 bytes. Loads of tokens past the end read the last token instead.
+Roofline: memory, the matrix once per 16 or 32 tokens, from L2 except for the first time. For few tokens: latency of the
+launch, of one or two rounds of loads, and of two barriers.
 """
 
 import cutlass
@@ -51,7 +51,7 @@ THREADS = GROUP_SLICES * WARP
 class HyperMixFewTokensSm90:
     def __init__(self, rows: int):
         self.rows, self.octets = rows, rows // 8
-        self.together = 64 // rows  # blocks in flight: 160 registers with 16 tokens, 112 with 32
+        self.together = 64 // rows  # blocks in flight: they take 160 registers with 16 tokens, 112 with 32
         self.pairs = 4 * rows
 
     @cute.jit
@@ -97,7 +97,8 @@ class HyperMixFewTokensSm90:
 
     @cute.jit
     def multiply(self, streams, parts, tile, column, first, end, nothing, warp, lane) -> cute.Tensor:
-        """-> this lane's sums of a slice: [2 neighbouring mma columns, octet of tokens]."""
+        """-> this lane's sums of a slice: [2 adjacent mma columns, octet of tokens]. The slice is the blocks
+        [first, end). nothing: one zero in shared memory."""
         of_stream, vectors = cute.ceil_div(streams.shape[2], BLOCK), streams.shape[2] // VECTOR
         place, quad = octet_row(lane // 4), lane % 4
         output = cutlass.min(column * OUTPUTS + place, parts.shape[1] - 1)
@@ -118,9 +119,9 @@ class HyperMixFewTokensSm90:
                             token = cutlass.min(tile * self.rows + octet * 8 + place, streams.shape[0] - 1)
                             source = cute.local_tile(streams[token, k, None], (VECTOR,), (at,))
                             cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, half, i])
-            # All loads must be issued before the first product waits for its operands, but the compiler would move some
-            # after it. It moves no load across a barrier. It also keeps a product after the barrier if the product
-            # needs a value that is read there: a zero that this warp wrote to shared memory.
+            # All loads must be issued before the first mma waits for its operands, but the compiler would move some
+            # loads after it. It moves no load across a barrier. It also keeps an mma after the barrier if the mma needs
+            # a value that is read after the barrier: a zero that this warp wrote to shared memory.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.together):
@@ -154,5 +155,5 @@ def compile_hyper_mix_few_tokens(rows: int):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_hyper_mix_few_tokens, (rows,)) for rows in MIX_FEW_ROWS]

@@ -3,24 +3,24 @@ mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concate
 
 Plan
 - A tile has 32 to 256 tokens and all outputs. With 32 to 128 tokens, a cluster of 8 CTAs computes a tile, and each CTA
-  adds up a group, 8 of the 64 slices of the channels. With 256 tokens, CTAs are persistent and have no clusters, which
-  would leave SMs empty. A work unit is then half a group of a tile, and a second kernel adds the sums that the units
-  write to global memory.
-- Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of less than 256
+  computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With 256 tokens, CTAs are persistent and there are
+  no clusters, which would leave some SMs idle. A work unit is then half a group of a tile. CTAs write the sums of work
+  units to global memory, and a second kernel adds them.
+- Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of fewer than 256
   tokens, several warps have the same tokens and different slices. One producer warp loads by TMA.
-- Pipeline: a ring of stages. A stage is a block of 64 channels of the tokens and of the 72 matrix rows. Successive
-  stages belong to the warps' different slices. A warp reads the operands of the next half block before it multiplies
-  the current one, because reading and multiplying take about the same time.
+- Pipeline: a ring of stages. A stage is a block of 64 channels of the tile's tokens and of the 72 matrix rows.
+  Consecutive stages belong to the slices of different warps. A warp reads the operands of the next half block before it
+  multiplies the current half block, because reading and multiplying take about the same time.
 - mma from registers instead of wgmma, so that the sums have the bits of the kernel for few tokens. A lane reads 16
   bytes of a row, the operands of two mma instructions.
-- Slices of different warps are exchanged through shared memory, where each thread adds up its pairs of numbers.
-- Epilogue in a cluster: each lane sends its sums of the CTA's group to the CTAs that own the results, 1/8 of the tokens
-  each. The owners add the 8 groups and store.
+- Warps exchange their slices through shared memory, and then each thread adds the slices of its pairs of results.
+- Epilogue in a cluster: each lane sends its sums of the CTA's group to the CTAs that own the results; each CTA owns 1/8
+  of the tokens. The owners add the 8 groups and store.
 Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB with 64 and 128 tokens (with 32, they reuse the
 stages of the streams); in a cluster, the received groups, 96 x rows bytes.
 Constraints: a token's streams are contiguous, their channels a multiple of 64, and rows are aligned to 16 bytes.
-Roofline: memory, 2 n D bytes per token. The matrix is read from L2 once per tile. An SM's share of the memory bandwidth
-loads 64 channels of 256 tokens in 1600 cycles. In that time, mma takes 900 to 1150 cycles (576 instructions of
+Roofline: memory, 2 n D bytes per token. The matrix is read from L2 once per tile. With 1/132 of the memory bandwidth,
+an SM loads 64 channels of 256 tokens in 1600 cycles. For these, mma takes 900 to 1150 cycles (576 instructions of
 16 x 8 x 16), and shared memory 1150.
 """
 
@@ -82,13 +82,13 @@ class HyperMixSm90:
         self.slice_warps = CONSUMER_WARPS // self.token_warps
         self.unit_slices = GROUP_SLICES if self.clustered else HALF_SLICES
         self.units = SLICES // self.unit_slices  # per tile
-        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # per half group, in which each warp computes one slice
+        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # per half group; in a round each warp computes one slice
         self.halves = self.unit_slices // (self.rounds * self.slice_warps)  # half groups, or 1 if a round covers both
         self.pairs = rows * TOKEN_PAIRS
         self.own_pairs = -(-self.pairs // CONSUMERS)  # per thread
         self.received_numbers = 2 * self.pairs if self.clustered else 0
-        # With one round per CTA, a warp writes its slice over the tokens of its first stage. No other warp reads that
-        # stage, and the producer loads nothing into it any more.
+        # With one round per CTA, a warp writes its slice to the shared memory of its first stage's tokens. No other
+        # warp reads that stage, and the producer loads nothing into it any more.
         self.exchange_in_stages = self.clustered and self.halves * self.rounds == 1
         apart = self.slice_warps > 1 and not self.exchange_in_stages
         self.exchanged_numbers = 2 * self.pairs * self.slice_warps if apart else 0
@@ -101,7 +101,8 @@ class HyperMixSm90:
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
         v_layout = k_major_layout(BFloat16, self.rows, BLOCK, self.stages)
-        # The DSL has no shared-memory layout for 72 rows, and aborts if a composed layout of several stages is sliced.
+        # The DSL has no shared-memory layout for 72 rows, and it aborts if such a composed layout with several stages
+        # is sliced. So make a plain layout here, and the swizzled layout of a single stage from it.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
         v_atom, v_tma = tile_load(streams, v_layout, (self.rows, BLOCK))
@@ -176,7 +177,7 @@ class HyperMixSm90:
         return storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
 
     def exchange(self, storage) -> cute.Tensor:
-        """The buffer for the warps' slices: [2, pairs, warps with different slices]."""
+        """Return the buffer for the warps' slices: [2, pairs, warps with different slices]."""
         shape = 2, self.pairs, self.slice_warps
         if not self.exchange_in_stages:
             return storage.exchange.get_tensor(cute.make_layout(shape))
@@ -185,16 +186,17 @@ class HyperMixSm90:
 
     @cute.jit
     def work(self, tokens, blocks):
-        """-> (this CTA's first unit, the end of all units, the step between units, the blocks of the longest slice)."""
+        """-> (this CTA's first work unit, number of all work units, step between the CTA's units, blocks of the longest
+        slice)."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return cta, cute.ceil_div(tokens, self.rows) * self.units, ctas, cute.ceil_div(blocks, SLICES)
 
     @cute.jit
     def load_blocks(self, pipeline: Pipeline, v_copy, w_copy, tokens, blocks):
-        """The producer warp. A slice that is shorter than the longest one is padded with the block past the end, which
-        TMA fills with zeros. After its last block, a consumer warp reads one more stage and does not use it. The
-        producer signals these stages without loading them."""
+        """The mainloop of the producer warp. A slice that is shorter than the longest slice is padded with the block
+        past the end, which TMA fills with zeros. After its last block, a consumer warp reads one more stage and does
+        not use it. The producer signals these stages as full without loading them."""
         v_atom, v_shared, v = v_copy
         w_atom, w_shared, w = w_copy
         first, end, step, longest = self.work(tokens, blocks)
@@ -220,11 +222,12 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply(self, storage, pipeline: Pipeline, out: cute.Tensor, tokens, blocks, warp, tid):
-        """The consumer warps. Per unit: the mainloop, and then the sums to their owners (in a cluster) or to memory."""
+        """The role of a consumer warp. Per work unit, run the mainloop, and then send the sums to their owners (in a
+        cluster) or store them to global memory."""
         lane = tid % WARP
         place, quad = octet_row(lane // 4), lane % 4
         token_warp, slice_warp = warp % self.token_warps, warp // self.token_warps
-        # The 128-byte swizzle: 16-byte chunk i of a row is at chunk i ^ (row % 8).
+        # The 128-byte swizzle: 16-byte chunk i of a row is stored at index i ^ (row % 8).
         columns = [((quad + 4 * half) ^ place) * 16 for half in range(2)]
         v_rows = Int32(storage.v.data_ptr().toint()) + (token_warp * WARP_TOKENS + place) * ROW_BYTES
         w_rows = Int32(storage.w.data_ptr().toint()) + place * ROW_BYTES
@@ -263,8 +266,8 @@ class HyperMixSm90:
 
     @cute.jit
     def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32, state: PipelineState, column: Int32):
-        """Read 16 bytes of one row per octet of tokens and of matrix rows of a stage, at byte `column`. v, w: the rows'
-        addresses in the first stage."""
+        """Read from a stage 16 bytes at byte `column` of one row, for each octet of tokens and each octet of matrix
+        rows. v, w: the addresses, in the first stage, of this lane's row of the first octet."""
         v_stage, w_stage = v + state.stage * (self.rows * ROW_BYTES), w + state.stage * (MATRIX_ROWS * ROW_BYTES)
         for tensor, address in zip(operands, (v_stage + column, w_stage + column)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
@@ -274,7 +277,7 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply_half(self, acc: cute.Tensor, operands: cutlass.Constexpr):
-        """Multiply half a block and add the products to acc."""
+        """Multiply half a block (32 channels) and add the products to acc."""
         v, w = operands
         for pair in cutlass.range_constexpr(0, WORDS, 2):
             for j in cutlass.range_constexpr(MATRIX_OCTETS):
@@ -283,13 +286,13 @@ class HyperMixSm90:
 
     @cute.jit
     def add_slices(self, storage, group: cute.Tensor, half_group: cute.Tensor, acc: cute.Tensor, warp, tid):
-        """Add a round's slices to this thread's sums of half a group. If the round covers both halves, it
-        moves the first half to the group before it adds the second."""
+        """Add a round's slices to this thread's sums of half a group. If the round covers both halves, the first half
+        is added to the group before the second half begins."""
         lane, exchange, slice_warp = tid % WARP, None, warp // self.token_warps
         if const_expr(self.slice_warps > 1):
             exchange = self.exchange(storage)
             if const_expr(not self.exchange_in_stages):
-                self.sync_consumers()  # all threads have read the previous round's slices
+                self.sync_consumers()  # wait until all threads have read the previous round's slices
         for octet in cutlass.range_constexpr(OCTETS):
             for j in cutlass.range_constexpr(OUTPUT_OCTETS):
                 numbers = cute.make_rmem_tensor((2,), Float32)
@@ -317,7 +320,7 @@ class HyperMixSm90:
 
     @cute.jit
     def token_of(self, warp, lane, octet: cutlass.Constexpr):
-        """The token, as an index in the tile, of this lane's numbers in an octet."""
+        """Return the token, as an index in the tile, to which this lane's sums in an octet belong."""
         return warp % self.token_warps * WARP_TOKENS + octet * 8 + octet_row(lane // 4)
 
     @cute.jit
@@ -361,7 +364,8 @@ class HyperMixPersistentSm90(HyperMixSm90):
 
     @cute.kernel
     def add_halves(self, halves: cute.Tensor, out: cute.Tensor):
-        """The second kernel. For a pair of outputs, a thread adds the two halves of each group, and then the groups."""
+        """The second kernel. For one pair of outputs of a token, a thread adds the two halves of each group, and then
+        the groups."""
         tid, cta = thread_and_cta()
         token, place = cta * SUM_TOKENS + tid // TOKEN_PAIRS, tid % TOKEN_PAIRS
         wait_for_prerequisite_grids()
@@ -384,7 +388,7 @@ def compile_hyper_mix(rows: int):
 
 @cached
 def compile_hyper_mix_persistent(rows: int):
-    """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs). halves is scratch; the other arguments are those of
+    """-> f(streams, parts, halves [16, T, 24] fp32, mix, ctas). halves is scratch; streams, parts and mix are as in
     `compile_hyper_mix`."""
     return compile_sm90(
         HyperMixPersistentSm90(rows),
@@ -404,7 +408,7 @@ def _result() -> cute.Tensor:
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         *((compile_hyper_mix, (rows,)) for rows in MIX_ROWS),
         (compile_hyper_mix_persistent, (MIX_PERSISTENT_ROWS,)),

@@ -1,17 +1,18 @@
 """The order of summation that the kernels of hyper_mix share, so that all of them give a token the same bits.
 
-The channels of each stream are divided into blocks of 64; a partial last block is padded with zeros. SLICES slices
-divide the blocks. For each of the three parts, a slice is one chain of mma instructions of 16 channels, which starts
-from zero. Then
+The channels of each stream are divided into blocks of 64; a partial last block is padded with zeros. The blocks of all
+streams are divided into SLICES slices. The matrix is the sum of three bf16 matrices, the parts high, middle and low.
+The sum of a slice with each part is one chain of mma instructions of 16 channels, which starts from zero. Then
   slice = high + (middle + low)
-HALF_SLICES slices, added in order from zero, are half a group. Two halves are a group. The result is the sum of the
-CTAS groups, in order from zero. Each CTA of a cluster has one group, and sends it to the CTAs that own the results,
-which add the groups. A pair is two neighbouring mma columns of one lane. All CTAs own the same number of pairs.
+The sum of HALF_SLICES slices, added in order from zero, is half a group. The sum of two halves is a group. The result
+is the sum of the CTAS groups, added in order from zero. In a cluster each CTA computes one group and sends it to the
+CTAs that own the results, which add the groups. A pair is two results: two adjacent mma columns of one lane. All CTAs
+own the same number of pairs.
 
-An mma takes two pairs of neighbouring channels from each lane. A lane loads 16 bytes of a row, which are four pairs:
-the first two are for one mma, the last two for the next. The order of channels in an mma does not matter as long as
-streams and matrix agree, and both are loaded in this way. Rows are read in the order `octet_row`, in which a
-quarter-warp reads all banks of shared memory.
+An mma needs two pairs of adjacent channels from each lane. A lane loads 16 bytes of a row, which are four such pairs:
+the first two are for one mma, the last two for the next mma. The order of channels in an mma does not matter as long as
+it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order `octet_row`, in which
+a quarter-warp reads all banks of shared memory.
 """
 
 import cutlass
@@ -22,9 +23,9 @@ from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.registers import sum_in_order
 from dsa.cute.slices import SLICES
 
-PARTS = 3
-OUTPUTS = 8  # columns of an mma
-BLOCK = 64  # channels
+PARTS = 3  # parts of the matrix: high, middle, low
+OUTPUTS = 8  # outputs per mma (its N)
+BLOCK = 64  # channels per block
 VECTOR = 8  # channels in 16 bytes
 CTAS = 8  # per cluster
 GROUP_SLICES = SLICES // CTAS
@@ -33,14 +34,14 @@ HALF_SLICES = GROUP_SLICES // 2
 
 @cute.jit
 def octet_row(i: Int32) -> Int32:
-    """The row (or column) of eight at position i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
+    """Return which row (or column) of an octet is row (or column) i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
     return (i >> 1) | ((i & 1) << 2)
 
 
 @cute.jit
 def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Constexpr, first, end, lane):
-    """Prefetch a slice of the matrix to L2: blocks `first` to `end` of the rows of `outputs` outputs from
-    column * outputs on, in all three parts. One row per lane."""
+    """Prefetch a slice of the matrix to L2: the blocks [first, end) of `outputs` rows, from row column * outputs on, in
+    all three parts. Each lane prefetches one row of one part."""
     part, row = lane // outputs, column * outputs + lane % outputs
     if part < PARTS and row < parts.shape[1] and first < end:
         of_stream = cute.ceil_div(channels, BLOCK)
@@ -56,10 +57,10 @@ def multiply_add(
 ):
     """acc += (16 tokens x 16 channels) times (16 channels x 8 outputs).
 
-    acc           two neighbouring columns of a token of the upper eight, then of one of the lower eight
-    upper, lower  this lane's 16 bytes of a token of the upper and of the lower eight
+    acc           two adjacent columns of a token in the upper octet, then of a token in the lower octet
+    upper, lower  this lane's 16 bytes of a token in the upper octet, and of a token in the lower octet
     matrix        this lane's 16 bytes of an output
-    pair          0 or 2: the first of the two words of each that this mma multiplies
+    pair          0 or 2: this mma multiplies the words pair and pair + 1 of the 16 bytes
     """
     given = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1], matrix[pair], matrix[pair + 1]]
     made = cute.arch.inline_ptx(
@@ -81,7 +82,8 @@ def multiply_add(
 
 @cute.jit
 def sum_of_group(slices: cute.Tensor, pair: Int32):
-    """Add the slices [2, pairs, GROUP_SLICES] of a pair: half a group at a time, then the halves."""
+    """Add the slices [2, pairs, GROUP_SLICES] of a pair: the slices of each half in order, then the halves. -> the
+    pair's two sums."""
     values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
     for i in cutlass.range_constexpr(GROUP_SLICES):
         cute.autovec_copy(slices[None, pair, i], values[None, i])
@@ -98,10 +100,11 @@ def sum_of_group(slices: cute.Tensor, pair: Int32):
 @cute.jit
 def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token: Int32, first_output: Int32,
                octets: cutlass.Constexpr, tid: Int32, threads: cutlass.Constexpr):  # fmt: skip
-    """Add the groups of the pairs that this CTA owns, and store the results.
+    """Add the groups of the pairs that this CTA owns, and store the results. All `threads` threads call this.
 
-    A token has 4 pairs per octet of outputs. first_token and first_output belong to the cluster's pair 0. All `threads`
-    threads call this.
+    received  [2, owned pairs, CTAS]: the groups
+    octets    octets of outputs in the cluster; a token has 4 pairs per octet. first_token and first_output are those of
+              the cluster's pair 0
     """
     owned = received.shape[1]
     for at in cutlass.range(tid, owned, threads, unroll=1):
@@ -114,7 +117,8 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
 
 @cute.jit
 def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
-    """Add the groups [2, CTAS] of pair `place` of a token, and store the two results whose outputs exist."""
+    """Add the groups [2, CTAS] of pair number `place` of a token, and store those of the two results whose output
+    exists."""
     for i in cutlass.range_constexpr(2):
         total = sum_in_order(groups[i, None])
         output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)

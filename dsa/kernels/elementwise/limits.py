@@ -1,30 +1,31 @@
 """Limits of the elementwise kernels, as plain numbers and names of torch dtypes, for kernels, ops and tests."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-CHANNEL_MULTIPLE = 8  # for the norm and the hyper-connections
+CHANNEL_MULTIPLE = 8  # channels are a multiple of this in the norm and the hyper-connections
 
 # RMSNorm.
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
 MAX_NORM_ROWS = 2**31 - 32
-MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast
+MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast to FP8
 MAX_NORM_ROTARY_CHANNELS = {"bfloat16": 1024, "float16": 1024, "float32": 512}
 MAX_NORM_GRADIENT_CHANNELS = {"bfloat16": 8192, "float16": 8192, "float32": 4096}
 MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the end in the last iteration
 
-# RoPE: pairs of channels per group if rows start at multiples of 16 bytes. Otherwise a group is one pair.
+# RoPE. A thread processes groups of channels: ROTARY_PAIRS pairs if rows start at multiples of 16 bytes, otherwise one.
 ROTARY_PAIRS = 4
-MAX_ROTARY_GROUPS = 2**31 - 512  # over all rows
+MAX_ROTARY_GROUPS = 2**31 - 512  # groups of all rows together
 
 # Hyper-connections.
 HYPER_STREAMS = 4
 # Collapse: (threads per CTA, 16-byte vectors per thread and stream).
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MAX_HYPER_CHANNELS = 2**33 - 2**13  # T D: a kernel counts vectors of at least 4 channels in 31 bits
+MAX_HYPER_CHANNELS = 2**33 - 2**13  # most T D: a kernel counts vectors of at least 4 channels in 31 bits
 # The projection of the streams.
 # - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens.
-# - MIX_ROWS: tokens per cluster of the other kernel. It takes MIX_OUTPUTS outputs, and channels in blocks of MIX_BLOCK.
-# - MIX_PERSISTENT_ROWS: tokens per tile of that kernel's persistent CTAs.
-# - MIX_HALVES: sums per token and output that the persistent CTAs leave to a second kernel.
+# - MIX_ROWS: tokens per cluster of the kernel for more tokens. It has MIX_OUTPUTS outputs, and channels in blocks of
+#   MIX_BLOCK.
+# - MIX_PERSISTENT_ROWS: tokens per tile of that kernel's variant with persistent CTAs.
+# - MIX_HALVES: partial sums per token and output that the persistent CTAs write for a second kernel to add.
 MIX_FEW_ROWS = (16, 32)
 MIX_ROWS = (32, 64, 128)
 MIX_PERSISTENT_ROWS = 256
@@ -34,8 +35,8 @@ MIX_BLOCK = 64
 MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535
 
 # Fused hyper-connections.
-# Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row and vectors per thread of the
-# separate norm kernel), from the shortest rows to the longest.
+# Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row of the separate norm kernel,
+# vectors per thread of the separate norm kernel), from the shortest rows to the longest.
 HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
-EXPAND_MIX_TOKENS = (1, 2, 4)  # the most tokens of each kernel that expands streams and projects them
-MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and a grid has at most 65535 in y
+EXPAND_MIX_TOKENS = (1, 2, 4)  # the most tokens of each variant of the kernel that expands streams and projects them
+MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and at most 65535 clusters in the grid's y dimension

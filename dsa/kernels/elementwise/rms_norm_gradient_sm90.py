@@ -3,18 +3,18 @@
     dx = r (g w - x r^2 mean(g w x)),    dw = sum over rows of g x r
 
 Plan
-- `lanes` threads process a row, a part of a warp or several warps, as in `rms_norm_sm90`. Each holds in registers up to
-  `vectors` 16-byte vectors of x, of g and, in fp32, of the weights and of its part of dw. One read of x and g, one
-  write of dx.
-- CTAs are persistent: the threads of a row take every n-th row, where n is the number of rows that all CTAs process at
-  a time. All threads run the same number of iterations, because shuffles need whole warps. Past the end, threads load
-  the last row again and discard its results.
+- `lanes` threads (a part of a warp, or several warps) process a row, as in `rms_norm_sm90`. Each thread has in
+  registers up to `vectors` 16-byte vectors of x, of g and, in fp32, of the weights and of its part of dw. So x and g
+  are read once, and dx is written once.
+- CTAs are persistent: the threads of a row process every n-th row, where n is the number of rows that all CTAs process
+  at a time. All threads run the same number of iterations, because shuffles need whole warps. Past the end, threads
+  load the last row again and discard its results.
 - Both sums of a row, of x^2 and of g w x, go through one shuffle tree, and between warps through shared memory.
-  Iterations alternate between two buffers there, so one barrier per row is enough.
+  Iterations alternate between two buffers in shared memory, so one barrier per row is enough.
 - A thread accumulates its part of dw in fp32 over its rows, in order, and writes it once to parts [P, D]. The sum of
-  the P parts is dw. So the bits are the same each time with the same number of SMs.
+  the P parts is dw. So the bits are the same in every run with the same number of SMs.
 Shared memory: four numbers per warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-what CTAs of 256 threads hold.
+what the registers of 256 threads hold.
 Roofline: memory, 3 D elements per row; about 9 instructions per channel.
 """
 
@@ -120,7 +120,8 @@ class RmsNormGradientSm90:
 
     @cute.jit
     def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):
-        """Both sums over the row's threads, with the same bits in every thread."""
+        """-> (sum of x over the row's threads, sum of y), with the same bits in every thread. half: which of the two
+        buffers in `sums` to use."""
         for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
             x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
             y += cute.arch.shuffle_sync_bfly(y, offset=1 << log)
@@ -154,12 +155,13 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
 
 
 def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
-    """At most 1024 threads per SM. With many rows, each thread then processes several."""
+    """Return the number of CTAs: enough for all rows, but at most 1024 threads per SM. With many rows, each thread then
+    processes several rows."""
     return min(-(-rows // (config.threads // config.lanes)), sms * max(1, 1024 // config.threads))
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_rms_norm_gradient, (dtype, weighted, config))
         for dtype in DTYPES

@@ -2,24 +2,25 @@
 FP8, or y is rotated (RoPE).
 
 Plan
-- `lanes` threads process a row, a part of a warp or several warps, in vectors of 16 bytes. Thread i has the vectors i,
-  i + lanes, ..., up to `vectors` of them, in registers from the load to the store. One read of the row, one write.
+- `lanes` threads (a part of a warp, or several warps) process a row in vectors of 16 bytes. Thread i has the vectors i,
+  i + lanes, ..., up to `vectors` of them, in registers from the load to the store. So the row is read once and written
+  once.
 - A thread issues all loads, including those of the weights, before the sum needs the first value. So a single row costs
   one round trip to memory. Only the longest rows leave no registers for the weights, which are then loaded one vector
-  at a time after the sum. Later rows on the same SM find the weights in L1.
+  at a time after the sum. For later rows on the same SM the weights are in L1.
 - With a residual, x is first replaced by residual + x, rounded to their dtype. This sum is also stored.
-- With a cast, a group of 128 channels is in neighbouring lanes of one warp. They find its amax and its scale by
-  shuffles from the rounded y, so the result is exactly `per_token_cast_to_fp8_sm90` of y.
-- With RoPE, a thread loads the angles of its vectors together with its row. Pairs are neighbouring channels, so a
-  thread has both. y is rounded before and after the rotation, so the result is exactly `rotary_sm90` of y.
+- With a cast, a group of 128 channels is in adjacent lanes of one warp. These lanes compute the group's amax and scale
+  by shuffles from the rounded y, so the result is exactly `per_token_cast_to_fp8_sm90` of y.
+- With RoPE, a thread loads the cosines and sines of its vectors together with its row. Pairs are adjacent channels, so
+  a thread has both channels. y is rounded before and after the rotation, so the result is exactly `rotary_sm90` of y.
 - Squares are added in a fixed order: in the thread, by a shuffle tree in the warp, and then warp by warp through shared
-  memory, where all threads add the same numbers in the same order. So the bits are the same each time, and a row's bits
-  do not depend on other rows.
-- Vectors past the row's end are not loaded and count as zeros. Rows are [A, B, D] with any strides: a precomputed
-  divisor gives a row's two indices, and offsets have 64 bits.
+  memory, where all threads add the same numbers in the same order. So the bits are the same in every run, and a row's
+  bits do not depend on other rows.
+- Vectors past the row's end are not loaded and count as zeros. Rows are [A, B, D] with any strides: a division with
+  precomputed numbers gives a row's two indices, and offsets have 64 bits.
 Shared memory: one number per warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-`max_channels`. With a cast, D is a multiple of 128 and a row has at least a warp. With RoPE, R is a multiple of a
-vector and D at most what a warp holds.
+`max_channels`. With a cast, D is a multiple of 128 and at least a warp processes a row. With RoPE, R is a multiple of a
+vector and at most a warp processes a row.
 Roofline: memory, 2 D elements per row, 2 D more with a residual, D bytes more with a cast; about 5 instructions per
 channel, a fifth of the issue slots in that time.
 """
@@ -47,7 +48,7 @@ MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in register
 
 @dataclass(frozen=True)
 class NormConfig:
-    """lanes: threads per row. vectors: the most 16-byte vectors per thread. threads: per CTA."""
+    """lanes: threads per row. vectors: the most 16-byte vectors per thread. threads: threads per CTA."""
 
     lanes: int
     vectors: int
@@ -65,9 +66,9 @@ CONFIGS = (
     NormConfig(512, 4, 512),
     NormConfig(512, 8, 512),
 )
-# Configurations for the cast: a group of 128 channels lies in one warp, and the weights fit in registers.
+# Configurations for the cast: a group of 128 channels is in one warp, and the weights fit in registers.
 CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and config.vectors <= MAX_EARLY)
-# Configurations for RoPE: their threads have registers for the angles as well.
+# Configurations for RoPE: their threads have registers for cosines and sines as well.
 ROTARY_CONFIGS = tuple(config for config in CONFIGS if config.lanes <= WARP)
 
 
@@ -78,7 +79,7 @@ class RmsNormSm90:
         self.width = VECTOR_BITS // dtype.width
         self.lanes, self.vectors, self.threads = config.lanes, config.vectors, config.threads
         self.rows_of_cta = config.threads // config.lanes
-        self.warps = config.lanes // WARP  # per row; 0 if a row has less than a warp
+        self.warps = config.lanes // WARP  # per row; 0 if less than a warp processes a row
         self.early = config.vectors <= MAX_EARLY
         self.use_ue8m0 = use_ue8m0
 
@@ -88,7 +89,8 @@ class RmsNormSm90:
 
     @cute.jit
     def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
-        """x, residual, total, out and q [A, B, D], scale [B, D / 128], cos and sin [A, R / 2]."""
+        """Launch the kernel. x, residual, total, out and q are [A, B, D], scale is [B, D / 128], cos and sin are
+        [A, R / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
@@ -128,7 +130,7 @@ class RmsNormSm90:
         if const_expr(weight is not None and self.early):
             load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         if const_expr(cos is not None):
-            # The first vector that RoPE rotates, and the angles of this thread's vectors.
+            # The first vector that RoPE rotates; then load the cosines and sines of this thread's vectors.
             first_rotated = vectors_of_row - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(self.vectors):
@@ -183,7 +185,7 @@ class RmsNormSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
-        """The sum over the row's threads, with the same bits in every thread."""
+        """Return the sum of x over the row's threads, with the same bits in every thread."""
         x = reduce_sum(x, min(self.lanes, WARP))
         if const_expr(self.warps > 1):
             sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
@@ -212,7 +214,7 @@ class RmsNormRotarySm90(RmsNormSm90):
 
 
 class RmsNormCastSm90(RmsNormSm90):
-    """RMSNorm and FP8 cast of rows [T, D], optionally of a sum of two."""
+    """RMSNorm and FP8 cast of rows [T, D], optionally of the sum residual + x."""
 
     @cute.jit
     def __call__(
@@ -235,7 +237,7 @@ class RmsNormCastSm90(RmsNormSm90):
 
 @cute.jit
 def three_dims(x: cute.Tensor) -> cute.Tensor:
-    """View [T, D] as [1, T, D]."""
+    """Return a view of x [T, D] as [1, T, D]."""
     return cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1, stride=0)))
 
 
@@ -293,18 +295,18 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
 
 
 def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
-    """The most channels of a row that a configuration holds."""
+    """Return the most channels that a row may have with this configuration."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 
 @functools.lru_cache(4096)
 def choose_config(dtype: str, channels: int, configs: tuple[NormConfig, ...] = CONFIGS) -> NormConfig:
-    """The first of `configs` that holds a row."""
+    """Return the first of `configs` that has room for a row of `channels` channels."""
     return next(config for config in configs if channels <= max_channels(dtype, config))
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     plain = [
         (function, (dtype, weighted, config))
         for function, configs in ((compile_rms_norm, CONFIGS), (compile_rms_norm_rotary, ROTARY_CONFIGS))

@@ -1,18 +1,19 @@
 """Rotary position embedding (RoPE) of queries or keys, out of place or in place.
 
 Plan
-- A group is 2P channels of a row. Among the rotated channels, a group is P pairs: pairs of neighbours are one vector,
-  pairs across the two halves are two vectors of P channels. A group is in one thread's registers from the load to the
-  store, so a row can be rotated in place.
-- The row's other channels are copied in groups of the same size. All groups of a row are one range, and `begin` and the
-  number of angles say which of them are rotated. Precomputed divisors give a group's row, and offsets have 64 bits.
+- A group is 2P channels of a row. A group of rotated channels is P pairs. If pairs are adjacent channels (interleaved),
+  the group is one vector of 2P channels; if pairs are R / 2 apart (halves), it is two vectors of P channels. A group is
+  in one thread's registers from the load to the store, so a row can be rotated in place.
+- The row's other channels are copied in groups of the same size. The groups of a row are numbered, and `begin` and the
+  number of angles determine which groups are rotated. A division with precomputed numbers gives a group's row, and
+  offsets have 64 bits.
 - Products are rounded before they are added, as in the reference, so the bits are equal.
-- P is 4: 16 bytes of x (bf16), of cos and of sin. If rows or lengths are not multiples of that, P is 1, which takes any
-  alignment. A thread has `groups` groups and issues all loads of x first. Angles are read from L2, or from L1, because
-  heads share them.
+- P is 4: a group is 16 bytes of x (bf16), of cos and of sin. If rows or lengths are not multiples of that, P is 1,
+  which works with any alignment. A thread has `groups` groups and issues all loads of x first. Cosines and sines come
+  from L2 or L1, because all heads of a token share them.
 Shared memory: none. Constraints: D even, last dimensions contiguous.
-Roofline: memory, 2 D elements per row; about 5 instructions per rotated channel. Few tokens: latency of a launch and
-one round trip to memory.
+Roofline: memory, 2 D elements per row; about 5 instructions per rotated channel. For few tokens: latency of a launch
+and one round trip to memory.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,12 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-LONG_INPUT = 1 << 24  # elements
+LONG_INPUT = 1 << 24  # from this many elements on, a thread has two groups
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """pairs: P, pairs per group. groups: per thread. threads: per CTA."""
+    """pairs: P, the pairs per group. groups: groups per thread. threads: threads per CTA."""
 
     pairs: int = ROTARY_PAIRS
     groups: int = 1
@@ -101,7 +102,8 @@ class ApplyRotarySm90:
 
     @cute.jit
     def vectors_of(self, group: Int32, rotates: cutlass.Boolean, begin: Int32, rotated_groups: Int32):
-        """The indices of a group's vectors in the row."""
+        """Return the indices of a group's vectors in the row. group: the group's index relative to the first rotated
+        group."""
         if const_expr(self.interleaved):
             return (begin + group,)
         at, apart = 2 * (begin + group), Int32(1)
@@ -125,9 +127,8 @@ class ApplyRotarySm90:
 def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
     """-> f(x [T, H, D] dtype, cos, sin [T, R / 2] fp32, out [T, H, D], begin); T * H > 0, R from 2 to D, D even.
 
-    begin  number of groups of 2P channels before the rotated ones
-    out may be x. T * H * D / 2P plus a CTA's groups must be below 2^31. If P is 4, D and R must be multiples of 8, and
-    all rows must start at multiples of 16 bytes.
+    begin: number of groups of 2P channels before the rotated channels. out may be x. T * H * D / 2P plus a CTA's groups
+    must be below 2^31. If P is 4, D and R must be multiples of 8, and all rows must start at multiples of 16 bytes.
     """
     element = cute_dtype(dtype)
     tokens, heads = cute.sym_int(), cute.sym_int()
@@ -140,15 +141,16 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
 
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
-    """The shipped configuration. Short inputs spread over more CTAs; with long 16-bit inputs, a thread keeps 32
-    bytes in flight."""
+    """Return the shipped configuration. With short inputs a thread has one group, so that there are more CTAs. With
+    long 16-bit inputs a thread has two groups, 32 bytes of loads in flight. wide: whether the alignment allows P =
+    4."""
     if not wide:
         return RotaryConfig(pairs=1)
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_apply_rotary, (dtype, interleaved, config))
         for dtype in DTYPES

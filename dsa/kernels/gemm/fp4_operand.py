@@ -1,19 +1,21 @@
-"""FP4 weights (e2m1) as e4m3 operands of wgmma: widened in registers, or on the way to shared memory.
+"""Conversion of FP4 weights (e2m1) to e4m3 operands of wgmma ("widening"). The result is in registers, as wgmma's
+operand A, or in shared memory.
 
-A byte has two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row share a scale, a power of
-two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. An e2m1 number, multiplied
-by the ratio of its group's scale to the block scale, is exactly an e4m3 number if the exponent of the ratio is from -8
-to 6. It is at most 6, since the block scale is 2^-6 times the largest scale of its groups. `fp4_block_scales` refuses
-weights with exponents below -8, which would wrap around to other tables. A group's eight magnitudes, multiplied by this
-ratio, form a table of eight bytes, and a byte permutation looks four of them up at a time. The tables for all exponents
-fill one line of shared memory, 128 bytes; a table's index is its exponent modulo 16. Each table has 8 bytes in banks of
-its own, so reads do not conflict. Zero is zero in every table, so a group of zeros may have any scale.
+A byte contains two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row, a group, share a
+scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. An e2m1
+number, multiplied by the ratio of its group's scale to the block scale, is exactly an e4m3 number if the exponent of
+the ratio is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the largest scale of its
+groups. `fp4_block_scales` refuses weights with exponents below -8, which would wrap around to other tables.
+The eight e2m1 magnitudes, multiplied by such a ratio, form a table of eight bytes, and a byte permutation looks four of
+them up at a time. The tables for all exponents together are 128 bytes of shared memory; a table's index is its exponent
+modulo 16. The tables occupy different banks, so reads of different tables do not conflict. Zero is zero in every table,
+so a group of zeros may have any scale.
 
-For an operand in registers wgmma expects, of each 32 channels, channels 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q in a
-lane, where q = lane % 4. But eight neighbouring channels are one word of FP4, and ldmatrix gives each lane one word. So
-lane q holds channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in the same way: its
-words, of four channels each, are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The tensor cores align all 32
-products of an instruction and add them at once, so the sum has the same bits as in the plain order.
+For an operand in registers, wgmma expects of each 32 channels the channels 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q in a
+lane, where q = lane % 4. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one word per
+matrix. So lane q gets channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in the same
+way: its words, of four channels each, are stored in the order 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The tensor
+cores align all 32 products of an instruction and add them at once, so the sum has the same bits as in the plain order.
 """
 
 import cutlass
@@ -22,15 +24,15 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsa.cute.shared_memory import load_8, store_4
 
-TABLE_BYTES = 128  # of all tables; aligned to 8 bytes
-_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of e2m1, indexed by code
-_TABLES, _BYTES = 16, 8
-_LOWEST = -8  # the smallest relative exponent
+TABLE_BYTES = 128  # all tables together; they must be aligned to 8 bytes
+_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # magnitudes of e2m1, indexed by the code without its sign
+_TABLES, _BYTES = 16, 8  # number of tables, bytes per table
+_LOWEST = -8  # the smallest exponent of the ratio of a group's scale to the block scale
 
 
 @cute.jit
 def write_tables(tables: Int32, lane):
-    """Write the tables to shared memory at the address `tables`. Called by one warp; each of its first 16 lanes writes
+    """Write the tables to shared memory at the address `tables`. One warp calls this; each of its first 16 lanes writes
     one table."""
     if lane < _TABLES:
         exponent = ((lane - _LOWEST) & (_TABLES - 1)) + _LOWEST
@@ -42,7 +44,7 @@ def write_tables(tables: Int32, lane):
 
 @cute.jit
 def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
-    """The offsets of the tables of a row's four groups of 32 channels, one byte each.
+    """Return the offsets of the tables of a row's four groups of 32 channels in a block, one byte each.
 
     scales       the groups' e8m0 bytes, four in a word; any bytes give offsets inside the tables
     block_scale  a power of two
@@ -53,11 +55,11 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """The offsets of the tables of one group of a row in four consecutive blocks, one byte each. `group` is the index
-    within a block.
+    """Return the offsets of the tables of one group of a row in four consecutive blocks, one byte each. `group` is the
+    group's index within each block.
 
-    words         the e8m0 bytes of the blocks, four groups each, [4]
-    block_scales  the scales of the blocks, powers of two, [4]
+    words         [4]: a word per block, the e8m0 bytes of the row's four groups
+    block_scales  [4]: the scales of the blocks, powers of two
     """
     chosen = group | ((group + 4) << 4)
     pairs = [select_bytes(words[2 * i], words[2 * i + 1], chosen) for i in range(2)]
@@ -71,7 +73,7 @@ def table_places_of_blocks(words, group, block_scales) -> Uint32:
 
 @cute.jit
 def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
-    """One of the eight bytes for each of the selector's four lowest nibbles."""
+    """Return a word of four bytes. Nibble i of the selector selects byte i among the eight bytes of low and high."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, selector]
     )
@@ -79,8 +81,8 @@ def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
 
 @cute.jit
 def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
-    """The table of group `group` of `table_places`: the magnitudes of codes 0 to 3 and of codes 4 to 7, as e4m3
-    bytes."""
+    """Load the table at offset number `group` in `places` (`table_places`). -> (magnitudes of codes 0 to 3, magnitudes
+    of codes 4 to 7), as e4m3 bytes."""
     place = cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, 0, {0x4440 + group};", write_only_types=[Int32], read_only_args=[places]
     )
@@ -89,10 +91,11 @@ def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
 
 @cute.jit
 def widen(codes: Uint32, low: Uint32, high: Uint32):
-    """Eight neighbouring e2m1 codes and their table (`load_table`) -> two words of four e4m3 numbers.
+    """Convert eight adjacent e2m1 codes with their table (low, high: see `load_table`). -> two words of four e4m3
+    numbers.
 
     This takes nine instructions. The codes' magnitude bits are the selectors of byte permutations. The sign bits are
-    moved to the tops of their bytes, those of the even channels by a shift.
+    moved to the top bits of their bytes; those of even channels are shifted first.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 m, n, e, s, t; and.b32 m, {$r0}, 0x77777777; shr.b32 n, m, 16; shl.b32 e, {$r0}, 4; "
@@ -105,13 +108,15 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """The position of word `word` of a row of e4m3 numbers, four channels each, in the channel order of `widen`."""
+    """Return the index at which word `word` (four channels) of a row of e4m3 numbers is stored, so that the row's
+    channel order matches that of `widen`."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 
 @cute.jit
 def gather_4(target: Int32, source: Int64, valid: Boolean):
-    """Copy 4 bytes from the address `source` asynchronously. If `valid` is False, write zeros and read nothing."""
+    """Copy 4 bytes asynchronously from global address `source` to shared address `target`. If not `valid`, write zeros
+    and read nothing."""
     size = Int32(4) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
@@ -121,7 +126,7 @@ def gather_4(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def _four_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Four numbers rounded to e4m3, the first in the lowest byte."""
+    """Return four numbers rounded to e4m3 in a word, the first in the lowest byte."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }}",

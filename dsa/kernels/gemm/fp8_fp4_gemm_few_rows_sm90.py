@@ -1,32 +1,32 @@
 """Grouped product of FP8 activations with FP4 weights, for few rows per weight matrix (decode):
 out[m, n] = w[m] * sum_g (sum_{k in block g} a[rows[m], k] b8[e, n, k]) * a_scale[rows[m], g] * b_scale[e, n // 128, g],
 where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
-e4m3 holds b8 exactly. The result has the bits of the FP8 product with b8.
+b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan
-- Weight rows are M of the wgmma, m64 nT k32, and T rows of the product are N (swap A/B). A consumer warpgroup owns 64
-  weight rows. Its lanes read FP4 by ldmatrix, widen it in registers (fp4_operand.py) and multiply from registers, so
-  only FP4 passes through shared memory.
+- Weight rows are M of the wgmma, m64 nT k32, and T rows of the product are N (swap A/B). A consumer warpgroup computes
+  64 weight rows. Its lanes read FP4 by ldmatrix and widen it in registers (fp4_operand.py), which are the wgmma's
+  operand A. So the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
-  share an SM. The first producer warp finds the work tiles and passes them on. It loads the weights, codes by TMA and
-  scales by cp.async, and waits only for empty stages. The other three producer warps gather the rows of activations and
-  their scales.
+  share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
+  codes by TMA and their scales by cp.async, and waits only for empty stages. The other three producer warps gather the
+  rows of activations and their scales.
 - Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
   channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), and the scales of
   activations and blocks (16 bytes per row). The ring continues across work tiles. 100 to 170 KB of FP4 are in flight.
-- Mainloop: per block of 128 channels, four wgmma into accumulators of its own, T / 2 registers. The next block is
-  widened while they run. After the fourth block of a stage, that is the first block of the next stage, even if it
-  belongs to the next work tile. So arithmetic hides the latency of wgmma, the wait for a stage and its fence. Then the
-  products are scaled and added in fp32 in order.
-- Activations are copied in words of 4 bytes, in the order in which lanes hold the weights' channels; with few rows
-  these are few copies. Rows past the matrix's end are not copied. They are separate columns of the wgmma, and their
-  results are not stored. Channels beyond K are zeros.
+- Mainloop: per block of 128 channels, four wgmma into separate accumulators, T / 2 registers. The next block is widened
+  while they run. After the fourth block of a stage, the next block is the first block of the next stage, even if that
+  stage belongs to the next work tile. So arithmetic hides the latency of wgmma, the wait for a stage and its fence.
+  Then the products are scaled and added in fp32 in order.
+- Activations are copied in words of 4 bytes, in the order in which lanes have the weights' channels; with few rows
+  these are few copies. Rows past the matrix's end are not copied. Their columns of the wgmma contain garbage, which
+  affects no other column and is not stored. Channels beyond K are zeros.
 - Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row.
-- Scheduler: static persistent. The work tiles of a matrix are consecutive, with its tiles of rows innermost, so a tile
-  of weights is read from memory once. Neighbouring CTAs have neighbouring weights.
+- Scheduler: static persistent. The work tiles of a matrix are consecutive. Of these, tiles with the same weight rows
+  are consecutive, so a tile of weights is read from memory once. Consecutive CTAs read adjacent weights.
 Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
-Registers: per consumer thread 64 for widened weights, or 32 where four blocks do not fit; 2 T accumulators; T / 2 sums.
-See REGISTERS.
+Registers: per consumer thread 64 for four blocks of widened weights, or 32 for two blocks where four do not fit; 2 T
+accumulators; T / 2 sums. See REGISTERS.
 Instructions: 18 per lane and 8 weights. 10 of them use the ALU, which issues 2 per cycle and SM: 320 cycles per block
 of 128 x 128.
 Roofline: memory, 8.5 KB per block of 128 x 128: 480 cycles or more at 4.2 TB/s.
@@ -70,15 +70,15 @@ from dsa.kernels.gemm.operand_loads import tiled_mma, tiles_of
 from dsa.kernels.gemm.swap_ab_tile import add_scaled, store_swap_ab
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-BLOCKS = 4  # of GROUP channels per stage
+BLOCKS = 4  # blocks of GROUP channels per stage
 STEPS = GROUP // 32  # wgmma per block
 BOX = 128  # bytes per row of a TMA box: 256 FP4 channels
-BOXES = BLOCKS * GROUP // 2 // BOX
-SCALE_BYTES = 16  # per row and stage: four e8m0 bytes per block, or one fp32 per block
-OWN_ROWS = 16  # weight rows per warp
+BOXES = BLOCKS * GROUP // 2 // BOX  # per stage
+SCALE_BYTES = 16  # per row and stage: four e8m0 bytes per block for weights, one fp32 per block for activations
+OWN_ROWS = 16  # weight rows per consumer warp
 GATHER_WARPS = 3
-INFO_BYTES = 64  # for the ring of work tiles
-# (consumer warpgroups, CTAs per SM) -> registers of a consumer thread and of a producer thread.
+INFO_BYTES = 64  # shared memory of the ring of work tiles
+# {(consumer warpgroups, CTAs per SM): (registers of a consumer thread, registers of a producer thread)}
 REGISTERS = {(1, 2): (208, 48), (1, 3): (120, 40), (2, 1): (232, 40)}
 
 
@@ -87,8 +87,8 @@ class Fp8Fp4GemmFewRowsConfig:
     """A work tile and its pipeline.
 
     groups    consumer warpgroups, with 64 weight rows each
-    rows      of the product: 8, 16 or 32
-    stages    of the ring, 512 channels each
+    rows      rows of the product per work tile: 8, 16 or 32
+    stages    stages of the ring, 512 channels each
     resident  CTAs per SM
     """
 
@@ -107,11 +107,11 @@ class Fp8Fp4GemmFewRowsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def ctas(self, multiprocessors: int) -> int:
-        """The grid of a launch: all CTAs that are resident at once."""
+        """Return the grid of a launch: as many CTAs as are resident at once."""
         return self.resident * multiprocessors
 
     def fits(self) -> bool:
-        """Whether the configuration fits into shared memory; each resident CTA takes 1 KiB more than it requests."""
+        """Whether the configuration fits into shared memory. Each resident CTA occupies 1 KiB more than it requests."""
         stage = self.columns * (BOXES * BOX + SCALE_BYTES) + self.rows * BLOCKS * GROUP + (self.rows + 1) * SCALE_BYTES
         barriers = 16 * self.stages + 16 + INFO_BYTES
         others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + barriers + self.groups * WARPGROUP * self.rows + 1024
@@ -127,7 +127,8 @@ CONFIGS = (
 
 
 class Ring(NamedTuple):
-    """Addresses of the parts of the ring in shared memory, at stage 0."""
+    """Shared-memory addresses of the parts of the ring's stage 0: codes and e8m0 scales of the weights, rows of
+    activations, and scales of activations and blocks."""
 
     codes: Int32
     scales: Int32
@@ -138,8 +139,8 @@ class Ring(NamedTuple):
 class StageScales(NamedTuple):
     """The scales of a stage, in registers.
 
-    of_rows    the e8m0 bytes of a lane's two weight rows, [2, 4] words
-    of_blocks  the scales of its blocks as bits, [4]
+    of_rows    the e8m0 bytes of a lane's two weight rows, [2, 4] words, one word per row and block
+    of_blocks  the block scales as bits of fp32, [4]
     """
 
     of_rows: cute.Tensor
@@ -151,7 +152,7 @@ class Fp8Fp4GemmSmallMSm90:
         self.cfg = cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
-        # Buffers of widened blocks: one per block of a stage if there are enough registers.
+        # Number of register buffers for widened blocks: one per block of a stage if there are enough registers.
         self.buffers = BLOCKS if cfg.resident <= 2 and cfg.rows <= 16 else 2
 
     @cute.jit
@@ -229,7 +230,7 @@ class Fp8Fp4GemmSmallMSm90:
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
         if tid == 0:
-            # Arrivals: one that announces the bytes of the codes, and one per lane for the lane's copies.
+            # Arrivals per stage: one that announces the bytes of the codes, and one per producer lane for its copies.
             pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
             work_tiles.init(consumers=self.consumer_warps + GATHER_WARPS)
         cute.arch.mbarrier_init_fence()
@@ -270,8 +271,8 @@ class Fp8Fp4GemmSmallMSm90:
         work_tiles: WorkTilePipeline,
         lane,
     ):
-        """The warp that loads the codes and scales of the weights, and the scales of the blocks. It passes the work
-        tiles on to the other warps."""
+        """The role of the warp that loads the codes and scales of the weights, and the block scales. It also passes the
+        work tiles to the other warps."""
         scheduler = static_persistent_scheduler()
         state, tile_state, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
@@ -281,7 +282,8 @@ class Fp8Fp4GemmSmallMSm90:
             tile_state = work_tiles.publish(tile_state, info)
             e, column = info.matrix, info.column
             tbs, tbg = tiles_of(b_atom, sb, mb, (self.columns, BOX), e * columns + column)
-            # Weight rows past the last column are not stored. Their scales may have any value; zeros are written.
+            # Weight rows past the matrix's last row give results that are not stored. So their scales may have any
+            # value; gather_16 writes zeros.
             of_rows = b_scale_32[e, cutlass.min(column + lane, columns - 1), None].iterator.toint()
             of_block = b_scale[e, column // GROUP, None].iterator.toint()
             for group in cutlass.range(b_scale.shape[2] // BLOCKS, unroll=1):
@@ -314,8 +316,8 @@ class Fp8Fp4GemmSmallMSm90:
         number: Int32,
         lane,
     ):
-        """Gathering warp `number`: copies every third row of activations, one word per lane. Warp 0 also copies the
-        scales of all rows."""
+        """The mainloop of gathering warp `number`, which copies every third row of activations, one word per lane and
+        block. Warp 0 also copies the scales of all rows."""
         scheduler = static_persistent_scheduler()
         state, tile_state = start(), start()
         sources, channels = a.shape
@@ -329,7 +331,7 @@ class Fp8Fp4GemmSmallMSm90:
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
                 own = rows[own]
-            # Clamp the index, so that any value in `rows` reads memory of a.
+            # Clamp the index, so that no value in `rows` causes a read outside a.
             own = cutlass.max(cutlass.min(own, sources - 1), 0)
             own_scales = a_scale[own, None].iterator.toint()
             for group in cutlass.range(a_scale.shape[1] // BLOCKS, unroll=1):
@@ -391,7 +393,8 @@ class Fp8Fp4GemmSmallMSm90:
                 for i in cutlass.range_constexpr(self.rows // 4):
                     factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
             for group in cutlass.range(groups, unroll=1):
-                # After the very last stage, that stage's first block is widened again; the result is not used.
+                # There is no stage after the CTA's last stage. There `add_stage` widens the first block of the last
+                # stage again, and the result is not used.
                 following = pipeline.advance(state)
                 is_last = group == groups - 1 and index + scheduler.step >= total
                 following = PipelineState(
@@ -423,8 +426,8 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """Multiply and add the four blocks of a stage, the first of which is widened already. Load the scales of the
-        following stage, and widen its first block."""
+        """Multiply the four blocks of a stage and add them to the sums. The first block is already widened. Load the
+        scales of the following stage, and widen its first block."""
         row_scales = ring.row_scales + state.stage * ((self.rows + 1) * SCALE_BYTES)
         of_blocks = [scales.of_blocks[block].bitcast(Float32) for block in range(BLOCKS)]
         for block in cutlass.range_constexpr(BLOCKS):
@@ -441,7 +444,7 @@ class Fp8Fp4GemmSmallMSm90:
                 ]
                 self.await_stage(scales, ring, pipeline, following, warp, lane)
             if const_expr(block >= self.buffers - 1):
-                # Wait for the wgmma that read the next buffer.
+                # The next block's buffer is about to be overwritten: wait for the wgmma that read it.
                 cute.nvgpu.warpgroup.wait_group(self.buffers - 1)
             at, after = (following, 0) if block == BLOCKS - 1 else (state, block + 1)
             self.widen_block(after, widened[after % self.buffers], scales, ring, tables, at, warp, lane)
@@ -453,9 +456,9 @@ class Fp8Fp4GemmSmallMSm90:
 
     @cute.jit
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Wait for a stage, and load its scales."""
+        """Wait for a stage, and load its scales into `scales`."""
         pipeline.consumer_wait(state)
-        # Warps wrote the activations with cp.async, and wgmma reads them through the async proxy.
+        # cp.async wrote the activations through the generic proxy, but wgmma reads through the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         of_blocks = load_16(ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES)
         first = state.stage * self.columns + warp * OWN_ROWS
@@ -478,8 +481,8 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """Widen a block of a stage to wgmma's register layout."""
-        # The matrices of ldmatrix: 16-byte vector i of 16 rows, then vector i + 1 of these rows.
+        """Widen a block of a stage, for this warp's weight rows, to `widened` in wgmma's register layout."""
+        # One ldmatrix loads four matrices: 16-byte vector i of 16 rows (two matrices), then vector i + 1 of these rows.
         own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
         chunk = (lane // OWN_ROWS) ^ (lane % 8)
         of_block = scales.of_blocks[block].bitcast(Float32)
@@ -501,8 +504,8 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     [M] fp32, or [0] for none, out [M, N], ctas).
 
     E up to 1024, T and M up to 2^27, all > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a multiple of
-    4 with finite scales and any bytes in b_scale_32. Rows of all tensors except the vectors are aligned to 16 bytes.
-    ctas: config.ctas(multiprocessors).
+    4: the padding of a_scale and b_scale must be finite, that of b_scale_32 may be any bytes. Rows of all tensors
+    except the vectors are aligned to 16 bytes. ctas: config.ctas(multiprocessors).
     """
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)
@@ -522,17 +525,17 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
 
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmFewRowsConfig:
-    """The configuration with which the busiest SM loads the fewest bytes, for `rows` rows of all matrices together. The
-    number of channels does not matter, since it is the same for all work tiles."""
+    """Return the configuration with which the busiest SM loads the fewest bytes, for `rows` rows of all matrices
+    together. The number of channels does not matter, since it is the same for all work tiles."""
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)
-        # Bytes of a block: codes, e8m0 scales, and activations.
+        # Bytes per block of channels: codes and e8m0 scales of the weights, and activations.
         return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP)
 
     return min(CONFIGS, key=loaded)
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_fp8_fp4_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]

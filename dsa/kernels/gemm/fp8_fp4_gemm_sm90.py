@@ -1,29 +1,29 @@
 """Grouped product of FP8 activations with FP4 weights, for many rows per weight matrix (prefill):
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[m, k] b8[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
 where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
-e4m3 holds b8 exactly. The result has the bits of the FP8 product with b8.
+b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan
 - This is the FP8 product (fp8_gemm_sm90.py) with an additional warpgroup, the converters, which widen a stage's FP4 to
   e4m3 before the consumers multiply it. Work tiles, mainloop, order of sums and epilogues are those of that kernel.
 - Warp roles: one or two consumer warpgroups, with 64 rows per wave; four converter warps; a producer warp, which finds
-  the work tiles, passes them on and loads by TMA. The producer is a separate warpgroup because of registers: with two
-  consumer warpgroups of 216 there are 56 for converters and 24 for the producer, and a warp with both roles would need
-  more than 56.
-- Pipeline: one ring of STAGES stages of 128 channels. Data pass two barriers per stage: `loaded` counts the bytes of
-  TMA, `widened` the converter warps. Consumers wait for both, and release the stage once.
-- Widening is in place. A converter warp owns 32 of each 128 rows of b, which are 4 KiB of e4m3 in a stage; TMA writes
+  the work tiles, passes them to the other warps and loads by TMA. The producer is in a separate warpgroup because of
+  registers: with two consumer warpgroups, a consumer thread has 216 registers, a converter thread 56 and a producer
+  thread 24. A warp that both loads and converts would need more than 56.
+- Pipeline: one ring of STAGES stages of 128 channels. A stage has two barriers: the pipeline's full barrier counts the
+  bytes of TMA, and `widened` counts the converter warps. Consumers wait for both, and release the stage once.
+- Widening is in place. A converter warp widens 32 of the 128 rows of b in a stage, which are 4 KiB of e4m3; TMA writes
   their codes to the first 2 KiB. The warp widens the last rows first. When it overwrites the codes of the first rows,
-  it has read all of them already. So it needs no further memory and waits for no other warp.
-- The 16 bytes of codes that a lane reads are 32 channels of a row, which share an e8m0 scale: one table
-  (fp4_operand.py) serves four words. Eight lanes read 128 consecutive bytes. Their 16-byte stores go to two rows, and
-  TMA's swizzle puts them into different banks.
-- All kinds of scales are loaded for four blocks at a time, with the first of the four. Converters compute the offsets
-  of the tables from them before they pass that block on to the consumers. So when the consumers release that block, the
-  slot of the scales is free, too.
-- Scheduler: static persistent. Dynamic scheduling is no faster here, since the converters set the pace.
-Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also 16 bytes of
-e8m0 scales per row of b and slot, and tables.
+  it has already read all codes. So no further memory and no barrier with other converter warps is needed.
+- The 16 bytes of codes that a lane reads are 32 channels of a row, which share an e8m0 scale. So one table
+  (fp4_operand.py) is enough for the four words. Eight lanes read 128 contiguous bytes. Their 16-byte stores go to two
+  rows, and TMA's swizzle puts them into different banks.
+- All kinds of scales are loaded for four blocks at a time, together with the first of the four blocks. Converters
+  compute the offsets of the tables from the scales before they pass that block to the consumers. So when the consumers
+  release that block, the converters have read the scales, and the slot of the scales is free, too.
+- Scheduler: static persistent. Dynamic scheduling is no faster here, since the converters are the bottleneck.
+Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also the tables,
+and per slot of scales 16 bytes of e8m0 scales per row of b.
 Registers: see REGISTERS; a consumer has 64 accumulators and 64 or 128 sums.
 Instructions: 180 per converter lane and block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
 Roofline: the tensor cores and the multiply-adds, 1280 cycles per block of 256 x 128. Shared memory, 128 bytes per
@@ -66,17 +66,17 @@ from dsa.kernels.gemm.operand_loads import scales_of, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-CODE_BYTES = GROUP // 2  # per row and block
-CONVERTERS = 4  # warps
-OWN_ROWS = 32  # of b per converter warp
-OWN_BYTES = OWN_ROWS * GROUP
+CODE_BYTES = GROUP // 2  # bytes of codes per row and block
+CONVERTERS = 4  # converter warps
+OWN_ROWS = 32  # rows of b per converter warp
+OWN_BYTES = OWN_ROWS * GROUP  # e4m3 bytes of these rows per block
 UNITS = CODE_BYTES // 16  # groups of 32 channels per row and block
 UNIT_ROWS = WARP // UNITS  # rows that a warp reads at a time
-# Consumer warpgroups -> registers of a consumer thread, a converter thread and a thread of the producer's warpgroup.
-# They redistribute the registers that the launch gives to all threads.
+# {consumer warpgroups: (registers of a consumer thread, of a converter thread, of a thread of the producer's
+# warpgroup)}. At launch all threads get the same number of registers; setmaxregister then redistributes them.
 REGISTERS = {1: (240, 104, 40), 2: (216, 56, 24)}
 # The cost model. BLOCK_CLOCKS: overhead of a block, in cycles. WIDEN_CLOCKS: cycles to widen 128 columns of a block.
-# WIDEN_MOVES: cycles in which shared memory moves the codes, tables and e4m3 numbers of a block.
+# WIDEN_MOVES: cycles in which shared memory transfers the codes, tables and e4m3 numbers of a block.
 BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 
@@ -86,7 +86,7 @@ class Fp8Fp4GemmConfig(Fp8GemmConfig):
 
     @property
     def threads(self) -> int:
-        """The threads of the consumers, the converters and the producer."""
+        """Number of threads: the warpgroups of the consumers, of the converters and of the producer."""
         return (self.groups + 2) * WARPGROUP
 
     def fits(self) -> bool:
@@ -109,7 +109,8 @@ class WidenedPipeline(Pipeline):
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
-        """Wait until the stage is loaded and widened. The `widened` barrier alone does not cover the bytes of a."""
+        """Wait until the stage is loaded and widened. The `widened` barrier alone says nothing about a, because the
+        converters do not read a."""
         Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
 
@@ -239,7 +240,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
 
     @cute.jit
     def produce_codes(self, loads, shared, scheduler, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane):
-        """The warp that finds the work tiles and loads them."""
+        """The role of the producer warp, which finds the work tiles and loads them."""
         (a_atom, ma), (as_atom, mas), (b_atom, mb), (es_atom, mes), (bs_atom, mbs) = loads
         sa, sas, codes, ses, sbs = shared
         state, tile_state, slot = start(), start(), Int32(0)
@@ -276,7 +277,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                     state = pipeline.advance(state)
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if group == 0:
-                    # Find the next tile while the stages are full, so that its first loads do not wait for it.
+                    # Find the next tile while the stages are full, so that its first loads do not wait for the search.
                     index += scheduler.step
                     following = tiles.at(index, e, total, lane)
             info = following
@@ -286,12 +287,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
     def widen_stages(
         self, memory, tables, blocks, pipeline: Pipeline, widened: Mbarriers, work_tiles: WorkTilePipeline, number, lane
     ):
-        """Converter warp `number`: widens its rows of each stage in place."""
+        """The mainloop of converter warp `number`, which widens its rows of each stage in place."""
         codes, scales, block_scales = memory
         row, unit = lane // UNITS, lane % UNITS
         own = codes + number * OWN_BYTES
         read_at = own + lane * 16
-        # The first 16 of the unit's 32 bytes of e4m3; with the swizzle the others are at this address ^ 16.
+        # A unit is 32 bytes of e4m3. The first 16 go to this address; with the swizzle, the other 16 go to it ^ 16.
         write_at = own + row * GROUP + ((2 * unit) ^ row) * 16
         scales += (number * OWN_ROWS + row) * SCALE_BYTES
         state, tile_state, slot = start(), start(), Int32(0)
@@ -312,13 +313,13 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         if const_expr(j > 0):
                             words, table = self.read_unit(read_at + offset, tables, places, j - 1, i)
                         if const_expr(j == 1):
-                            # Units 1 and 0 overwrite the codes, which all lanes must have read.
+                            # Stores of units 1 and 0 overwrite the codes, which all lanes must have read before.
                             cute.arch.sync_warp()
                         wide = [word for eight in own_words for word in widen(eight, *own_table)]
                         target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
-                    # wgmma reads through the async proxy.
+                    # The stores went through the generic proxy, but wgmma reads through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     widened.arrive(state.stage)
@@ -327,18 +328,18 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             info = work_tiles.current(tile_state)
 
     def read_unit(self, address, tables, places, j: int, block: int):
-        """Four words of codes of unit j, and their table."""
+        """-> (four words of this lane's codes in the j-th set of UNIT_ROWS rows, their table)"""
         return load_16(address + j * (WARP * 16)), load_table(tables, places[j], block)
 
     def places(self, scales, block_scales, unit):
-        """The offsets of the tables of this lane's rows for SCALES blocks."""
+        """Return, for each of this lane's rows, the offsets of its group's tables in SCALES blocks."""
         of_blocks = load_floats(block_scales)
         rows = [j * UNIT_ROWS for j in range(UNITS)]
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
 
 
 def _operands():
-    """Fake operands with dynamic sizes: a, a_scale, b, b_scale_32, b_scale, ends."""
+    """Return fake operands with dynamic sizes: a, a_scale, b, b_scale_32, b_scale, ends."""
     rows, columns, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
     row, matrix = strides(2, SCALES)
     return (
@@ -357,8 +358,8 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
 
     E up to 1024, M up to 2^27, all > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a multiple of
-    4 with finite scales and any bytes in b_scale_32. Rows of all tensors except ends and weights are aligned to 16
-    bytes.
+    4: the padding of a_scale and b_scale must be finite, that of b_scale_32 may be any bytes. Rows of all tensors
+    except ends and weights are aligned to 16 bytes.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     return compile_sm90(
@@ -371,19 +372,19 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
-    """The configuration with the fewest modelled cycles for `rows` rows of all matrices together."""
+    """Return the configuration with the fewest modelled cycles for `rows` rows of all matrices together."""
     return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
-    """Modelled cycles of a work tile with `rows` rows. The slowest of these determines the time of a block, as in the
-    FP8 product: the tensor cores with the multiply-adds, shared memory, the latency of one warpgroup, or the
-    converters."""
+    """Return the modelled cycles of a work tile with `rows` rows. The time of a block is the largest of four times:
+    that of the tensor cores with the multiply-adds, that of shared memory, the latency of one warpgroup (these three as
+    in the FP8 product), and that of the converters."""
     block = tile_block_clocks(config, rows, config.columns // 2 + WIDEN_MOVES, latency=100)
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
     return stored + blocks * (BLOCK_CLOCKS + max(block, WIDEN_CLOCKS))
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_fp8_fp4_gemm, variant) for variant in itertools.product(OUT_DTYPES, CONFIGS, (False, True))]

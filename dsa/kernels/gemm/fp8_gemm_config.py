@@ -1,4 +1,8 @@
-"""Tile configurations of the FP8 product kernel, and the choice of one for a shape."""
+"""Tile configurations of the FP8 product kernel, and the cost model that chooses one for a shape.
+
+For one matrix, fp8_gemm_choice.py makes the final choice; there dsa/tuned/sm_90/fp8_gemm_nt.json overrides the model
+for measured shapes.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,10 +24,10 @@ class Fp8GemmConfig:
     """A work tile and its pipeline.
 
     groups   consumer warpgroups
-    waves    a warpgroup multiplies this many times 64 rows, one after the other
-    columns  of a work tile
-    stages   of the ring, each a block of 128 channels
-    chunks   of results that a warp has shared memory for
+    waves    how many times 64 rows a warpgroup multiplies, one wave after the other
+    columns  columns of a work tile
+    stages   stages of the ring, each a block of 128 channels
+    chunks   chunks of 64 result columns that a warp has shared memory for
     """
 
     groups: int
@@ -43,13 +47,14 @@ class Fp8GemmConfig:
 
     @property
     def piece(self) -> int:
-        """The width of a piece: columns that start at a multiple of it share a scale, wherever the work tile begins."""
+        """The width of a piece. Pieces start at multiples of their width, so a piece never straddles two scale blocks:
+        all its columns share a scale, wherever the work tile begins."""
         return math.gcd(self.columns, CHUNK)
 
     @property
     def together(self) -> int:
-        """Blocks of channels that are multiplied before the first of them is added. This hides the latency of a narrow
-        tile."""
+        """How many blocks of channels are multiplied before the first of their products is added to the sums. More
+        than one hides the latency of a narrow tile's wgmma."""
         return max(1, 128 // self.columns) if self.waves == 1 else 1
 
     @property
@@ -58,8 +63,8 @@ class Fp8GemmConfig:
 
     @property
     def scale_slots(self) -> int:
-        """Slots for the scales of SCALES blocks each. Consumers read a slot before they release the first of its
-        blocks, so a slot for every SCALES stages is enough."""
+        """Number of slots in shared memory for scales; a slot has the scales of SCALES blocks. Consumers read a slot
+        before they release the first of its blocks, so one slot per SCALES stages is enough."""
         return -(-self.stages // SCALES)
 
     def fits(self) -> bool:
@@ -81,7 +86,7 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# For one matrix. The additional widths use SMs that the others would leave idle.
+# For one matrix. The widths that CONFIGS lacks occupy SMs that its widths would leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -92,28 +97,30 @@ ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(2, 1, 96, 6, 2),
     *CONFIGS[3:],
 )
-# For SwiGLU, half of the columns are of gate and half of up.
+# For SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
 # Configurations whose producer warps have enough registers to gather rows.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# Up to this many rows in the result, the kernel gathers the rows of a itself. This costs a quarter of its time when the
-# tensor cores are busy, so the rows of larger results are copied before the launch.
+# Up to this many rows in the result, the kernel gathers the rows of a itself. For larger results the rows are copied
+# before the launch, because gathering costs a quarter of the kernel's time when the tensor cores are busy.
 GATHERED_ROWS = 4096
 # Configurations with a dynamic scheduler.
 DYNAMIC_CONFIGS = CONFIGS[3:]
-# Of DYNAMIC_CONFIGS, those that swap A/B for work tiles with few rows (swap_ab_tile.py). SwiGLU tiles do so, too.
+# The configurations in DYNAMIC_CONFIGS that swap A/B for work tiles with few rows (swap_ab_tile.py). SwiGLU tiles with
+# a dynamic scheduler do so, too.
 SWAP_AB_CONFIGS = (CONFIGS[3], CONFIGS[5])
-SWAP_AB_COUNTS = (16, 32)  # rows of a per wgmma with swapped operands, as N
-SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # maximum rows of a work tile with swapped operands
-# The cost model, in cycles, measured on an H200. Overhead of a work tile if TMA stores its results, and if warps do;
-# overhead of a block of channels.
+SWAP_AB_COUNTS = (16, 32)  # with swapped operands: rows of a per wgmma (its N)
+SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # most rows of a work tile with swapped operands
+# The cost model in cycles, measured on an H200: overhead of a work tile whose results TMA stores, overhead of a work
+# tile whose results warps store, overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
 SWAP_AB_CLOCKS = 300  # least cycles of a block of a work tile with swapped operands
-# The model of products with one matrix and up to MODEL_ROWS rows, measured on an H200; it does not use BLOCK_CLOCKS.
-# CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE: relative slowdown of memory per
-# fraction of idle SMs. TILE_END: microseconds at the end of a work tile. TMA_STORE_RATE, STORE_RATE: results per
-# microsecond that TMA and warps store in one work tile. UNSHARED: additional microseconds of a block whose part of b no
-# other work tile reads. ALONE: least microseconds of a block that only one of two warpgroups multiplies.
+# The cost model in microseconds, for products with one matrix and up to MODEL_ROWS rows, measured on an H200; it does
+# not use BLOCK_CLOCKS. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE: relative
+# slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the end of a work tile. TMA_STORE_RATE,
+# STORE_RATE: results per microsecond of one work tile that TMA stores, and that warps store. UNSHARED: additional
+# microseconds of a block whose part of b no other work tile reads. ALONE: least microseconds of a block that only one
+# of two warpgroups multiplies.
 MODEL_ROWS = 1024
 CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
 TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55
@@ -127,20 +134,20 @@ def choose_config(
     multiprocessors: int,
     configs: tuple[Fp8GemmConfig, ...] = CONFIGS,
 ) -> Fp8GemmConfig:
-    """The configuration with the fewest modelled cycles for `rows` rows of all matrices together. For matrices with at
-    most 64 rows on average, only configurations with one consumer warpgroup are considered."""
+    """Return the configuration with the fewest modelled cycles for `rows` rows of all matrices together. If matrices
+    have at most 64 rows on average, only configurations with one consumer warpgroup are considered."""
     few = rows <= 64 * max(min(rows, matrices), 1)
     narrow = [config for config in configs if config.groups == 1] if few else []
     return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_dynamic_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
-    """`choose_config` for a dynamic scheduler."""
+    """Return the configuration with the fewest modelled cycles for a product with a dynamic scheduler."""
     return of_fewest_clocks(DYNAMIC_CONFIGS, dynamic_tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:
-    """The configuration with the shortest modelled time for one matrix."""
+    """Return the configuration with the shortest modelled time for one matrix."""
     if rows > MODEL_ROWS:
         return of_fewest_clocks(ONE_MATRIX_CONFIGS, tile_clocks, rows, columns, channels, 1, multiprocessors)
     return min(
@@ -149,16 +156,16 @@ def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: i
 
 
 def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """The modelled time of a product with one matrix, without the launch: that of an SM's work tiles in whole waves, or
-    that of memory traffic. The fourth powers make the transition between the two smooth."""
+    """Return the modelled time of a product with one matrix, without the launch. It is about the larger of two times:
+    that of an SM's work tiles in whole waves, and that of memory traffic. The sum of fourth powers makes the transition
+    between the two smooth."""
     blocks, down = -(-channels // GROUP), -(-rows // config.rows)
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
-        # In the last tiles of rows, one warpgroup has no rows. These tiles are a part of the waves, or the whole of a
-        # single wave.
+        # In the last row of tiles, one of the two warpgroups has no rows. These tiles are a fraction of an SM's waves.
         block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
@@ -176,9 +183,9 @@ def of_fewest_clocks(
     matrices: int,
     multiprocessors: int,
 ) -> Config:
-    """One of `configs`, where tile_clocks(config, rows, blocks) models a work tile. The tiles of one matrix run in
-    whole waves. With several matrices the loads of the SMs even out; the rows of a matrix are assumed to vary randomly
-    about the mean."""
+    """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
+    The work tiles of one matrix run in whole waves. With several matrices, work is assumed to be spread evenly over the
+    SMs, and the number of rows of a matrix to vary randomly about the mean."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used
@@ -197,7 +204,7 @@ def of_fewest_clocks(
 def _clocks_of_one(
     tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
 ) -> float:
-    """Modelled cycles of a product with one matrix."""
+    """Return the modelled cycles of a product with one matrix."""
     across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
@@ -205,14 +212,14 @@ def _clocks_of_one(
 
 
 def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int, blocks: int) -> float:
-    """Modelled cycles of the tiles with the same columns, one after the other."""
+    """Return the modelled cycles of all work tiles with the same columns, one after the other."""
     full, left = divmod(rows, config.rows)
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
 
 def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """`tile_clocks` for a dynamic scheduler. Tiles with few rows swap A/B: they take the time of shared memory, or the
-    latency of a warpgroup."""
+    """Return the modelled cycles of a work tile with `rows` rows, for a dynamic scheduler. A tile with few rows swaps
+    A/B. Its blocks are bound by shared memory or by the latency of a warpgroup."""
     if rows > SWAP_AB_ROWS or config not in SWAP_AB_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns
@@ -220,16 +227,16 @@ def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Modelled cycles of a work tile with `rows` rows."""
+    """Return the modelled cycles of a work tile with `rows` rows."""
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
     return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows, config.columns))
 
 
 def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
-    """Modelled cycles of a block of 128 channels, without overhead: the slowest of three. (1) The tensor cores plus the
-    multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per cycle: a and b, whose
-    writing takes `b_moves` cycles, and the 64 rows and all columns that each wgmma reads. (3) The latency of one
-    warpgroup, which waits for each of its products."""
+    """Return the modelled cycles of a block of 128 channels, without overhead: the largest of three times. (1) The
+    tensor cores plus the multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per
+    cycle: each wgmma reads 64 rows of a and all columns of b, and before that a and b are written; writing b takes
+    `b_moves` cycles. (3) The latency of one warpgroup, which waits for each of its products."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + b_moves

@@ -1,4 +1,8 @@
-"""Tile configurations of the small-M FP8 product kernels, and the choice of one for a shape."""
+"""Tile configurations of the small-M FP8 product kernels, and the cost model that chooses one for a shape.
+
+For one matrix, fp8_gemm_choice.py makes the final choice; there dsa/tuned/sm_90/fp8_gemm_nt.json overrides the model
+for measured shapes.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,21 +12,21 @@ from dsa.kernels.gemm.grouped_tiles import expected_tiles
 from dsa.kernels.gemm.limits import GROUP
 
 COLUMNS = 64  # M of a wgmma, and the columns of most work tiles
-SCALES = 4  # blocks whose scales are loaded together: 16 bytes, the minimum of TMA
+SCALES = 4  # blocks of channels whose scales are loaded together: 16 bytes, the minimum of TMA
 CONSUMER_WARPS = 4
-SPLIT_SPAN = 2  # blocks per stage in split-K clusters
-SM_BYTES = 233472  # shared memory of an SM; a CTA takes 1 KiB more than it requests
-MAX_SPLIT_BLOCKS = 64  # for split-K: the capacity of shared memory
+SPLIT_SPAN = 2  # blocks of channels per stage in split-K clusters
+SM_BYTES = 233472  # shared memory of an SM; a CTA occupies 1 KiB more than it requests
+MAX_SPLIT_BLOCKS = 64  # most blocks of channels with split-K: their products must fit in shared memory
 
 
 @dataclass(frozen=True)
 class FewRowsConfig:
     """A work tile and its pipeline.
 
-    rows     of a work tile: 8, 16, 32 or 64
-    stages   of the ring
-    ctas     of the cluster that splits the channels of a work tile: 1, 2, 4 or 8
-    columns  of a work tile: 32 or 64
+    rows     rows of a work tile: 8, 16, 32 or 64
+    stages   stages of the ring
+    ctas     CTAs of the cluster that splits the channels of a work tile: 1 (no split-K), 2, 4 or 8
+    columns  columns of a work tile: 32 or 64
     """
 
     rows: int
@@ -36,7 +40,7 @@ class FewRowsConfig:
         return SCALES if self.ctas == 1 else SPLIT_SPAN
 
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA, with room for alignment."""
+        """Return the bytes of shared memory of a CTA, with room for alignment."""
         ring = self.stages * (self.span * (COLUMNS + self.rows) * GROUP + 16)
         if self.ctas == 1:
             scales, results = self.stages * SCALES * 4 * (self.rows + 1), CONSUMER_WARPS * self.rows * 32
@@ -57,35 +61,34 @@ WHOLE_CONFIGS = (
     *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
     FewRowsConfig(8, 6, columns=32),
 )
-# Tiles of 8 and 16 rows take up to 113 KiB, so that two CTAs share an SM. Otherwise the clusters would not fill the
-# SMs.
+# Split-K. With 8 or 16 rows a CTA needs at most 113 KiB, so two CTAs share an SM; with one CTA per SM, clusters would
+# leave SMs idle.
 SPLIT_CONFIGS = (
     *(FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
     *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
 )
 CONFIGS = WHOLE_CONFIGS + SPLIT_CONFIGS
 GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for grouped products
-# The cost model, measured on an H200. Microseconds of a block of channels, of each of its rows, and of a work tile's
-# end; bytes per microsecond from memory, to one SM, and of partial products to one CTA; microseconds of the cluster
-# barriers.
+# The cost model, measured on an H200. BLOCK: microseconds per block of channels, plus ROW per row of the tile.
+# TILE_END: microseconds at a work tile's end. Bytes per microsecond: MEMORY_RATE from memory, SM_RATE to one SM,
+# SEND_RATE of partial products to one CTA. BARRIERS: microseconds of the cluster barriers.
 BLOCK, ROW, TILE_END = 0.04, 0.0017, 0.6
 MEMORY_RATE, SM_RATE, SEND_RATE, BARRIERS = 4.8e6, 145e3, 45e3, 0.2
-ROOM = 0.8  # the fraction of the resident CTAs that clusters can use, since a cluster must fit into one GPC
+ROOM = 0.8  # fraction of the resident CTAs that clusters can use, since a cluster must fit into one GPC
 
 
 def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:
-    """The configuration with the shortest modelled time, among tiles that are no higher than the rows need and clusters
-    that are all resident at once."""
+    """Return the configuration with the shortest modelled time, among those that `can_run` accepts."""
     sizes = rows, columns, channels, multiprocessors
-    # For more than 8 rows, 8-row tiles of 64 columns are never best: they take as long as 16-row tiles, and there are
-    # twice as many. 8-row tiles of 32 columns load less.
+    # For more than 8 rows, the model never needs 8-row tiles of 64 columns: each takes as long as a 16-row tile, and
+    # there are twice as many. 8-row tiles of 32 columns stay candidates, because they load less.
     configs = [config for config in CONFIGS if rows <= 8 or config.rows > 8 or config.columns < COLUMNS]
     return min((c for c in configs if can_run(c, *sizes)), key=lambda config: microseconds(config, *sizes))
 
 
 def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether the tiles are no higher than the rows need, and clusters have memory for all blocks and are all resident
-    at once."""
+    """Whether the tile is no higher than the rows need, and with split-K, whether shared memory has room for all blocks
+    and all clusters are resident at once."""
     heights = sorted({config.rows for config in CONFIGS})
     if config.rows > min((height for height in heights if rows <= height), default=heights[-1]):
         return False
@@ -98,7 +101,7 @@ def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multi
 
 
 def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
-    """The configuration that loads the fewest bytes for `rows` rows of several matrices together."""
+    """Return the configuration that loads the fewest bytes for `rows` rows of several matrices together."""
     return min(
         GROUPED_CONFIGS,
         key=lambda config: expected_tiles(rows, matrices, config.rows) * (config.columns + config.rows),
@@ -110,10 +113,10 @@ def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
 
 
 def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """The modelled time without the launch. An SM computes its work tiles in whole waves. A block takes the time of the
-    mainloop or that of its loads, whichever is longer; each tile has an end. Meanwhile memory reads everything once.
-    The two mostly overlap, but not where one waits for the other. With split-K the exchange of partial products is
-    added."""
+    """Return the modelled time without the launch. An SM computes its work tiles in whole waves. A block of channels
+    takes the time of the mainloop or that of its loads, whichever is longer, and each work tile has an epilogue.
+    Meanwhile all operands are read from memory once. The two times mostly overlap, but not completely, so the result is
+    the root of the sum of their squares. With split-K the exchange of partial products is added."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
     rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))

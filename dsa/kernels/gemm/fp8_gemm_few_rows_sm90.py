@@ -2,27 +2,29 @@
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g].
 
 Plan
-- The matrix's rows are M of the wgmma (swap A/B): a work tile is 64 columns of the result by 8 to 64 rows. So a single
-  row takes an eighth of the products, shared memory and registers that it takes in `fp8_gemm_sm90`, where rows are M of
-  the wgmma. The order of a sum is the same as there, and so are the bits.
+- The rows of b are M of the wgmma, and the rows of a are N (swap A/B): a work tile is 64 columns of the result by 8 to
+  64 rows. So a product with a single row needs an eighth of the products, shared memory and registers that it needs in
+  `fp8_gemm_sm90`, where the rows of a are M, at least 64. The order of a sum is the same as in that kernel, so the bits
+  are equal.
 - Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the rows of their wgmma
-  are then unused. Rows beyond one tile's make more tiles, which are neighbours, so that b is read from memory once. The
-  height of the tiles is chosen to occupy the SMs, since a block of channels takes time proportional to its rows: first
-  its wgmma, then the multiply-adds.
+  are then unused. If there are more rows than one tile has, the tiles with the same columns are consecutive, so that b
+  is read from memory once. The number of rows per tile is chosen to occupy the SMs, since the time of a block of
+  channels grows with the rows: first its wgmma, then the multiply-adds.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
   registers without setmaxnreg.
 - Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. It continues
   across work tiles, and is as deep as shared memory allows.
-- Mainloop: the wgmma of all blocks of a stage are issued back to back, each block into accumulators of its own, and the
+- Mainloop: the wgmma of all blocks of a stage are issued back to back, each block into separate accumulators, and the
   scales are read while they run. Then the blocks are scaled and added in order. With one block at a time, every block
-  would pay for the latency of wgmma, of the wait and of the scales.
-- Before a CTA waits for the previous kernel, it prefetches as much of b to L2 as its ring holds. It does not read b,
+  would expose the latency of wgmma, of the wait and of the scales' loads.
+- Before a CTA waits for the previous kernel, it prefetches as much of b to L2 as fits in its ring. It does not read b,
   since the previous kernel may write it. Grouped products skip the prefetch, because the matrix is not known yet.
-- Epilogue: the accumulators hold the transposed result. stmatrix transposes 16-bit results, 16 columns per warp, which
-  are then stored 32 bytes per row. fp32 results are stored from registers, since eight lanes have 32 bytes of a row.
+- Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results, 16 columns per warp,
+  which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
+  of a row.
 - Scheduler: static persistent. Grouped products find their work tiles by prefix sums (grouped_tiles.py).
-- A matrix with few columns has fewer work tiles than there are SMs. Its channels may be split, see
-  `fp8_gemm_split_channels_sm90`; fp8_gemm_few_rows_config.py decides.
+- A matrix with few columns has fewer work tiles than there are SMs. For such a matrix split-K may be faster
+  (`fp8_gemm_split_channels_sm90`); fp8_gemm_few_rows_config.py decides.
 Shared memory: barriers; 32 bytes per row and warp for results; stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1))
 bytes.
 Registers: SCALES x rows / 2 accumulators, rows / 2 sums and `rows` scales per consumer thread.
@@ -87,7 +89,7 @@ class GroupedFp8GemmSmallMSm90:
         a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages)
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
-        # With 32 columns, the other rows of a wgmma are never loaded.
+        # With 32 columns, only half of the wgmma's 64 rows are loaded. The other half has unused results.
         b_box = b_layout if self.columns == COLUMNS else k_major_layout(Float8E4M3FN, self.columns, GROUP, 1)
         b_atom, b_tma = tile_load(b, b_box, (self.columns, GROUP))
         s_atom, s_tma = tile_load(a_scale, s_layout, (self.rows, SCALES))
@@ -158,19 +160,19 @@ class GroupedFp8GemmSmallMSm90:
             self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
 
     def filled(self, sb: cute.Tensor) -> cute.Tensor:
-        """The part of the ring's blocks that loads of b fill."""
+        """Return the part of the ring's b that loads write: the first `columns` rows of each block."""
         return cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
 
     @cute.jit
     def prefetch(self, b_atom, mb, tiles: OneMatrixTiles, groups, sb, lane):
-        """Prefetch the first blocks of b to L2, as many as the ring holds. Called by the producer warp."""
+        """Prefetch the first blocks of b to L2, as many as fit in the ring. The producer warp calls this."""
         column = tiles.rows_first(static_persistent_scheduler().first, Int32(0), lane).column
         _, tbg = tiles_of(b_atom, self.filled(sb), mb, (self.columns, GROUP), column)
         prefetch_blocks(b_atom, tbg, 0, cutlass.min(groups, self.stages), 1, SCALES)
 
     @cute.jit
     def produce(self, atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, lane):
-        """The producer warp."""
+        """The mainloop of the producer warp."""
         b_atom, a_atom, s_atom = atoms
         size = SCALES * ((self.columns + self.rows) * GROUP + 4 * (self.rows + 1))
         filled = self.filled(sb)
@@ -178,7 +180,7 @@ class GroupedFp8GemmSmallMSm90:
         state, e = start(), Int32(0)
         matrix_rows = mb.shape[0] // b_scale.shape[0]
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            # Neighbouring tiles have the same columns, so b is read from memory once.
+            # Consecutive tiles have the same columns, so b is read from memory once.
             e, row, _, column = tiles.rows_first(index, e, lane)
             tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), row)
             tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), row)
@@ -207,8 +209,9 @@ class GroupedFp8GemmSmallMSm90:
             for _ in cutlass.range(groups, unroll=1):
                 pipeline.consumer_wait(state)
                 for i in cutlass.range_constexpr(SCALES):
-                    # `opaque` makes the compiler compute each block's descriptors separately. If it derives them from
-                    # the first block's, they are in vector registers, and every wgmma needs four moves before it.
+                    # `opaque` makes the compiler compute each block's descriptors separately. If it derived them from
+                    # the first block's descriptors, they would be in vector registers, and every wgmma would need four
+                    # moves before it.
                     block = opaque(SCALES * state.stage + i)
                     multiply(mma, acc[i], rb, ra, block, block)
                 scales = self.scales(ss, s_of_b, state, lane)
@@ -224,8 +227,8 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
-        """The scales of this stage's blocks: scales of this thread's rows, rows / 8 pairs, times those of the columns.
-        [SCALES] for each row."""
+        """Return the scales of the stage's blocks, a tensor [SCALES] for each of this thread's rows, which are rows / 8
+        pairs. A scale is the product of the row's scale and the columns' scale."""
         of_columns = cute.make_rmem_tensor((SCALES,), Float32)
         cute.autovec_copy(s_of_b[None, state.stage], of_columns)
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]
@@ -237,7 +240,7 @@ class GroupedFp8GemmSmallMSm90:
 
 
 class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
-    """The product with one matrix."""
+    """The small-M product with one matrix."""
 
     grouped = False
 
@@ -249,7 +252,7 @@ class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
 
 
 def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
-    """a, a_scale, b, b_scale and out, as the compile functions document them."""
+    """Return fake a, a_scale, b, b_scale and out, as the compile functions document them."""
     rows, columns, channels = (cute.sym_int() for _ in range(3))
     of_all = columns if matrices == 1 else cute.sym_int()
     blocks = cute.sym_int(divisibility=SCALES)
@@ -266,8 +269,8 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas).
 
-    M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4 with finite scales,
-    and at most 64 with split-K. Rows are aligned to 16 bytes.
+    M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4, and at most 64 with
+    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
@@ -283,7 +286,7 @@ def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     one = [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
     return one + [
         (compile_grouped_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in GROUPED_CONFIGS

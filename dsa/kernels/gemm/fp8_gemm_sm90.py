@@ -3,36 +3,38 @@ out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale
 With the SwiGLU epilogue the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums (swiglu_epilogue.py).
 
 Plan
-- A work tile has rows of one matrix only (grouped_tiles.py). Finding it requires counting the tiles of all matrices
-  first, 0.6 us before the first load; a product with one matrix skips that. Rows that a tile loads beyond its matrix
-  are not stored, and a warpgroup whose 64 rows all lie beyond it multiplies nothing. With dynamic scheduling, tiles of
-  up to 32 rows swap A/B (swap_ab_tile.py), and only those boxes of 64 rows of a are loaded that have rows of the
-  matrix.
-- Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. If `rows`
-  selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A consumer warpgroup
-  owns 64 rows of a work tile, or of each wave of it.
+- A work tile has rows of one matrix only (grouped_tiles.py). To find it, a CTA must first count the tiles of all
+  matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
+  the end of its matrix; they are not stored, and a warpgroup whose 64 rows are all past the end multiplies nothing.
+  With dynamic scheduling, tiles of up to 32 rows swap A/B (swap_ab_tile.py), and boxes of 64 rows of a without any row
+  of the matrix are not loaded.
+- Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them to the other warps and loads by
+  TMA. If `rows` selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A
+  consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves.
 - Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
-  Scales are loaded for four blocks at a time, with every fourth block: they are contiguous per row, and a single
-  block's scale would be a quarter of a sector.
+  Scales are loaded for four blocks at a time, with every fourth block: four scales are 16 contiguous bytes per row,
+  while a single scale is an eighth of a 32-byte sector.
 - Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32
   while another warpgroup uses the tensor cores. The tensor cores' accumulation keeps about 14 bits, so it is limited to
   128 channels.
-- For many rows, work tiles are 256 x 128 or 128 x 192. A warpgroup has registers for the sums of 128 x 128 and the
-  products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 128 rows by 128 columns
-  of gate and of up: two parts, one after the other. For few rows, work tiles are narrow, so that there are enough of
-  them to keep all SMs loading weights; 48-, 96- and 192-wide tiles may straddle two scale blocks. The order of a sum is
-  the same for all tiles.
-- Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has room for all of its 16 rows,
-  TMA stores them while the next work tile is multiplied. Otherwise, as for 256 x 128, whose stages take that room, the
-  warps store them.
-- Scheduler: static persistent. Dynamic for several matrices with many rows, since their work tiles take different times
+- For many rows, work tiles are 256 x 128 or 128 x 192. For 256 x 128, a warpgroup has registers for the sums of
+  128 x 128 and the products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 128
+  rows by 128 columns of gate and 128 of up: two parts, which are multiplied one after the other. For few rows, work
+  tiles are narrow, so that there are enough of them to keep all SMs loading weights; 48-, 96- and 192-wide tiles may
+  straddle two scale blocks. The order of a sum is the same for all tiles.
+- Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has shared memory for all results
+  of its 16 rows, TMA stores them while the next work tile is multiplied. Otherwise the warps store them, as for
+  256 x 128, whose stages leave too little shared memory.
+- Scheduler: static persistent; dynamic for several matrices with many rows, whose work tiles take different times
   (grouped_tiles.py).
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp 2 KiB of results per 64 columns;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes.
-Registers: of 240 per consumer thread, COLUMNS / 2 sums per wave and 64 to 96 accumulators; 24 per producer thread.
-Warps that gather need 40, which leaves 232 with two consumer warpgroups; with one, they have 56.
+Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 64 to 96 accumulators; 24 per producer
+thread. A gathering producer thread has 40 with two consumer warpgroups, which leaves 232 for a consumer thread; with
+one consumer warpgroup it has 56.
 Roofline: for many rows the tensor cores and the multiply-adds, which compete for the registers: 1024 + 256 cycles per
-block of 128 x 256, of which shared memory (128 bytes per cycle) is busy for 1152. For few rows memory: b once.
+block of channels of a 256 x 128 tile. Shared memory (128 bytes per cycle) is busy for 1152 of these cycles. For few
+rows memory: b is read once.
 """
 
 import itertools
@@ -72,16 +74,16 @@ from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
-# Scale blocks of b that a work tile reads: its first column's and the next one; with SwiGLU, gate's and up's.
+# Scale blocks of b that a work tile reads: that of its first column and the next; with SwiGLU, that of gate and of up.
 SCALE_BLOCKS = 2
-LOADING_REGISTERS = 240, 24
+LOADING_REGISTERS = 240, 24  # of a consumer and a producer thread, if TMA loads a
 VECTORS = GROUP // 16  # lanes that gather one block of a row
-BOX_ROWS = 64  # rows of a per TMA load if boxes without rows are skipped
+BOX_ROWS = 64  # rows of a per TMA load if boxes without rows of the matrix are skipped
 
 
 class Fp8GemmSm90:
-    """epilogue: computes results from the sums, and stores them. gathered: `rows` selects the rows of a. swap_ab: work
-    tiles with few rows swap A/B."""
+    """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of a.
+    swap_ab: work tiles with few rows swap A/B."""
 
     def __init__(
         self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, swap_ab: bool = False
@@ -92,16 +94,17 @@ class Fp8GemmSm90:
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
-        # Rows of a per TMA load. If tiles with few rows swap A/B, only boxes that have rows are loaded.
+        # Rows of a per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
+        # loaded.
         self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
         self.registers = LOADING_REGISTERS
         if gathered:
-            # One consumer warpgroup leaves enough registers to the warps that gather.
+            # With one consumer warpgroup, more registers are left for the warps that gather.
             self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
 
     def layouts(self):
-        """The shared-memory layouts of a, b and their scales."""
+        """-> the shared-memory layouts of a, b, the scales of a, and the scales of b."""
         slots = self.config.scale_slots
         return (
             k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages),
@@ -129,7 +132,7 @@ class Fp8GemmSm90:
     ):
         results = out, of_rows, limit
         a_layout, b_layout, as_layout, bs_layout = self.layouts()
-        # A stage has the rows of b of each part, one part after the other.
+        # A stage contains the rows of b of all parts, one part after the other. One TMA load is one part.
         b_box = k_major_layout(Float8E4M3FN, self.width, GROUP, 1)
         loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
         if const_expr(not self.gathered):
@@ -216,7 +219,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def produce(self, loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane):
-        """The warp that finds the work tiles and loads them."""
+        """The role of the producer warp that finds the work tiles and loads them."""
         (b_atom, mb), (bs_atom, mbs) = loads[:2]
         sa, sas, sb, sbs = memory
         targets = [cute.local_tile(sb, (self.width, GROUP, self.stages), (i, 0, 0)) for i in range(self.parts)]
@@ -245,12 +248,14 @@ class Fp8GemmSm90:
                     tiles_of(a_atom, box, ma, (self.box_rows, GROUP), info.row + j * self.box_rows)
                     for j, box in enumerate(boxes)
                 ]
-                # The number of boxes that have rows.
+                # The number of boxes with rows of the matrix.
                 used = Int32(1)
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            following = info  # a gathering warp lacks the registers to find the next tile before its last loads
+            # The next tile is found below: after the first group, or after the last if this warp gathers, because a
+            # gathering warp lacks the registers to keep it meanwhile.
+            following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
                     block = group * SCALES + i
@@ -283,7 +288,8 @@ class Fp8GemmSm90:
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if const_expr(not self.gathered):
                     if group == 0:
-                        # Find the next tile while the stages are full, so that its first loads do not wait for it.
+                        # Find the next tile while the stages are full, so that its first loads do not wait for the
+                        # search.
                         index = next_index(index, scheduler.step, counter, lane)
                         following = tiles.at(index, e, total, lane)
             if const_expr(self.gathered):
@@ -294,7 +300,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def gather_only(self, gather, blocks, sa, sas, pipeline: Pipeline, work_tiles: WorkTilePipeline):
-        """The other warps of the producer warpgroup if rows are gathered."""
+        """The role of the other three producer warps if rows are gathered."""
         state, tile_state, slot = start(), start(), Int32(0)
         info = work_tiles.current(tile_state)
         while info.end > 0:
@@ -311,8 +317,9 @@ class Fp8GemmSm90:
 
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
-        """The rows of a that this thread gathers, -1 for none: every 16th row of the tile from row thread / 8 on, and
-        last row `thread`, whose scales it gathers."""
+        """Return the rows of a that this thread gathers, -1 for none. They are those for every 16th row of the tile,
+        from row thread / 8 on. The last entry is the row of a for the tile's row `thread`, whose scales this thread
+        gathers."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):
@@ -320,15 +327,15 @@ class Fp8GemmSm90:
             source = Int32(-1)
             if row < info.end:
                 source = rows[row]
-                # Indices past the rows of a are ignored.
+                # An index past the rows of a counts as no row.
                 source = source if source < a.shape[0] else Int32(-1)
             found.append(source)
         return found
 
     @cute.jit
     def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
-        """Copy this thread's part of a block of channels and, with the first block of a group, its part of the
-        scales."""
+        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy its part of the
+        group's scales to a slot."""
         a, a_scale, _, thread = gather
         vector, first = thread % VECTORS, thread // VECTORS
         channel = block * GROUP + vector * 16
@@ -350,10 +357,10 @@ class Fp8GemmSm90:
 
     @cute.jit
     def consume(self, results, stores, blocks, memory, staged, pipeline: Pipeline, work_tiles, warp, lane):
-        """A consumer warpgroup."""
+        """The mainloop of a consumer warpgroup."""
         sa, sas, sb, sbs = memory
         mma = tiled_mma(self.groups, 64, self.width)
-        # Warp-uniform for the compiler, so that the wgmma descriptors are in uniform registers.
+        # The compiler must know that `group` is uniform in a warp. Then wgmma descriptors are in uniform registers.
         group = cute.arch.make_warp_uniform(warp // 4)
         thr_mma = mma.get_slice(group * WARPGROUP)
         high = 64 * self.groups
@@ -363,7 +370,7 @@ class Fp8GemmSm90:
         rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
         shape = thr_mma.partition_shape_C((high, self.width))
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.config.together)]
-        # One tensor per product: per wave, or per part.
+        # One tensor per product. A product is a wave, or with SwiGLU a part.
         sums = [cute.make_rmem_tensor((self.width // 2,), Float32) for _ in range(self.waves * self.parts)]
         operands = acc, ra, rb
         scales = sas.iterator.toint() + (warp * WARP_ROWS + (lane >> 2)) * SCALE_BYTES, sbs.iterator.toint()
@@ -390,7 +397,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def tile(self, info, results, stores, own, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
-        """Compute a work tile. -> the pipeline state and scale slot after it."""
+        """Compute and store a work tile. -> (pipeline state, scale slot) after it."""
         operands, sums, scales = own
         high = 64 * self.groups
         in_next_block = self.epilogue.pieces_in_next_block(info.column)
@@ -406,7 +413,7 @@ class Fp8GemmSm90:
                 self.epilogue.store(of_wave, results, stores, info, row, staged, lane)
         elif left > 0:
             if const_expr(self.waves > 1):
-                # The second wave has no rows.
+                # The second wave has no rows of the matrix, so only the first is multiplied.
                 sums[0].fill(0.0)
                 for _ in cutlass.range(blocks // SCALES, unroll=1):
                     state, slot = self.four_blocks(1, operands, sums, scales, in_next_block, pipeline, state, slot)
@@ -421,7 +428,8 @@ class Fp8GemmSm90:
 
     @cute.jit
     def swap_ab_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
-        """Compute a work tile with few rows with swapped operands. -> the pipeline state and scale slot after it."""
+        """Compute and store a work tile with few rows, with swapped operands. -> (pipeline state, scale slot) after
+        it."""
         sa, sas, sb, sbs = memory
         count = info.end - info.row
         operands = sa, sb, group
@@ -441,12 +449,13 @@ class Fp8GemmSm90:
     def four_blocks(
         self, products: cutlass.Constexpr, operands, sums, scales, in_next_block, pipeline: Pipeline, state, slot
     ):
-        """Add SCALES blocks of channels to the sums of the first `products` products. -> the pipeline state and scale
-        slot after them."""
+        """Add SCALES blocks of channels to the sums of the first `products` products. -> (pipeline state, scale slot)
+        after them."""
         acc, ra, rb = operands
-        mma = tiled_mma(self.groups, 64, self.width)  # one per branch of the kernel, since `multiply` changes it
+        # Each branch of the kernel makes its own wgmma object, because `multiply` sets a field of it.
+        mma = tiled_mma(self.groups, 64, self.width)
         together = self.config.together
-        # For each product: its wave of rows of a, and its part of b.
+        # For each product: (its wave of rows of a, its part of b).
         pairs = [(i // self.parts, i % self.parts) for i in range(products)]
         of_rows, of_columns = None, None
         for first in cutlass.range_constexpr(0, SCALES, together):
@@ -454,7 +463,7 @@ class Fp8GemmSm90:
             for i in cutlass.range_constexpr(together):
                 pipeline.consumer_wait(state)
                 if const_expr(self.gathered):
-                    # Warps wrote the rows of a with cp.async, and wgmma reads them through the async proxy.
+                    # cp.async wrote the rows of a through the generic proxy, but wgmma reads through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)
@@ -473,7 +482,7 @@ class Fp8GemmSm90:
                     cute.nvgpu.warpgroup.wait_group(together - 1 - i)
                     if const_expr(product == products - 1):
                         if const_expr(first + i == 0):
-                            # All lanes have read the scales; releasing this stage also frees their slot.
+                            # All lanes must have read the scales, because releasing this stage also frees their slot.
                             cute.arch.sync_warp()
                         pipeline.consumer_release(states[i])
                     half_piece = self.piece // 2
@@ -495,13 +504,14 @@ class Fp8GemmOneMatrixSm90(Fp8GemmSm90):
 
 @cute.jit
 def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
-    """sums[first + i] += products[i], scaled. Pairs of columns alternate between a row and the row 8 below it."""
+    """sums[first + i] += products[i] times a row's scale. Elements are pairs of adjacent columns, alternately of a row
+    (scale of_row) and of the row 8 below it (scale of_row_8)."""
     for i in cutlass.range_constexpr(cute.size(products)):
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
 
 def _operands(gathered: bool, matrices: Any):
-    """a, a_scale, rows, b and b_scale with dynamic sizes."""
+    """Return fake a, a_scale, rows, b and b_scale with dynamic sizes."""
     channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
     row, matrix = strides(2, SCALES)
     return (
@@ -514,7 +524,7 @@ def _operands(gathered: bool, matrices: Any):
 
 
 def _grouped_operands(gathered: bool):
-    """The tensors of `_operands` for several matrices, and ends."""
+    """Return the tensors of `_operands` for several matrices, and a fake `ends`."""
     matrices = cute.sym_int()
     return *_operands(gathered, matrices), fake_contiguous(Int32, matrices)
 
@@ -522,7 +532,7 @@ def _grouped_operands(gathered: bool):
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas), with the
-    rules of `compile_grouped_fp8_gemm` for one matrix that has all rows."""
+    rules of `compile_grouped_fp8_gemm` for one matrix to which all rows belong."""
     out_type = cute_dtype(out_dtype)
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
     return compile_sm90(
@@ -542,8 +552,8 @@ def compile_grouped_fp8_gemm(
     None, ctas).
 
     E up to 1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8. G is ceil(K / 128),
-    rounded up to a multiple of 4 with finite scales. Rows of all tensors except ends, rows and weights are aligned to
-    16 bytes.
+    rounded up to a multiple of 4; the padding of the scales must be finite. Rows of all tensors except ends, rows and
+    weights are aligned to 16 bytes.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     swap_ab = dynamic and config in SWAP_AB_CONFIGS
@@ -579,8 +589,8 @@ def compile_fp8_gemm_swiglu(
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the ops can ask for. Variants of grouped products are (config,
-    gathered, weighted, dynamic)."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for. Variants of grouped
+    products are (config, gathered, weighted, dynamic)."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]

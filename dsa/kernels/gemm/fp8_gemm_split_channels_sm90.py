@@ -2,21 +2,21 @@
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
 
 Plan
-- A matrix with few columns has fewer work tiles than there are SMs. So a cluster computes each work tile of 64 columns,
-  and its CTAs take turns with the groups of SPLIT_SPAN blocks of channels. The bits of a sum must not depend on the
-  size of the cluster, so no CTA adds up its own blocks. Each CTA sends the products of each block to the CTA that owns
-  the result. The owner scales the products of all blocks and adds them in order. The bits are those of the other
-  kernels.
-- In a cluster of C CTAs, CTA i owns the 64 / C columns of the work tile from column 64 / C * i on. Columns are the rows
-  of the wgmma (swap A/B), so a thread sends whole accumulators, as pairs of neighbouring rows of the result.
+- A matrix with few columns has fewer work tiles than there are SMs. So a cluster computes each work tile of 64 columns.
+  The blocks of channels form groups of SPLIT_SPAN blocks, which the CTAs of the cluster multiply in turns. The bits of
+  a sum must not depend on the size of the cluster, so a CTA does not add the blocks that it multiplied. It sends the
+  products of each block to the CTA that owns the result. The owner scales the products of all blocks and adds them in
+  order. So the bits are those of the other kernels.
+- In a cluster of C CTAs, CTA i owns the results of 64 / C columns of the work tile, from column 64 / C * i on. Columns
+  are M of the wgmma (swap A/B). A thread sends its accumulators in pairs: two adjacent rows of the result in a column.
 - Warp roles: a consumer warpgroup multiplies; a producer warp loads by TMA. The first consumer warp loads the scales of
   all blocks before its mainloop.
 - Pipeline: a ring of stages, each with SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so most
-  of them are in flight at once. There are two cluster barriers: one before the first product is sent, when all CTAs
-  run, and one when all products have arrived.
+  of them are in flight at once. There are two cluster barriers. The first comes before the first product is sent: all
+  CTAs must have started. The second comes after the last product is sent: all products have then arrived.
 - Before a CTA waits for the previous kernel, it prefetches its blocks of b to L2. It does not read them, since the
   previous kernel may write them.
-- Epilogue: a warp adds and stores slabs of 8 columns by 8 rows. A lane has one column of two rows.
+- Epilogue: a warp adds and stores slabs of 8 columns by 8 rows. A lane has two rows of one column.
 - Scheduler: one cluster per work tile.
 Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes of operands; MAX_SPLIT_BLOCKS x 256 x rows / C
 bytes of received products; (rows + 1) x (MAX_SPLIT_BLOCKS + 4) x 4 bytes of scales.
@@ -50,13 +50,13 @@ from dsa.kernels.gemm.operand_loads import (
     tiles_of,
 )
 
-SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # distance of the scales of two rows: it puts 8 rows into different banks
+SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # stride between the scales of two rows: it puts 8 rows into different banks
 
 
 @cute.jit
 def remote_address(address: Int32, rank: Int32) -> Int32:
-    """Map `address` of this CTA's shared memory to the same location in CTA `rank` of the cluster. Offsets from both
-    addresses correspond."""
+    """Return the shared::cluster address of `address`, given in this CTA's shared memory, in CTA `rank` of the cluster.
+    Adding an offset to both addresses keeps them corresponding."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
@@ -64,7 +64,7 @@ def remote_address(address: Int32, rank: Int32) -> Int32:
 
 @cute.jit
 def store_remote_8(address: Int32, low: Float32, high: Float32):
-    """Store two numbers to 8 bytes at a remote address, which is a multiple of 8."""
+    """Store two numbers to 8 bytes at an address from `remote_address`, which is a multiple of 8."""
     cute.arch.inline_ptx(
         "st.shared::cluster.v2.f32 [{$r0}], {" + "{$r1}, {$r2}" + "};", read_only_args=[address, low, high]
     )
@@ -73,7 +73,7 @@ def store_remote_8(address: Int32, low: Float32, high: Float32):
 class Fp8GemmSplitChannelsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
         self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
-        self.owned = 8 // cfg.ctas  # column octets of this CTA, of the work tile's eight
+        self.owned = 8 // cfg.ctas  # octets of columns whose results a CTA owns, of the work tile's eight octets
         self.slabs = self.owned * cfg.rows // 8
 
     @cute.jit
@@ -126,7 +126,7 @@ class Fp8GemmSplitChannelsSm90:
     ):
         warp, lane = warp_and_lane()
         cta, _, _ = cute.arch.block_idx()
-        # Neighbouring clusters have the same columns, so b is read from memory once.
+        # Consecutive clusters have the same columns, so b is read from memory once.
         rank, of_rows = cta % self.ctas, cute.ceil_div(out.shape[0], self.rows)
         index, down = cta // self.ctas // of_rows, cta // self.ctas % of_rows
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
@@ -134,7 +134,7 @@ class Fp8GemmSplitChannelsSm90:
         scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        # The last row holds the scales of b.
+        # The last row contains the scales of b.
         scales = storage.scales.get_tensor(
             cute.make_layout((self.rows + 1, MAX_SPLIT_BLOCKS), stride=(SCALE_STRIDE, 1))
         )
@@ -183,7 +183,7 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def load_scales(self, a_scale, first_row, of_columns, scales, loaded: Mbarriers, lane):
-        """Load the scales of the tile's rows and columns. Called by one warp."""
+        """Load the scales of the tile's rows and columns. One warp calls this."""
         rows, size = cutlass.min(self.rows, a_scale.shape[0] - first_row), a_scale.shape[1] * 4
         with cute.arch.elect_one():
             expect_bytes(loaded.barrier(), (rows + 1) * size)
@@ -197,8 +197,8 @@ class Fp8GemmSplitChannelsSm90:
     def multiply_blocks(self, rank, groups, sa, sb, products, pipeline: Pipeline, warp, lane):
         """The mainloop of the consumer warpgroup: multiply this CTA's blocks and send the products to their owners."""
         mma, acc, rb, ra = fragments(self.rows, SPLIT_SPAN, sb, sa)
-        # A warp has two octets of the work tile's columns. Of every 8 rows, a thread has one pair of rows in one column
-        # of each octet.
+        # A warp has products of two octets of the work tile's columns. Of every 8 rows, a thread has a pair of adjacent
+        # rows, in one column of each octet.
         targets = []
         for half in cutlass.range_constexpr(2):
             eight = 2 * warp + half
@@ -221,7 +221,8 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def add_blocks(self, blocks, products, scales, out, first_row, column, slab, lane):
-        """Add the blocks of a slab in order, and store the sums. first_row, column: the first ones of this CTA."""
+        """Add the products of all blocks of a slab in order, and store the sums. first_row: the work tile's first row.
+        column: the first column that this CTA owns."""
         row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
         sums = [Float32(0.0) for _ in range(2)]
         of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]

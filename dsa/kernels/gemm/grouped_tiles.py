@@ -1,20 +1,20 @@
-"""Work tiles of a grouped product, found on the device. A tile has rows of one matrix only.
+"""Work tiles of a grouped product, computed on the device. A tile has rows of one matrix only.
 
-The rows of the matrices lie one after the other, and `ends` says where the rows of each matrix end. No row is padded,
-and the host reads no length. Rows after the last matrix's rows belong to no work tile: tiles are counted per matrix,
-and what a tile stores ends with the rows of its matrix. If no matrix has rows, there is no tile and every CTA exits at
-once.
+The rows of matrix e of the product are [ends[e - 1], ends[e]), without padding, and the host does not read `ends`. Rows
+after the last matrix's rows belong to no work tile, because tiles are counted per matrix, and a tile stores only rows
+of its matrix. If no matrix has rows, there is no tile and every CTA exits at once.
 
 The tiles of a matrix are consecutive, in bands of BAND rows. So the tiles that run at the same time cover about as many
-rows as columns, and the L2 cache holds what several of them read. With one matrix, rows are innermost within a band.
-With several matrices, columns are innermost: a matrix with few tiles of rows has a last one with few rows, and with
-rows innermost a static scheduler would give these short tiles to every second CTA.
+rows as columns, and operands that several of them read stay in the L2 cache. With one matrix, tiles with the same
+columns are consecutive within a band. With several matrices, tiles with the same rows are. The reason is that a
+matrix's last tile of rows may have few rows. If a matrix has, say, two tiles of rows and they alternated, a static
+scheduler would give the short tiles to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
-With static scheduling CTAs take tiles at a fixed distance. If work tiles take different times, as those of matrices
-with few rows do, the CTAs drift apart. Weights that several tiles read are then no longer in the L2 cache when the
-second tile reads them. With dynamic scheduling a CTA takes the next tile when it becomes free, so neighbouring tiles
-are computed at the same time.
+With static scheduling a CTA computes tiles at a fixed distance. If work tiles take different times, as with matrices
+that have few rows, CTAs get ahead of one another. Weights that several tiles read are then no longer in the L2 cache
+when the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes free, so consecutive
+tiles are computed at about the same time.
 """
 
 import math
@@ -30,17 +30,18 @@ from dsa.cute.tile_counter import draw
 from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
-BAND = 2048
-# The number of tiles of rows before each matrix. After the last matrix, the total 32 times.
+BAND = 2048  # rows per band
+# Elements of `prefix`: per matrix, the number of tiles of rows before it. After the last matrix, the total 32 times, so
+# that a warp can always compare 32 elements.
 PREFIX_SUMS = MAX_MATRICES + 32
 
 
 class WorkTileInfo(NamedTuple):
     """A work tile. An `end` of 0 means that no tile is left.
 
-    matrix  its index
-    row     the tile's first row
-    end     the end of the matrix's rows
+    matrix  index of the tile's matrix
+    row     the tile's first row in the result
+    end     end of the matrix's rows in the result
     column  the tile's first column
     """
 
@@ -58,10 +59,10 @@ class WorkTileInfo(NamedTuple):
 class GroupedTiles:
     """The tiles of several matrices.
 
-    ends    [matrices]
-    rows    of the result, including those after the last matrix
-    across  tiles of columns
-    sums    [32] in shared memory
+    ends    [matrices]: end of each matrix's rows
+    rows    rows of the result, including those after the last matrix
+    across  number of tiles per row of tiles
+    sums    [32] in shared memory, for the block scan
     prefix  [PREFIX_SUMS] in shared memory
     height  rows of a tile
     width   columns of a tile
@@ -81,14 +82,14 @@ class GroupedTiles:
 
     @cute.jit
     def clear(self, tid):
-        """Prepare `count`. Called by the CTA's first warp, before a barrier."""
+        """Zero the memory that `count` needs. The CTA's first warp calls this, before a barrier."""
         self.sums[tid] = 0
 
     @cute.jit
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
-        """Fill the prefix sums. -> the number of tiles of all matrices. Called by all threads of the CTA."""
+        """Compute the prefix sums. -> the number of tiles of all matrices. All threads of the CTA call this."""
         matrices = self.ends.shape[0]
-        # Decreasing ends make matrices overlap. Their tiles could then overflow an int32, so the sums are clamped.
+        # Decreasing ends make matrices overlap. The number of tiles could then overflow an int32, so sums are clamped.
         most = MAX_TILES // self.across
         total = Int32(0)
         for first in cutlass.range(0, matrices, threads, unroll=1):
@@ -109,9 +110,9 @@ class GroupedTiles:
 
     @cute.jit
     def bounds(self, e):
-        """The begin and end of the rows of matrix e, within the rows of the result for any `ends`. A matrix with
-        decreasing ends or ends out of range has no rows, and the rows of other matrices do not change. The last
-        matrix's end may exceed the rows; it is clamped."""
+        """-> (begin, end) of the rows of matrix e. They are within the rows of the result, whatever `ends` contains. A
+        matrix with decreasing ends or ends out of range gets no rows, and the rows of other matrices do not change. The
+        last matrix's end may exceed the rows of the result; it is clamped."""
         begin, end = Int32(0), self.ends[e]
         if e > 0:
             begin = self.ends[e - 1]
@@ -123,19 +124,19 @@ class GroupedTiles:
 
     @cute.jit
     def matrix_of(self, index, e, lane) -> Int32:
-        """The matrix of work tile `index`, which must exist. The search starts at matrix e, which must not be after
-        it."""
+        """Return the matrix of work tile `index`, which must exist. The search starts at matrix e, which must not come
+        after the result."""
         steps = Int32(32)
         while steps == 32:
-            # Whether each of the next 32 matrices begins at this tile or before it.
+            # Count how many of the next 32 matrices begin at this tile or before it.
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
             e += steps
         return e
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
-        """Work tile `index`, which must exist and whose matrix is not before e, with rows innermost and without bands:
-        tiles of the same columns are neighbours."""
+        """Return work tile `index`, which must exist, in an order without bands: the tiles of a matrix with the same
+        columns are consecutive. The tile's matrix must not come before matrix e."""
         e = self.matrix_of(index, e, lane)
         begin, end = self.bounds(e)
         down = cute.ceil_div(end - begin, self.height)
@@ -144,7 +145,8 @@ class GroupedTiles:
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Work tile `index` of `total`, whose matrix is not before e. If there is none, the last WorkTileInfo."""
+        """Return work tile `index` of `total`, or a WorkTileInfo with end = 0 if there is none. The tile's matrix must
+        not come before matrix e."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             e = self.matrix_of(index, e, lane)
@@ -165,7 +167,8 @@ class GroupedTiles:
 
 @dataclass(frozen=True)
 class OneMatrixTiles:
-    """The tiles of a single matrix that has all `rows`. There is nothing to read or to count."""
+    """The tiles of a single matrix to which all `rows` rows belong. There are no ends to read and no tiles to count.
+    The methods are those of GroupedTiles."""
 
     rows: Int32
     across: Int32
@@ -176,22 +179,22 @@ class OneMatrixTiles:
 
     @cute.jit
     def clear(self, tid):
-        """Nothing to prepare."""
+        """Do nothing: `count` needs no memory."""
 
     @cute.jit
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return cute.ceil_div(self.rows, self.height) * self.across
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
-        """Work tile `index`, with rows innermost: tiles of the same columns are neighbours."""
+        """Return work tile `index`, in an order without bands: tiles with the same columns are consecutive."""
         down = cute.ceil_div(self.rows, self.height)
         return WorkTileInfo(e, index % down * self.height, self.rows, index // down * self.width)
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Work tile `index` of `total`. If there is none, the last WorkTileInfo."""
+        """Return work tile `index` of `total`, or a WorkTileInfo with end = 0 if there is none."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             end = self.rows
@@ -205,7 +208,7 @@ class OneMatrixTiles:
 
 
 def tiles_storage(grouped: bool) -> type:
-    """The shared memory of `tiles_of_matrices`: a field of a @cute.struct."""
+    """Return the type of a @cute.struct field that contains the shared memory of `tiles_of_matrices`."""
 
     @cute.struct
     class TilesStorage:
@@ -216,7 +219,7 @@ def tiles_storage(grouped: bool) -> type:
 
 
 def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: int, width: int):
-    """The tiles of several matrices, or of a single matrix if `ends` is None."""
+    """Return the tiles of several matrices, or of a single matrix if `ends` is None."""
     if ends is None:
         return OneMatrixTiles(rows, across, height, width)
     sums, prefix = (x.get_tensor(cute.make_layout(n)) for x, n in ((storage.sums, 32), (storage.prefix, PREFIX_SUMS)))
@@ -225,8 +228,8 @@ def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: i
 
 @cute.jit
 def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane) -> Int32:
-    """The index of this CTA's tile after tile `index`, for `step` CTAs. Without a tile counter the scheduler is static.
-    Called by one warp; returned to all lanes."""
+    """Return the index of this CTA's next tile after tile `index`, in all lanes. `step` is the number of CTAs. Without
+    a tile counter the scheduler is static. One warp calls this."""
     following = index + step
     if cutlass.const_expr(tile_counter is not None):
         following = step + draw(tile_counter, lane)
@@ -234,8 +237,9 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
-    """The expected number of tiles of `each` rows per matrix, if each of `rows` rows has a random matrix: the sum over
-    j of P(a matrix has more than j * each rows)."""
+    """Return the expected number of tiles of `each` rows per matrix, if each of `rows` rows belongs to a random matrix.
+    This is the sum over j of P(a matrix has more than j * each rows), with a Poisson distribution. For many rows per
+    matrix, return the number of tiles of the mean."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

@@ -4,17 +4,17 @@ them."""
 DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
 MAX_TOKENS = 64
-TILE_TOKENS = (8, 16, 32)  # per tile: the smallest that holds all tokens, else the largest
-ROWS = 16  # of the matrix, per tile
-MAX_ROWS = 65535 * ROWS
-# Up to this many tiles, each tile is computed by a cluster; all but two of these clusters are resident at once. More
-# tiles are computed by one CTA each if they have enough channels.
+TILE_TOKENS = (8, 16, 32)  # tokens per tile: the smallest number that is enough for all tokens, else the largest
+ROWS = 16  # rows of the matrix per tile
+MAX_ROWS = 65535 * ROWS  # 65535 is the limit of a grid's second dimension
+# Up to this many tiles, a cluster computes each tile; all but two of these clusters are resident at once. If there are
+# more tiles and they have enough channels, one CTA computes each tile.
 CLUSTERS = 32
-LEAST_CHANNELS = 2048  # of a tile that one CTA computes
+LEAST_CHANNELS = 2048  # fewest channels of a tile that one CTA computes
 
 
 def choose_config(tokens: int, rows: int, channels: int) -> tuple[int, int]:
-    """(tokens of a tile, CTAs of a tile). The result has the same bits for any choice."""
+    """-> (tokens per tile, CTAs per tile). The product has the same bits for any choice."""
     tile = next((tile for tile in TILE_TOKENS if tokens <= tile), TILE_TOKENS[-1])
     tiles = -(-tokens // tile) * -(-rows // ROWS)
     return tile, 8 if tiles <= CLUSTERS or channels < LEAST_CHANNELS else 1

@@ -1,7 +1,7 @@
 """Small-M products with a matrix of 16-bit numbers, with fp32 results.
 
-Plan: the small-M product of dsa/cute/small_m_product.py. A cluster or a CTA computes a tile, see
-linear_fp32_limits.py.
+Plan: the small-M product of dsa/cute/small_m_product.py. linear_fp32_limits.py decides whether a cluster or a single
+CTA computes a tile.
 """
 
 import cutlass.cute as cute
@@ -17,8 +17,9 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 def compile_linear_fp32(dtype: str, config: tuple[int, int]):
     """-> f(x [T, I], weight [O, I], y fp32 [T, O], scale, scaled_from).
 
-    config: tokens and CTAs of a tile. T, O > 0; I is a multiple of 32, and at least 2048 with one CTA per tile. Rows of
-    x and weight are aligned to 16 bytes; y is contiguous.
+    config: (tokens per tile, CTAs per tile). T, O > 0; I is a multiple of 32, and at least 2048 with one CTA per tile.
+    Rows of x and weight are aligned to 16 bytes; y is contiguous. Columns of y from scaled_from on are multiplied by
+    scale.
     """
     element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
     channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)
@@ -32,5 +33,5 @@ def compile_linear_fp32(dtype: str, config: tuple[int, int]):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_linear_fp32, (dtype, (tokens, ctas))) for dtype in DTYPES for ctas, tokens in ROUND]

@@ -1,7 +1,7 @@
 """The operands of the FP8 products: layouts in shared memory, views for TMA loads, and the wgmma.
 
-The functions from `operand_layouts` on belong to the small-M products. Their work tiles are 32 or 64 columns of the
-result, which are the rows of the wgmma (swap A/B), by 8 to 64 rows.
+The functions from `operand_layouts` on are for the small-M products. Their work tiles are 32 or 64 columns of the
+result by 8 to 64 rows. The columns are M of the wgmma, the rows are N (swap A/B).
 """
 
 import cutlass
@@ -20,30 +20,33 @@ SMALL_M_THREADS = WARPGROUP + WARP
 
 
 def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
-    """Partition a TMA load of x. -> its stages in shared memory, and the blocks [shape] of x from row `row` on."""
+    """Partition a TMA load of x. -> (stages in shared memory, blocks [shape] of x from row `row` on, indexed by the
+    block of channels)"""
     return partition(atom, shared, cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None)))
 
 
 def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e):
-    """`tiles_of` for the scales of block `block` of b's rows in matrix e, SCALES blocks of channels at a time."""
+    """Partition a TMA load of the scales of block `block` of b's rows in matrix e, SCALES blocks of channels at a time.
+    -> as `tiles_of`"""
     scales = cute.domain_offset((block, 0, e), x)[None, None, 0]
     return partition(atom, shared, cute.local_tile(scales, (1, SCALES), (0, None)))
 
 
 def tiled_mma(warpgroups: int, rows: int, columns: int, a_in_registers: bool = False) -> cute.TiledMma:
-    """The e4m3 wgmma of `rows` by `columns` per warpgroup, with operands in K-major order."""
+    """Return the e4m3 wgmma of M = `rows` by N = `columns` per warpgroup, with K-major operands."""
     major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
     shape = (warpgroups, 1, 1), (rows, columns), sources.RMEM if a_in_registers else sources.SMEM
     return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, *shape)
 
 
 def operand_layouts(rows: int, blocks: int) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-    """The shared-memory layouts of `blocks` blocks of a and of b."""
+    """-> (shared-memory layout of `blocks` blocks of a, shared-memory layout of `blocks` blocks of b)"""
     return tuple(k_major_layout(Float8E4M3FN, count, GROUP, blocks) for count in (rows, COLUMNS))
 
 
 def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
-    """-> the wgmma, accumulators for `together` blocks, and the operands b and a as fragments."""
+    """-> (the wgmma, accumulators for each of `together` blocks, fragments of b, fragments of a). b comes first,
+    because it is the wgmma's A (swap A/B)."""
     mma = tiled_mma(1, COLUMNS, rows)
     thr_mma = mma.get_slice(0)
     shape = thr_mma.partition_shape_C((COLUMNS, rows))
@@ -53,8 +56,8 @@ def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
 
 @cute.jit
 def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.Constexpr):
-    """Prefetch the `span` blocks of each of the groups first, first + step and so on below `end` to L2. Called by one
-    warp."""
+    """Prefetch the groups `first`, `first` + `step` and so on below `end` to L2. A group is `span` blocks of channels.
+    One warp calls this."""
     for group in cutlass.range(first, end, step, unroll=1):
         for i in cutlass.range_constexpr(span):
             cute.prefetch(atom, source[None, span * group + i])
@@ -62,6 +65,6 @@ def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.C
 
 @cute.jit
 def load_blocks(atom, source: cute.Tensor, target: cute.Tensor, group, stage, span: cutlass.Constexpr, barrier):
-    """Load the `span` blocks of a group to a stage."""
+    """Load a group, which is `span` blocks of channels, to a stage."""
     for i in cutlass.range_constexpr(span):
         cute.copy(atom, source[None, span * group + i], target[None, span * stage + i], tma_bar_ptr=barrier)

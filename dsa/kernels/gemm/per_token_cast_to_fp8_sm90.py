@@ -1,15 +1,16 @@
 """Cast to FP8 e4m3 with one scale per token and 128 channels, optionally after a 128-point Hadamard transform.
 
 Plan
-- A group of 128 channels belongs to 128 / V lanes of one warp. Each lane has V consecutive channels in registers.
-- A thread serves U groups. It issues the loads of all of them first, so that enough bytes are in flight to saturate
-  HBM.
+- 128 / V lanes of one warp process a group of 128 channels, V consecutive channels per lane, in registers.
+- A thread has channels of U groups. It issues the loads for all of them first, so that enough bytes are in flight to
+  saturate HBM.
 - Hadamard butterflies with strides below V stay in registers. The others take one shuffle per element and stride. The
   order of the strides and the fp32 arithmetic are those of the reference, so results agree bit for bit.
-- amax is a tree of shuffles with NaN-propagating maxima. Scales, NaN and infinity follow the reference's rules exactly.
-- Group g of the [T, K / 128] grid is in row g // (K / 128), computed with a precomputed divisor. Rows may be strided;
+- A tree of shuffles with NaN-propagating maxima gives amax. Scales, NaN and infinity follow the reference's rules
+  exactly.
+- Group g of the [T, K / 128] grid is in row g // (K / 128); the division uses precomputed numbers. Rows may be strided;
   offsets have 64 bits.
-- Scattered: each group of a token is stored in every row of the results that `places` lists for the token.
+- Scattered variant: each group of a token is stored in every row of the results that `places` lists for the token.
 Shared memory: none.
 Constraints: K a multiple of 128, innermost stride 1, rows aligned to 16 bytes.
 Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. About 6 instructions per element (8 with
@@ -30,12 +31,13 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-SHORT_INPUT = 1 << 24  # elements
+SHORT_INPUT = 1 << 24  # inputs with fewer elements use one group per thread
 
 
 @dataclass(frozen=True)
 class CastConfig:
-    """threads: per CTA; channels: V, 8 or 16 per thread; groups: U, the groups per thread."""
+    """threads: threads per CTA. channels: V, the channels per thread and group, 8 or 16. groups: U, the groups per
+    thread."""
 
     threads: int = 128
     channels: int = 16
@@ -79,7 +81,7 @@ class PerTokenCastToFp8Sm90:
         raw = cute.make_rmem_tensor((self.channels, self.unroll), x.element_type)
         rows, cols = [None] * self.unroll, [None] * self.unroll
         for u in cutlass.range_constexpr(self.unroll):
-            # Past the end, read the last group again and store nothing.
+            # A thread past the end reads the last group and stores nothing.
             group = cutlass.min(first + u * self.groups_per_pass, total - 1)
             rows[u], cols[u] = divmod(group, row_groups)
             source = cute.local_tile(x, (1, self.channels), (rows[u], cols[u] * self.lanes + lane))
@@ -115,7 +117,8 @@ def compile_per_token_cast_to_fp8(
     dtype: str, use_ue8m0: bool, hadamard: bool, config: CastConfig, scattered: bool = False
 ):
     """-> f(x [T, K] dtype, places int32 [T, k] if `scattered` or None, q [T, K] e4m3, scale [T, K / 128] fp32); T * K >
-    0. The row stride of x is a multiple of 16 bytes. If `scattered`, q and scale may have any number of rows."""
+    0. The row stride of x is a multiple of 16 bytes. If `scattered`, row t of the cast is written to the rows places[t]
+    of q and scale, which may have any number of rows; places outside them are skipped."""
     rows, cols = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     results = cute.sym_int() if scattered else rows
     return compile_sm90(
@@ -129,13 +132,13 @@ def compile_per_token_cast_to_fp8(
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
-    """The shipped configuration. Short inputs use more CTAs. Long ones keep 64 bytes of loads in flight per thread
-    (measured: docs/explanation/kernels.md)."""
+    """Return the shipped configuration. Short inputs use one group per thread, so that there are more CTAs. For long
+    inputs a thread has 64 bytes of loads in flight (measured: docs/explanation/kernels.md)."""
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config, scattered))
         for dtype in CAST_DTYPES

@@ -1,11 +1,11 @@
 """The epilogue of a product: multiplies the sums by the weight of their row, if there are weights, rounds them once and
 stores them.
 
-A warp writes its 16-bit results, 16 rows, to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
-last chunk may be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r lies at c ^ (r % 8). If
-a warp has shared memory for all of its chunks, TMA stores those chunks whose 16 rows all belong to the work tile; their
-memory is written again one work tile later. Other chunks are stored by the warp, 128 bytes per row. fp32 results are
-stored from registers as pairs of columns, 32 consecutive bytes per row.
+A warp writes its 16 rows of 16-bit results to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
+last chunk may be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r is at index c ^ (r % 8).
+If a warp has shared memory for all chunks of its 16 rows, and all 16 rows belong to the matrix, TMA stores the chunks.
+The warp waits for TMA's reads only when it writes this memory again, in the next work tile. Otherwise the warp stores
+the chunks, 128 bytes per row. fp32 results are stored from registers as pairs of columns, 32 contiguous bytes per row.
 """
 
 import cutlass
@@ -23,7 +23,7 @@ from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
-    """results: (out [M, N], weights [M] or None, None)."""
+    """The epilogue that stores the sums. In its methods `results` is (out [M, N], weights [M] or None, None)."""
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns
@@ -36,32 +36,33 @@ class ResultEpilogue:
     parts = 1
 
     def columns_of_parts(self, column, b_rows):
-        """The first rows of b of the work tile, one per part."""
+        """Return the first row of b in the work tile, for each part."""
         return (column,)
 
     def scale_blocks(self, column, b_rows):
-        """The indices of the blocks of 128 rows of b that have the work tile's scales."""
+        """Return the indices of the two scale blocks (128 rows of b) that the work tile can touch."""
         return column // GROUP, column // GROUP + 1
 
     @cute.jit
     def pieces_in_next_block(self, column):
-        """For each piece of a work tile's columns after the first: whether it lies in a later scale block than the
-        first piece."""
+        """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after the
+        first piece's."""
         before = column // self.piece % self.pieces
-        # The second piece does if the first is the last of its block; the third, if the first is the last or the last
-        # but one; and so on.
+        # `before` is the index of the tile's first piece in its block. Piece j of the tile is in the next block if
+        # before + j reaches the number of pieces of a block.
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
     def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, in_next_block):
-        """The scale of piece j of the work tile's columns."""
+        """Return the scale of piece j of the work tile's columns."""
         of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
         if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
             of = of_blocks[1] if in_next_block[j - 1] else of_blocks[0]
         return of
 
     def tma_stores(self, results):
-        """The TMA atom, tensor and layout for the store of a chunk. None if warps store the results."""
+        """-> (TMA atom, TMA tensor, shared-memory layout) for the store of a chunk, or None if warps store the
+        results."""
         if const_expr(not self.by_tma):
             return None
         layout = sm90.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, (WARP_ROWS, CHUNK), 1)
@@ -107,7 +108,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Store the transposed sums of a warp's 16 columns."""
+        """Store the transposed sums of a warp's 16 columns, for all rows of the work tile."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -123,18 +124,18 @@ class ResultEpilogue:
 
     @cute.jit
     def finish(self):
-        """Wait until TMA has read shared memory, before the CTA exits."""
+        """Wait until TMA has read this warp's shared memory: a CTA must not exit before."""
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def stage(self, sums, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """Write chunk `chunk` of the sums to slot `place` of shared memory."""
+        """Write chunk `chunk` of the sums to the warp's chunk slot `place` in shared memory."""
         own = lane % WARP_ROWS
         for pair in cutlass.range_constexpr(min(4, (self.tile_columns - CHUNK * chunk) // 16)):
             places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
             words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
-            # Lanes 0 to 15 address the rows of the even 16-byte vectors, lanes 16 to 31 those of the odd ones.
+            # For stmatrix, lanes 0 to 15 give the addresses of even 16-byte vectors, lanes 16 to 31 of odd vectors.
             vector = (2 * pair + lane // WARP_ROWS) ^ (own % 8)
             store_matrices(staged + place * CHUNK_BYTES + own * 128 + vector * 16, words)
 
@@ -184,8 +185,8 @@ class ResultEpilogue:
 
 
 class LateResultEpilogue(ResultEpilogue):
-    """Computes its addresses when it stores. If they were kept across work tiles, they would take registers that the
-    sums need."""
+    """ResultEpilogue with addresses that ptxas must compute when results are stored. If it kept them across work tiles,
+    they would take registers that the sums need."""
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
@@ -194,5 +195,5 @@ class LateResultEpilogue(ResultEpilogue):
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Store the transposed sums of a warp's 16 columns."""
+        """Store the transposed sums of a warp's 16 columns, for all rows of the work tile."""
         ResultEpilogue.store_swap_ab(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))

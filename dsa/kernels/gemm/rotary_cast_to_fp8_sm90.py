@@ -1,15 +1,16 @@
-"""Rotary embedding of heads and their cast to FP8 e4m3 with one scale per 128 channels. Each group of heads is stored
-in rows of its own.
+"""Rotary embedding of heads and their cast to FP8 e4m3 with one scale per 128 channels. The result [G, T, H / G, d]
+separates the G groups of heads.
 
 Plan
-- 128 channels of a head belong to 16 lanes of one warp, eight consecutive channels each. They stay in registers from
-  the load to the store. Both channels of a rotary pair are neighbours, so a lane has both. It loads its angles together
-  with its channels.
+- 16 lanes of one warp process 128 channels of a head, eight consecutive channels per lane, which stay in registers from
+  the load to the store. The two channels of a rotary pair are adjacent, so a lane has both. It loads its cosines and
+  sines together with its channels.
 - Rotated channels are rounded to x's dtype before the cast, and products are rounded before they are added. So the bits
   are those of `rotary_sm90` followed by `per_token_cast_to_fp8_sm90`.
-- The token, head and group of heads are computed with precomputed divisors; offsets have 64 bits.
+- The divisions that give the token, head and group of heads use precomputed numbers; offsets have 64 bits.
 Shared memory: none.
-Constraints: d a multiple of 128, R of 8, rows aligned to 16 bytes.
+Constraints: d a multiple of 128, R (the number of rotated channels, the last of a head) a multiple of 8, rows aligned
+to 16 bytes.
 Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. For few tokens: the launch and one round
 trip to memory.
 """
@@ -60,7 +61,7 @@ class RotaryCastToFp8Sm90:
     ):
         tid, cta = thread_and_cta()
         lane, index = tid % LANES, cta * (THREADS // LANES) + tid // LANES
-        # Past the end, compute the last channels again and store nothing.
+        # Lanes past the end compute the last 128 channels again, since shuffles need all lanes, and store nothing.
         row, block = divmod(cutlass.min(index, total - 1), blocks)
         t, h = divmod(row, heads)
         group, of_group = divmod(h, group_heads)
@@ -90,8 +91,8 @@ class RotaryCastToFp8Sm90:
 def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
     """-> f(x [T, H, d] dtype, cos, sin [T, R / 2] fp32, q [G, T, H / G, d] e4m3, scale [G, T, H / G, d / 128] fp32).
 
-    T * H > 0; d is a multiple of 128, R a multiple of 8 from 8 to d. T * H * d / 128, plus the groups of 128 channels
-    of a CTA, is below 2^31. Rows are aligned to 16 bytes, those of q to 8 bytes.
+    T * H > 0; d is a multiple of 128, R a multiple of 8 from 8 to d. T * H * d / 128, plus the number of 128-channel
+    blocks per CTA, is below 2^31. Rows of q are aligned to 8 bytes, other rows to 16 bytes.
     """
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
     half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)
@@ -107,5 +108,5 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_rotary_cast_to_fp8, (dtype, use_ue8m0)) for dtype in CAST_DTYPES for use_ue8m0 in (True, False)]

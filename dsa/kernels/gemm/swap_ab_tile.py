@@ -1,13 +1,13 @@
 """Work tiles with few rows and swapped operands (swap A/B): rows of the weight matrix b are M of the wgmma, rows of a
 are N.
 
-The last work tile of a matrix has the rows that are left. For 1 to 32 rows a plain wgmma would still multiply 64 rows,
-and one warpgroup would do all the work. With swapped operands, each of two warpgroups multiplies 64 of the 128 rows of
-a part of b by 16 or 32 rows of a. The order of a sum is the same, and so are the bits. Both operands have the same
-layout in shared memory as otherwise; only the number of loaded rows of a differs. For more than 32 rows, swapping saves
-no time, since two warpgroups read more of shared memory.
-Sums are transposed: four consecutive sums of a thread are two rows of a in one column of the result, then the same rows
-in the column 8 further on.
+The last work tile of a matrix has the remaining rows. For 1 to 32 rows a wgmma without swapped operands would still
+multiply 64 rows, and one warpgroup would do all the work. With swapped operands, each of two warpgroups multiplies 64
+of the 128 rows of a part of b by 16 or 32 rows of a. The order of a sum does not change, so the bits are equal. Both
+operands have the same layout in shared memory as without swapping; only the number of loaded rows of a differs. For
+more than 32 rows, swapping saves no time, since two warpgroups read more of shared memory.
+The sums are transposed: four consecutive sums of a thread are two rows of the result in one column, then the same two
+rows in the column 8 further on.
 """
 
 import cutlass
@@ -30,12 +30,14 @@ SCALE_BYTES = 4 * SCALES
 def swap_ab_blocks(
     count: cutlass.Constexpr, sums, operands, scales, blocks, slots: cutlass.Constexpr, pipeline: Pipeline, state, slot
 ):
-    """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> the pipeline state and scale slot
-    after its blocks.
+    """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> (pipeline state, scale slot) after
+    the tile's blocks.
 
-    operands  a, b [rows, 128, stages] in shared memory, and the index of this warpgroup
-    scales    the addresses of the scales in the first slot, of this lane's first row and of the first part; the bytes
-              per slot of each; the bytes from one part to the next
+    operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
+    scales    (address in the first slot of the scales of this lane's first row of a, address in the first slot of the
+              scales of b's first part, bytes per slot of a's scales, bytes per slot of b's scales, bytes from the
+              scales of one part of b to the next)
+    slots     number of slots
     """
     sa, sb, group = operands
     stages = sb.shape[2]
@@ -63,7 +65,7 @@ def swap_ab_blocks(
                 cute.nvgpu.warpgroup.wait_group(len(sums) - 1 - part)
                 if const_expr(part == len(sums) - 1):
                     if const_expr(i == 0):
-                        # All lanes have read the scales; releasing this stage also frees their slot.
+                        # All lanes must have read the scales, because releasing this stage also frees their slot.
                         cute.arch.sync_warp()
                     pipeline.consumer_release(state)
                 add_scaled(sums[part], acc[part], [row[i] * of_parts[part][i] for row in of_rows])
@@ -74,8 +76,8 @@ def swap_ab_blocks(
 
 @cute.jit
 def add_scaled(sums, acc, scales):
-    """sums += acc, scaled per row. Four consecutive accumulators are two rows in one column, then the same rows in the
-    column 8 further on."""
+    """sums += acc, scaled per row of the result. Four consecutive accumulators are two rows in one column, then the
+    same rows in the column 8 further on."""
     products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     for i in cutlass.range_constexpr(cute.size(acc)):
         sums[i] += products[i] * scales[i // 4 * 2 + i % 2]
@@ -95,8 +97,8 @@ def load_floats(address):
 
 @cute.jit
 def store_swap_ab(sums, out, row, end, column, staged, lane):
-    """Store the transposed sums of a warp's 16 columns from `column` on, for the rows from `row` to `end`. 16-bit
-    results pass through the warp's part of shared memory, 32 bytes per row; fp32 results are stored from registers."""
+    """Store the transposed sums of a warp's 16 columns from `column` on, for the rows [row, end). 16-bit results pass
+    through the warp's part of shared memory at `staged`, 32 bytes per row; fp32 results are stored from registers."""
     if const_expr(out.element_type.width == 16):
         _store_16_bits(sums, out, row, end, column, staged, lane)
     else:
@@ -111,7 +113,7 @@ def _store_16_bits(sums, out, row, end, column, staged, lane):
     count = cute.size(sums) * 2
     matrices = min(4, count // 4)
     for first in cutlass.range_constexpr(0, count // 4, matrices):
-        # Matrix i has 8 rows from i / 2 * 8 on, and 8 columns from i % 2 * 8 on.
+        # Matrix i of stmatrix has 8 rows from i / 2 * 8 on, and 8 columns from i % 2 * 8 on.
         words = [pack(sums[2 * i], sums[2 * i + 1], out.element_type) for i in range(first, first + matrices)]
         matrix = first + lane // 8 % matrices
         store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)

@@ -3,18 +3,19 @@
 h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e-4) / 448;   q = e4m3(h * (1 / scale))
 
 Plan
-- A group of 128 channels belongs to 8 lanes of one warp, each with 16 consecutive channels of gate and of up. The
-  compiler may move the last loads after the arithmetic on the first. So at least 32 bytes per thread are in flight.
-  With 40 registers (1536 threads per SM) this is 48 KiB per SM, twice what saturates HBM.
-- exp is the accurate one (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product. h
-  is within 2^-20 of its exact value before it is rounded. After that the arithmetic is the cast's, bit for bit.
-- NaN passes the limits, as in PyTorch's clamp. silu(-inf) is NaN, as -inf * 0 is.
-- Group g of the [T, ceil(I / 128)] grid is in row g // ceil(I / 128), computed with a precomputed divisor. Rows may be
-  strided.
-- A partial last block of channels has a variant of the kernel with vectors of 8 channels. Channels past the end are
-  zeros and are not stored.
-- A grouped product's rows have another variant, since the rows after the last matrix's rows are unused. Its grid has
-  the CTAs that are resident at once. They read where the rows end, and process the groups before that in turn.
+- 8 lanes of one warp process a group of 128 channels, 16 consecutive channels of gate and of up per lane. The compiler
+  can move the last loads after the arithmetic on the first, so only 32 bytes per thread are sure to be in flight. With
+  40 registers (1536 threads per SM) this is 48 KiB per SM, twice what saturates HBM.
+- exp is the accurate version (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product.
+  The relative error of h before rounding is at most 2^-20. The rest of the arithmetic is that of
+  per_token_cast_to_fp8_sm90, bit for bit.
+- NaN stays NaN in the clamps, as in PyTorch's clamp. silu(-inf) is NaN, because -inf * 0 is.
+- Group g of the [T, ceil(I / 128)] grid is in row g // ceil(I / 128); the division uses precomputed numbers. Rows may
+  be strided.
+- If the last group of a row has fewer than 128 channels, a variant of the kernel with vectors of 8 channels is used.
+  Channels past the end are zeros and are not stored.
+- The rows of a grouped product have another variant, since rows after the last matrix's rows must be skipped. Its grid
+  has as many CTAs as are resident at once. They read the end of the rows, and then loop over the groups before it.
 Shared memory: none.
 Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
 Roofline: memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 written. About 25 instructions per channel;
@@ -82,8 +83,8 @@ class SwigluCastSm90:
 
     @cute.jit
     def cast(self, gate, up, q, scale, limit, row_groups, group, total, lane):
-        """Compute one of `total` groups, of which this lane has CHANNELS channels."""
-        # Past the end, compute the last group again, since the shuffles need all lanes, and store nothing.
+        """Compute group number `group` of `total`. This lane has CHANNELS of the group's channels."""
+        # Lanes of groups past the end compute the last group, since the shuffles need all lanes, and store nothing.
         row, col = divmod(cutlass.min(group, total - 1), row_groups)
         channel = col * GROUP + lane * CHANNELS
 
@@ -151,7 +152,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
         ctas, _, _ = cute.arch.grid_dim()
         wait_for_prerequisite_grids()
         end = ends[ends.shape[0] - 1]
-        # An end out of range says nothing about the other matrices' rows, so all rows are computed.
+        # If the last end is out of range, the other matrices can still have rows anywhere, so all rows are computed.
         if end < 0 or end > scale.shape[0]:
             end = scale.shape[0]
         total = end * scale.shape[1]
@@ -160,7 +161,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
 
 
 def _operands(dtype: str, limited: bool, multiple: int):
-    """gate, up, q, scale and limit, as the compile functions document them."""
+    """Return fake gate, up, q, scale and limit, as the compile functions document them."""
     rows, cols = cute.sym_int(), cute.sym_int(divisibility=multiple)
     return (
         *(fake_rows(cute_dtype(dtype), rows, cols) for _ in range(2)),
@@ -181,8 +182,9 @@ def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool
 
 @cached
 def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
-    """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): `compile_swiglu_cast` of the rows before ends[E
-    - 1], or of all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0; ctas: RESIDENT per SM."""
+    """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas), which computes what `compile_swiglu_cast` does
+    for the rows before ends[E - 1], or for all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0.
+    ctas: RESIDENT per SM."""
     return compile_sm90(
         SwigluCastOfMatricesSm90(use_ue8m0, ragged=False),
         *_operands(dtype, limited, GROUP),
@@ -192,7 +194,7 @@ def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
     plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]
     return plain + [(compile_swiglu_cast_of_matrices, kind) for kind in kinds]

@@ -1,13 +1,15 @@
 """The epilogue of an expert's first product: h = silu(gate) * up, cast to FP8 with one scale per 128 channels.
 
-A work tile has 128 channels of h. Part 0 has the 128 columns of gate; part 1 has those of up, which follow all columns
-of gate in b. gate, up and then h are rounded to `dtype`, so that the bytes are those of the product followed by
-`swiglu_cast_to_fp8`. A quad of lanes has the 128 channels of a row, 32 per lane. The bytes of a warp's 16 rows pass
-through its part of shared memory, 128 bytes per row, with the 16-byte vector c of row r at c ^ (r % 8).
+A work tile has 128 channels of h. Part 0 is the 128 columns of gate; part 1 is the 128 columns of up. In b, the rows of
+up come after all rows of gate. gate, up and then h are rounded to `dtype`, so that the FP8 bytes are those of the
+product followed by `swiglu_cast_to_fp8`. A quad of lanes has the 128 channels of a row, 32 per lane. The FP8 bytes of a
+warp's 16 rows pass through the warp's part of shared memory, 128 bytes per row, where the 16-byte vector c of row r is
+at index c ^ (r % 8).
 
-In a work tile with swapped operands (swap_ab_tile.py), the channels of a row are spread over all eight warps, 16 each.
-The warps exchange the maximum of each row through shared memory. Then they write its bytes there, in the layout above,
-and each warp stores four rows at a time. Barriers of the consumer warps separate these steps.
+In a work tile with swapped operands (swap_ab_tile.py), the channels of a row are spread over all eight warps, 16 per
+warp. The warps exchange the maximum of each row through shared memory. Then they write the rows' bytes to shared
+memory, in the layout above, and each warp stores four rows at a time to global memory. Barriers of the consumer warps
+separate these steps.
 """
 
 import cutlass
@@ -20,17 +22,18 @@ from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, SWAP_AB_ROWS, WARP_ROW
 from dsa.kernels.gemm.swap_ab_tile import store_16_bytes
 
 OWN = GROUP // 4  # channels of a row per lane
-WARPS = 8  # whose shared memory a work tile with swapped operands uses
+WARPS = 8  # consumer warps of a work tile with swapped operands
 
 
 @cute.jit
 def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
-    """silu(gate) * up. The separate cast and this epilogue share the formula, so they give the same bits.
+    """Return silu(gate) * up. The separate cast and this epilogue share the formula, so they give the same bits.
 
-    It is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The result is within 2^-20 of the exact
-    value, or within 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity, whose reciprocal is 0.
+    The formula is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The relative error is at most
+    2^-20, or the absolute error at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
+    whose reciprocal is 0.
 
-    limit  clamp gate to at most limit, and up to [-limit, limit], first; NaN stays NaN. None: no clamp
+    limit  if not None, gate is first clamped to at most limit, and up to [-limit, limit]; NaN stays NaN
     """
     g, u = gate, up
     if const_expr(limit is not None):
@@ -40,7 +43,8 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
 
 
 class SwigluEpilogue:
-    """results: (q [M, I] e4m3, scale [M, I / 128] fp32, limit or None)."""
+    """The epilogue that stores SwiGLU of the sums. In its methods `results` is (q [M, I] e4m3, scale [M, I / 128] fp32,
+    limit or None)."""
 
     parts, tile_columns, warp_bytes = 2, GROUP, CHUNK_BYTES
 
@@ -48,18 +52,18 @@ class SwigluEpilogue:
         self.dtype, self.use_ue8m0 = dtype, use_ue8m0
 
     def columns_of_parts(self, column, b_rows):
-        """The first rows of b of each part: gate, up."""
+        """Return the first row of b in the work tile, for each part: gate, up."""
         return column, b_rows // 2 + column
 
     def scale_blocks(self, column, b_rows):
-        """The indices of the blocks of 128 rows of b that have the scales of each part."""
+        """Return the index of the scale block (128 rows of b) of each part."""
         return column // GROUP, (b_rows // 2 + column) // GROUP
 
     def pieces_in_next_block(self, column):
         return None
 
     def scale_of(self, part, j, of_blocks, in_next_block):
-        """The scale of a part's columns."""
+        """Return the scale of a part's columns."""
         return of_blocks[part]
 
     def tma_stores(self, results):
@@ -67,7 +71,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Store a warp's 16 rows from `row` on."""
+        """Compute and store h for a warp's 16 rows from `row` on."""
         q, scale, limit = results
         for half in cutlass.range_constexpr(2):
             operands = cute.make_rmem_tensor((2 * OWN,), Float32)
@@ -84,7 +88,7 @@ class SwigluEpilogue:
             if lane % 4 == 0 and row + r < info.end:
                 scale[row + r, info.column // GROUP] = own_scale
             for i in cutlass.range_constexpr(0, OWN, 2):
-                # Columns 4 i + 2 (lane % 4) and the next one, which are in the 16-byte vector i / 4.
+                # Store columns 4 i + 2 (lane % 4) and the next, which are in the 16-byte vector i / 4.
                 at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
                 store_pair(Int32(staged + at), h[i], h[i + 1])
         cute.arch.sync_warp()
@@ -93,8 +97,8 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
-        """Store `count` rows, a multiple of 4, of those that lie at `staged`, from number `first` on, if they are
-        before `end`. The first row at `staged` is row `row` of q. 16 bytes per lane."""
+        """Store the rows first to first + count - 1 of shared memory at `staged` to q, 16 bytes per lane. Row 0 at
+        `staged` is row `row` of q. Rows of q from `end` on are not stored. `count` is a multiple of 4."""
         for i in cutlass.range_constexpr(0, count * 8, 32):
             r, vector = first + (i + lane) // 8, lane % 8
             if row + r < end:
@@ -103,8 +107,8 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Store the transposed sums of gate and up, which are 16 channels per warp of all rows of the work tile. The
-        maxima and bytes of the rows pass through the shared memory of all warps."""
+        """Compute and store h from the transposed sums of gate and up. A warp has 16 channels of all rows of the work
+        tile. The rows' maxima and bytes pass through the shared memory of all warps."""
         q, scale, limit = results
         count = cute.size(sums[0])
         for part in cutlass.range_constexpr(2):
@@ -117,7 +121,7 @@ class SwigluEpilogue:
         maxima = all_staged + SWAP_AB_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
         of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index of the first of a row's two channels
-        # With few channels of K, a warp can get here while another warp still stores the previous work tile.
+        # If K is small, a warp can get here while another warp still stores the previous work tile from shared memory.
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)
@@ -154,7 +158,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def wait_for_all(self):
-        """Barrier of all consumer warps."""
+        """Wait for all consumer warps at a named barrier."""
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
 
     @cute.jit
@@ -164,7 +168,7 @@ class SwigluEpilogue:
 
 @cute.jit
 def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
-    """Store two numbers, rounded to e4m3, as one byte each."""
+    """Store two numbers, rounded to e4m3, to one byte of shared memory each."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
         "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",

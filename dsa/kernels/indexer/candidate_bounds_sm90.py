@@ -1,20 +1,22 @@
-"""Bound of each query for the next pass of scores, computed from its sample or its list of candidates.
+"""Compute the bound of each query for the next pass of scores, from the query's sample or list of candidates.
 
 Plan
 - One CTA per query. The CTA loads the query's scores into registers. The new bound is the `rank`-th largest score
   (radix_select.py) or a number slightly below it, but not below the old bound. The scores that are not below the new
-  bound become the list, stored from the front.
-- For a sample, the CTA counts digits of maxima, each over up to six scores of different tiles. Every thread has at
-  least one maximum that is not below the least of the threads' largest maxima, so the digits start there. One pass over
-  a sixth of the numbers is then enough. If a query sees little of the sample, or if the rank exceeds the number of
-  threads, the CTA counts digits of all scores.
-- A row that fits the list needs no bound: -inf. A list that overflowed gets a bound of NaN, which no score reaches, and
-  keeps a length above its capacity.
+  bound, ties with the bound included, become the list, stored from the front.
+- For a sample, the search counts digits of maxima instead of scores. A thread has four maxima, each over up to six
+  scores of different tiles. Let x be the least, over the threads, of the largest maximum of a thread. Every thread has
+  a maximum of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads.
+  The digits begin at x, and one pass over a sixth of the numbers is enough. If a query sees little of the sample, or if
+  the rank exceeds the number of threads, the CTA counts digits of all scores.
+- If all keys of a query fit in its list, the bound is -inf. A list that overflowed gets a bound of NaN, which no score
+  reaches, and keeps a length above its capacity.
 - The order of a list's entries is unspecified.
 Shared memory: 8 KiB of digit counts and a few sums; 32 KiB for the kept scores of a sample.
 Registers: 24 scores of a sample per thread, within 48 registers, five CTAs per SM; or 16 entries of a list, within 64
 registers, four CTAs per SM.
-Roofline: none; up to 24 KB per query of a sample, and 7 thousand warp instructions.
+Roofline: neither memory nor math is the bound. A query of a sample loads up to 24 KB and takes 7 thousand warp
+instructions.
 """
 
 from collections.abc import Callable
@@ -116,7 +118,7 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
-            count = from_warp(count, tid)  # from here on relative to this warp, whose later batches are empty
+            count = from_warp(count, tid)  # from here on relative to this warp's first thread
         cute.arch.sync_threads()  # all threads have read the list before any thread overwrites it
 
         low = order_of(bound)
@@ -126,7 +128,8 @@ class CandidateBoundsSm90:
             if const_expr(self.sample):
                 if rank <= self.threads:
                     found = self.bound_of_maxima(orders, low, rank, memory, tid)
-            # A list, or a sample with a higher rank or with too few maxima, because the query sees little of it.
+            # This is a list, or a sample with a rank above the number of threads, or a sample with too few maxima,
+            # because the query sees little of it.
             if found == low:
                 found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
             low = found
@@ -148,15 +151,15 @@ class CandidateBoundsSm90:
                             store_entry(entries, query, place, number_of(orders[i]), own_keys[i])
                             place += 1
         if tid == 0:
-            # A bound of NaN stops further appends to a list that overflowed.
+            # A list that overflowed gets the bound NaN, so that nothing more is appended to it.
             bounds[query] = Float32(NAN) if overflow > 0 else number_of(low)
             counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else total
             counts[query, 1] = Int32(0)
 
     @cute.jit
     def load_sample(self, entries: cute.Tensor, query, count: Int32, orders: cute.Tensor, tid):
-        """Load the scores that the first pass has kept, as orders. They are NaN where the query does not see the
-        key."""
+        """Load the scores that the first pass has stored, and convert them to orders. A score is NaN where the query
+        does not see the key."""
         sample = cute.make_tensor(
             cute.recast_ptr(entries[query, None].iterator, dtype=Float32), cute.make_layout(2 * CAPACITY)
         )
@@ -172,18 +175,18 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def bound_of_maxima(self, orders: cute.Tensor, low: Int32, rank: Int32, memory: RankMemory, tid) -> Int32:
-        """Find a number that is at most the rank-th largest of the sample, and close to it. -> `low` if there are fewer
+        """-> an order that is at most the rank-th largest of the sample, and close to it; `low` if there are fewer
         maxima than `rank`.
 
-        The search runs over maxima. Each is the maximum of the scores at the same position of all vectors of a thread,
-        which belong to different tiles. There are a sixth as many maxima as scores, and two of the largest few percent
-        of the scores hardly ever share a maximum."""
+        The search runs over maxima. Each is the maximum of the scores at the same index in all vectors of a thread,
+        which belong to different tiles. There are a sixth as many maxima as scores. Two of the largest few percent of
+        the scores hardly ever share a maximum, so the maxima lose few of them."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]
             for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
                 maxima[j] = cutlass.max(maxima[j], orders[i])
-        # Every thread has at least one maximum that is not below the least of the threads' largest maxima.
+        # `above`: every thread has at least one maximum that is not below the least of the threads' largest maxima.
         largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
         least = cute.arch.warp_redux_sync(largest, "min")
         if tid % WARP == 0:
@@ -210,8 +213,9 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store the scores that are not below `low`, this thread's from entry `place` on. They go through `kept` in
-        shared memory: they are few, and all threads then share the computation of their keys."""
+        """Store the scores that are not below `low` in the list, this thread's scores from entry `place` on. They first
+        go to `kept` in shared memory. There are few of them, and after that all threads share the computation of their
+        keys evenly."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
@@ -229,21 +233,21 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:
-        """Index of the sample's score that this thread's vector begins with."""
+        """Return the index in the sample of the first score of this thread's vector number `vector`."""
         return (tid + vector * self.threads) * VECTOR
 
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """sample: whether the input is the sample of the first pass, or else lists of candidates.
+    """sample: whether the input is the sample of the first pass; otherwise it is lists of candidates.
 
     -> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], keys, block_q, log_stride,
-    rank); S > 0. block_q and log_stride are those of the pass before."""
+    rank); S > 0. block_q and log_stride are those of the previous pass."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     return compile_sm90(CandidateBoundsSm90(sample), starts, ends, *fake_lists(queries), *[Int32(1)] * 4, fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_candidate_bounds, (sample,)) for sample in (True, False)]

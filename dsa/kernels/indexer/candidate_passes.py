@@ -1,13 +1,15 @@
-"""What the kernels of the candidate passes share: key tiles, and lists of candidates in global memory.
+"""Key tiles, and lists of candidates in global memory, for all kernels of the candidate passes.
 
-The tiles are built so that a regular subset of them is a fair sample of all keys. The keys that a block of queries
-sees, from the smallest start to the largest end, are divided into groups of 16 neighbours. The groups form four parts
-of `tiles` groups each. Tile r has the r-th group of every part, one for each warp of a warpgroup: key
-(base + part * tiles + r) * 16 + i. So every S-th tile has every S-th group of all parts. That is a fairer sample than
-tiles of 64 neighbours would give. Four copies load a tile.
+The tiles are built so that every S-th tile is a fair sample of all keys. The keys that a block of queries sees, from
+the smallest start to the largest end, are divided into groups of 16 consecutive keys. The groups form four parts of
+`tiles` consecutive groups. Tile r consists of the r-th group of every part, one group per warp of a warpgroup; key i of
+its group in part p is key (base + p * tiles + r) * 16 + i of the sequence. So every S-th tile contains every S-th group
+of all parts. That is a fairer sample than tiles of 64 consecutive keys would give. Four TMA copies load a tile.
 
-Lists: entries [queries, CAPACITY]: 8 bytes each, a score and its key. counts [queries, 2]: numbers of entries at the
-front and at the back. bounds [queries].
+A query's list has CAPACITY entries and is filled from both ends:
+- entries [queries, CAPACITY]: 8 bytes each, a score and its key
+- counts [queries, 2]: number of entries at the front, and number of entries at the back
+- bounds [queries]: the least score that a candidate must have
 """
 
 import cutlass
@@ -23,8 +25,8 @@ from dsa.kernels.indexer.score_mainloop import keys_of_block
 
 @cute.jit
 def frame_of(block, block_q, starts, ends, keys, lane):
-    """Frame of a block of `block_q` queries: (the first group of its keys, number of its key tiles and of groups per
-    part). The whole warp calls this."""
+    """-> (index of the first group of keys that a block of `block_q` queries sees, number of the block's key tiles,
+    which is also the number of groups per part). The whole warp calls this."""
     low, high = keys_of_block(block, block_q, starts.shape[0], starts, ends, keys, lane)
     base = low >> LOG_GROUP
     groups = cutlass.max(((high + GROUP - 1) >> LOG_GROUP) - base, 0)
@@ -33,7 +35,7 @@ def frame_of(block, block_q, starts, ends, keys, lane):
 
 @cute.jit
 def tiles_of_pass(tiles, log_stride):
-    """Number of tiles if every 2^log_stride-th one counts, from the first on."""
+    """Return the number of tiles whose index is a multiple of 2^log_stride, out of `tiles`."""
     return (tiles + (Int32(1) << log_stride) - 1) >> log_stride
 
 
@@ -59,10 +61,10 @@ def load_candidates(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """Load a query's list of `count` entries, `front` of them from the front, into the registers of a CTA.
+    """Load a query's list of `count` entries, `front` of them from the front, into the registers of a CTA's threads.
 
-    orders    of the scores; LOWEST where there is no entry
-    own_keys  relative to first_key"""
+    orders    gets the orders of the scores (`order_of`), and LOWEST where there is no entry
+    own_keys  gets the keys, relative to first_key"""
     first = Int64((entries[query, None].iterator + tid).toint())
     for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
         scores = cute.make_rmem_tensor((BATCH,), Float32)
@@ -86,14 +88,15 @@ def load_candidates(
 
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
-    """How many of `count` items are left from this warp's first thread on, if thread i takes item i of every round."""
+    """Return how many of `count` items come at or after the item of this warp's first thread, where thread i has item
+    i. If the result is at most b * (threads of the CTA), this warp has no item in the b-th and later rounds."""
     return count - tid // WARP * WARP
 
 
 @cute.jit
 def _load_if_below(first: Int64, tid, count: Int32, ahead: cutlass.Constexpr):
-    """Load entry tid + `ahead`, where `first` is the address of entry tid, without a branch. -> (score, key); NaN and
-    the largest int32 if the entry is at or past `count`."""
+    """Load entry tid + `ahead` without a branch. -> (score, key), or (NaN, the largest int32) if the entry is at or
+    past `count`. `first` is the address of entry tid."""
     return cute.arch.inline_ptx(
         "{{ .reg .pred p; .reg .b32 a, s, k; "
         f"add.s32 a, {{$r1}}, {ahead}; setp.lt.s32 p, a, {{$r2}}; "
@@ -114,6 +117,6 @@ def store_entry(entries: cute.Tensor, query, place, score: Float32, key: Int32):
 
 
 def fake_lists(queries) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-    """Fake tensors for the lists of this many queries."""
+    """Return fake tensors for the lists of `queries` queries: entries, counts and bounds."""
     entries = fake(Int64, (queries, CAPACITY), (CAPACITY, 1))
     return entries, fake(Int32, (queries, 2), (2, 1)), fake(Float32, (queries,), (1,))

@@ -1,35 +1,38 @@
-"""Lightning-indexer scores of a part of the key tiles. Each query keeps its candidates: scores not below its bound.
+"""Lightning-indexer scores of some of the key tiles. For each query the kernel stores candidates: the scores that are
+not below the query's bound, ties with the bound included.
 
 The scores are bitwise those of fp8_mqa_logits_sm90; wgmma, sums over heads and warp roles are the same.
 
 Plan
-- In every block of queries, a pass has the key tiles (candidate_passes.py) that are multiples of `stride` and not of
-  `stride` << `log_period`. The first pass keeps all its scores as a sample. The others append candidates to lists.
-- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and a producer warp for each of them. A
-  producer executes more instructions than the single one there. With several producer warps, the first quarter of an SM
-  does not have to issue them all. Four copies of 16 keys load a key tile. The last warp of the producer warpgroup loads
-  a block's queries and computes their key ranges.
-- Prologue: a block begins without a wait. While the consumers score the previous block, each of the four producer warps
-  prepares a quarter of the block's columns in shared memory. With fp16 accumulation, it scales queries into fp16's
-  range; it packs weights in the layout of the consumers' lanes. Shared memory then has all that a consumer needs to
-  know about the block.
+- In every block of queries, a pass scores the key tiles (candidate_passes.py) whose indices are multiples of `stride`
+  and not of `stride` << `log_period`. The first pass stores all its scores as a sample. The other passes append
+  candidates to lists.
+- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and one producer warp per consumer
+  warpgroup. The producers execute more instructions than the single producer of fp8_mqa_logits_sm90. As they are
+  several warps, these instructions are spread over the quarters of an SM. Four TMA copies of 16 keys load a key tile.
+  The last warp of the producer warpgroup loads a block's queries and computes their key ranges.
+- Prologue: consumers need not wait at the start of a block. While they score the previous block, each of the four
+  producer warps prepares a quarter of the block's columns in shared memory. With fp16 accumulation, it scales the
+  queries into fp16's range. It packs the weights in the layout of the consumers' lanes. Shared memory then contains
+  everything that a consumer needs to know about the block.
 - Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies by the key's scale and compares with
   the bound of the lane's query. One vote for both keys of a lane decides whether the warp has anything to append. Only
   then does the warp check the key ranges.
-- Lists: in a pass, one CTA or two process all keys of a query. One CTA appends from the front of the list, the other
-  from its end. So a counter in shared memory assigns the entries. It takes 100 cycles instead of the 700 of a counter
-  in global memory, during the next tile's wgmma. The order of the entries is unspecified. The set of entries is
-  deterministic unless the list overflows.
-- Scheduler: static persistent over blocks of queries, later ones first. A CTA gets whole blocks at first. All CTAs
-  share the last one to two blocks per CTA evenly, so with B blocks each CTA computes B / CTAs. The order of the CTAs
-  reverses from one block to the next, because a causal batch gives the later block more keys.
+- Lists: in a pass, one CTA or two CTAs process all keys of a query. One CTA appends from the front of the list, the
+  other from its end. So a counter in shared memory is enough to assign the entries. It takes 100 cycles, during the
+  next tile's wgmma; a counter in global memory takes 700. The order of the entries is unspecified. The set of entries
+  is deterministic unless the list overflows.
+- Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
+  one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
+  The order of the CTAs reverses from one whole block to the next, because in a causal batch later blocks have more
+  keys.
 Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for each of two blocks its weights, ranges,
 bounds and counters.
-Registers: 8 fewer per consumer thread than in fp8_mqa_logits_sm90. The producer threads have them instead: 16 more each
-with two consumer warpgroups, 24 with three.
-Roofline: that of the scores. With 64 heads, a key tile has 2 instructions fewer than in fp8_mqa_logits_sm90 with fp16
-accumulation, and 12 more with fp32. A warp that appends has 24 more. It appends in 2 of 3 tiles at 128K keys and
-k = 2048, and in 1 of 4 at 512K.
+Registers: a consumer thread has 8 fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more with two
+consumer warpgroups, and 24 more with three.
+Roofline: that of the scores. With 64 heads, a key tile takes 2 instructions fewer than in fp8_mqa_logits_sm90 with fp16
+accumulation, and 12 more with fp32. A warp that appends executes 24 more. A warp appends in 2 of 3 tiles at 128K keys
+and k = 2048, and in 1 of 4 tiles at 512K keys.
 """
 
 from collections.abc import Callable
@@ -65,19 +68,20 @@ from dsa.kernels.indexer.score_mainloop import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-# Consumer, producer. Not those of dsa.cute.sm90, because the producer warps do more here.
+# {consumer warpgroups: (registers per consumer thread, per producer thread)}. The producers do more here than in other
+# kernels, so they need more registers than dsa.cute.sm90's table gives them.
 REGISTERS = {2: (224, 56), 3: (152, 56)}
 PRODUCER_WARPS = 4
 QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
-PADDING = 4  # words after a quad lane's weights, so that the four lanes of a quad access different banks
+PADDING = 4  # words after the weights of each lane of a quad, so that the four lanes access different banks
 NO_BLOCK = -1
 QUIET_NAN = float("nan")
 
 
 class Pass(NamedTuple):
-    """starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the front and at the back of
-    the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass has the key tiles that are
-    multiples of 1 << log_stride but not of 1 << (log_stride + log_period)."""
+    """The arguments of a pass. starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the
+    front and at the back of the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass scores
+    the key tiles that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period)."""
 
     starts: cute.Tensor
     ends: cute.Tensor
@@ -89,8 +93,9 @@ class Pass(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: its frame (`frame_of`). first,
-    end: its range of the pass's tiles. back: whether the CTA appends from the lists' end."""
+    """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: the block's first key group and
+    number of key tiles (`frame_of`). first, end: the work tile's range of the pass's tiles. back: whether the CTA
+    appends from the lists' end."""
 
     block: Int32
     base: Int32
@@ -104,11 +109,11 @@ class WorkTileInfo(NamedTuple):
 class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    Each stage holds the fields of a WorkTileInfo (`info`) and, per query, its bound, its key range (first_keys,
-    counts), the length of its list (counters) and the power of two that its scores are multiplied by (units). A query
+    Each stage contains the fields of a WorkTileInfo (`info`) and, per query, the bound, the key range (first_keys,
+    counts), the length of the list (counters) and the power of two that the scores are multiplied by (units). A query
     past the end has a count below 0. `factors` is the address of the query rows' factors. `weights` is the address of
-    the packed weights, a row per quad lane. The queries' full barrier covers info, bounds, ranges and counters. The
-    barrier `ready` covers all of it."""
+    the packed weights, one row per lane of a quad. After the queries' full barrier, info, bounds, key ranges and
+    counters are valid. After the barrier `ready`, everything is."""
 
     info: cute.Tensor
     bounds: cute.Tensor
@@ -126,7 +131,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         super().__init__(heads, dim, Float32, False, False, half, cfg)
         self.sample = sample
         self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
-        # Words per quad lane: each holds a pair of fp16 weights (fp16 accumulation) or an fp32 weight.
+        # Words per lane of a quad: a word is a pair of fp16 weights (fp16 accumulation) or an fp32 weight.
         self.weight_row = (self.n // 8 if half else self.n // 4) + PADDING
         self.stage_q = self.block_q * Q_STAGES
 
@@ -231,9 +236,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def work_tiles_of_cta(self, queries):
-        """(number of the CTA's work tiles, its share): `whole` blocks of queries, then pieces of the remaining blocks,
-        which all CTAs share evenly. The CTA's part of the remaining blocks is [begin, end), in units of 1 / CTAs of a
-        block. `piece` is the first of them that it has a part of."""
+        """-> (number of the CTA's work tiles, its share (whole, piece, begin, end)). The CTA first computes `whole`
+        blocks of queries. The remaining blocks are divided evenly among all CTAs: this CTA computes [begin, end) of
+        them, in units of 1 / CTAs of a block. `piece` is the first remaining block that this range touches."""
         cta, ctas = static_persistent_scheduler()
         blocks = cute.ceil_div(queries, self.block_q)
         whole = cutlass.max(blocks // ctas - 1, 0)
@@ -244,7 +249,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def work_tile_of(self, number, share, given: Pass, lane) -> WorkTileInfo:
-        """The CTA's work tile `number`. Later queries come first: in a causal batch, they have the longest ranges."""
+        """Return the CTA's work tile `number`. Later queries come first: in a causal batch, they see the most keys."""
         cta, ctas = static_persistent_scheduler()
         whole, first_piece, begin, end = share
         blocks = cute.ceil_div(given.starts.shape[0], self.block_q)
@@ -272,8 +277,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def load_queries(self, q_atom, mq, weights, given: Pass, sq, blocks: Blocks, pipelines: Pipelines, lane):
-        """The producer of the queries: it computes the work tiles, loads their queries, and opens and closes their
-        lists."""
+        """The role of the query producer. It computes the work tiles, loads their queries, and opens and closes the
+        queries' lists."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         count, share = self.work_tiles_of_cta(given.starts.shape[0])
         if lane < Q_STAGES:
@@ -305,10 +310,11 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def open_block(self, tile: WorkTileInfo, given: Pass, blocks: Blocks, stage: Int32, lane):
-        """Write what the other warps need to know about a block, including the current lengths of its lists."""
+        """Write to shared memory what the other warps need to know about a block, including the current lengths of its
+        lists."""
         if lane < self.block_q:
             query = tile.block * self.block_q + lane
-            # For a query past the end: NaN, a bound that no score reaches.
+            # A query past the end gets the bound NaN, which no score reaches.
             bound, first_key, keys, listed = Float32(QUIET_NAN), Int32(0), Int32(-1), Int32(0)
             if query < given.starts.shape[0]:
                 first_key, keys = key_range(given.starts, given.ends, query, given.keys)
@@ -324,7 +330,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def close_lists(self, given: Pass, blocks: Blocks, stage: Int32, lane):
-        """Write back the list lengths of this stage's previous work tile, if there was one."""
+        """Write the list lengths of this stage's previous work tile to global memory, if there was one."""
         if const_expr(not self.sample):
             block, back = blocks.info[0, stage], blocks.info[5, stage]
             query = block * self.block_q + lane
@@ -336,8 +342,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """Prepare a producer warp's quarter of a block's columns, after its queries have arrived: with fp16
-        accumulation, scale the queries into fp16's range; pack the weights."""
+        """Prepare a producer warp's quarter of a block's columns, after the queries have arrived: with fp16
+        accumulation, scale the queries into fp16's range; with both accumulations, pack the weights."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
         # Each lane has a pair of heads. If there are fewer pairs than lanes, several lanes have the same pair.
@@ -359,7 +365,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             most = cute.arch.fmax(cute.math.absf(a), cute.math.absf(b))
             for log in cutlass.range_constexpr((self.heads // 2).bit_length() - 1):
                 most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-            # Include the query's largest weight, so that all its heads are divided by the same power of two.
+            # Pass the query's largest weight, too, so that all its heads are divided by the same power of two.
             pairs, unit = fp16_accumulation.pack_weights([a, b, most, most])
             store_4(to + pair // 4 * 4, pairs[0])
             blocks.units[query, stage] = unit
@@ -371,7 +377,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def wait_for_block(self, blocks: Blocks, pipelines: Pipelines, q_state) -> WorkTileInfo:
-        """Wait for the next block's queries. -> its work tile"""
+        """Wait for the next block's queries. -> the block's WorkTileInfo"""
         pipelines.q.consumer_wait(q_state)
         return read_info(WorkTileInfo, blocks.info, q_state.stage)
 
@@ -379,8 +385,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def load_keys(
         self, k_atom, mk, weights, given: Pass, sq, sgroups, blocks: Blocks, pipelines: Pipelines, part, lane
     ):
-        """The producer of a consumer warpgroup's key tiles. With two warpgroups, one warp has none and only prepares
-        blocks."""
+        """The role of the producer of one consumer warpgroup's key tiles. With two consumer warpgroups, one of these
+        three warps loads no tiles and only prepares blocks."""
         tks, tkg = tile_partition(k_atom, sgroups, mk, (GROUP, self.dim))
         period = Int32(1) << given.log_period
         ring = pipelines.k.ring(part, self.group_stages)
@@ -406,8 +412,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def first_tile(self, tile: WorkTileInfo, turn, log_period):
-        """(index in the pass of the first tile of the warpgroup whose turn is `turn`, its turn in the next work tile).
-        The warpgroups take the tiles in turns over the CTA's whole life, so their counts differ by at most one."""
+        """-> (index in the pass of the first tile of the warpgroup whose turn is `turn`, this warpgroup's turn in the
+        next work tile). The warpgroups take turns across work tiles, so their numbers of tiles differ by at most
+        one."""
         v, count = tile.first + turn, tile.end - tile.first
         if const_expr(not self.sample):
             v += 1
@@ -419,7 +426,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def next_tile(self, v, period_mask, late):
-        """The pass's tile `groups` after v, without the multiples of the period. A period is longer than `groups`."""
+        """Return the tile of the pass that comes `groups` tiles after v, not counting multiples of the period. A period
+        is longer than `groups`."""
         following = v + self.groups
         if const_expr(not self.sample):
             if (v & period_mask) >= late:
@@ -433,8 +441,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
-        place = (warp % 4) * 16 + lane // 4  # position in a key tile of the lane's first key
-        # `opaque` keeps these in registers. Otherwise, the compiler would recompute them for every tile.
+        place = (warp % 4) * 16 + lane // 4  # index of the lane's first key in a key tile
+        # `opaque` keeps these numbers in registers. Otherwise, the compiler would recompute them for every tile.
         period = Int32(1) << given.log_period
         period_mask, late = opaque(period - 1), opaque(period - self.groups)
         step_keys = opaque(Int32(GROUP) << given.log_stride)
@@ -442,7 +450,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         q_state, k_state = start(), start()
         turn = warp // 4
 
-        # Lists of the lane's queries: bounds, key ranges, and the address of the entry where the CTA begins to append.
+        # Per query of the lane: bound, key range, and the address of the list entry where the CTA begins to append.
         own = [cute.make_rmem_tensor((self.lane_q,), dtype) for dtype in (Float32, Int32, Int32, Int64)]
         bounds, first_keys, counts, pointers = own
         tile = self.wait_for_block(blocks, pipelines, q_state)
@@ -466,13 +474,14 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             for j in cutlass.range_constexpr(cute.size(scoring.w) // 4):
                 for c, word in enumerate(load_16(at + j * 16)):
                     scoring.w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
-            # The address of the counter of the lane's first query.
+            # The address of the list counter of the lane's first query.
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
             entry_step = opaque(8 - 16 * tile.back)
             v, turn = self.first_tile(tile, turn, given.log_period)
             v = opaque(v)
-            # No tile waits for its epilogue yet: a score of NaN is never a candidate, and NO_KEY is not a key.
+            # No tile waits for its epilogue yet, but the first iteration runs an epilogue. A scale of NaN makes scores
+            # that are never candidates, and a sample stores nothing for NO_KEY.
             scoring.scales.fill(QUIET_NAN)
             key, pending = Int32(NO_KEY), Int32(0)
             if v < tile.end:
@@ -480,7 +489,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             while v < tile.end:
                 done = k_state
                 multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's keys.
+                # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait for
+                # the next tile's keys.
                 self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
                 key = base_key + v * step_keys
                 pending = v
@@ -498,7 +508,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def finish(self, scoring: Scoring, own, counter, entry_step, key, v, place, quad):
-        """Keep the scores of `key` and `key` + 8, which belong to the pass's tile v."""
+        """Store the lane's scores of `key` and `key` + 8, which belong to the pass's tile v, if they are candidates or
+        part of a sample."""
         bounds, first_keys, counts, pointers = own
         for i in cutlass.range_constexpr(self.lane_q):
             values = [self.score(scoring, i, half, quad) for half in range(2)]
@@ -522,8 +533,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
-        """Append those of a lane's scores of `key` and `key` + 8 that are taken to its query's list, while there is
-        room. One atomic counts both, because its latency is most of the cost of an append."""
+        """Append a lane's scores of `key` and `key` + 8, where `taken` is 1, to the query's list while there is room.
+        One atomic counts both, because the atomic's latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",
@@ -542,7 +553,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
 @cached
 def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, config: MqaLogitsConfig):
-    """sample: the first pass, which keeps all scores; half: fp16 accumulation (fp16_accumulation.py).
+    """sample: the first pass, which stores all scores; half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
@@ -557,7 +568,7 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, con
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_candidate_scores, (heads, dim, sample, half, choose_config(heads, dim, half)))
         for heads in HEADS

@@ -1,21 +1,21 @@
-"""Select the k largest of a query's candidates, in ascending order of the keys. Among equal scores, the lowest keys
-win.
+"""Select the k largest of a query's candidates, in ascending order of the keys. Ties (equal scores) go to the lowest
+keys.
 
 The kernel also reports the queries whose list does not determine the result.
 
 Plan
-- One CTA per query, with the list in registers. radix_select.py finds a digit that holds the k-th largest score. If
-  few candidates share that digit, a warp ranks each of them, equal scores by their keys. If many share it, their scores
-  are equal, and a search bit by bit finds the highest key that is needed.
-- Order: the CTA counts the selected candidates in 4096 buckets of keys, all equally wide, two in a word of the former
-  digit counts. A scan finds where each bucket begins. Each key finds its rank by comparison with the others of its
-  bucket.
+- One CTA per query, with the list in registers. radix_select.py finds a digit that contains the k-th largest score. If
+  few candidates share that digit, a warp ranks each of them, ties by their keys. If many share it, the digit is a
+  single score: all of them are ties, and a search bit by bit finds the highest key that is selected.
+- Order: the CTA counts the selected candidates in 4096 buckets of keys, all equally wide. A word of the former digit
+  counts contains two buckets' counts. A scan finds where each bucket begins. Each key finds its output position by
+  comparison with the other keys of its bucket.
 - A list does not determine the result if it overflowed, or if it has a bound above -inf and fewer than min(k, keys)
-  entries. The query's end then goes to `remaining`, for indexer_select_sm90. For all other queries, `remaining` is
-  NOTHING_LEFT.
+  entries. The kernel then writes the end of the query's key range to `remaining`, for indexer_select_sm90. For all
+  other queries it writes NOTHING_LEFT.
 Shared memory: 25 KiB.
 Registers: 16 candidates per thread, two registers each; four CTAs per SM.
-Roofline: none; 22 KB per query, and about 10 thousand warp instructions.
+Roofline: neither memory nor math is the bound. A query loads 22 KB and takes about 10 thousand warp instructions.
 """
 
 from collections.abc import Callable
@@ -51,18 +51,18 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, CTAS = 256, 4  # threads per CTA, CTAs per SM
 OWN = -(-CAPACITY // THREADS)  # candidates per thread
 LOG_BUCKETS = 12
-OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # per thread, with two buckets each
+OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # words per thread, two buckets per word
 assert (1 << LOG_BUCKETS) // 2 <= BINS  # the buckets reuse the memory of the digit counts
-FEW = WARP
+FEW = WARP  # a digit with at most this many candidates is ranked by comparison, one candidate per lane
 NO_KEY = -1
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory. rank: memory of the search, whose digit counts later are buckets. few [2, FEW]: orders and keys of
-    a digit's candidates. few_count [1]: number of these. last [2]: order and key of the last of these that is selected.
-    keys, orders [MAX_SELECTED]: the selected candidates by bucket; keys has NO_KEY before the first and after the
-    last."""
+    """Shared memory. rank: memory of the search, whose digit counts are later reused as buckets. few [2, FEW]: orders
+    and keys of the candidates of one digit. few_count [1]: their number. last [2]: order and key of the last of them
+    that is selected. keys, orders [MAX_SELECTED]: the selected candidates, sorted by bucket; `keys` has two more
+    elements, a NO_KEY before the first key and one after the last."""
 
     rank: RankMemory
     few: cute.Tensor
@@ -194,8 +194,8 @@ class CandidateSelectSm90:
                 known = Int32(paging.exists(sequence))
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
                 index = memory.keys[1 + p]
-                # The bucket's other keys are next to it. Larger keys before it lower its rank, smaller ones after it
-                # raise it.
+                # The other keys of the bucket are adjacent. Each larger key before this key lowers its output position
+                # `rank` by one, each smaller key after it raises it by one.
                 rank, at, other = p, p, memory.keys[p]
                 while other >> shift == index >> shift:
                     if other > index:
@@ -224,8 +224,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def cut(self, found: RankFound, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
-        """(floor, last): the `found.rank` best of the digit's candidates are those with orders above `floor`, and those
-        with orders equal to `floor` and keys up to `last`."""
+        """Find the `found.rank` best of the digit's candidates, where ties go to the lowest keys. -> (floor, last):
+        these candidates have orders above `floor`, or orders equal to `floor` and keys up to `last`."""
         floor, last = found.low, Int32(HIGHEST)
         if found.inside > found.rank:
             if found.inside <= FEW:
@@ -236,7 +236,7 @@ class CandidateSelectSm90:
                                 at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
                                 memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
-                # Each warp takes every 8th of them and counts the better ones.
+                # Each warp ranks every 8th of these candidates: it counts the better ones. Ties go to the lower key.
                 lane = tid % WARP
                 order, key = memory.few[0, lane], memory.few[1, lane]
                 for i in cutlass.range(tid // WARP, found.inside, THREADS // WARP, unroll=1):
@@ -252,8 +252,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: RankFound, memory: Memory, tid) -> Int32:
-        """The `found.rank`-th lowest key of the candidates whose order is `found.low`: the largest number with fewer
-        than `found.rank` of these keys below it."""
+        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. It is the largest
+        number below which there are fewer than `found.rank` of these keys."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))
@@ -296,7 +296,7 @@ class CandidateSelectSm90:
 def compile_candidate_select():
     """-> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], remaining [S] int32,
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, keys, page_size, options); S > 0,
-    0 < keys < MAX_KEYS, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are given."""
+    0 < keys < MAX_KEYS, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are used."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     remaining = fake(Int32, (queries,), (1,), 4)
@@ -308,5 +308,5 @@ def compile_candidate_select():
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_candidate_select, ())]

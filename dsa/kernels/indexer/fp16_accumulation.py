@@ -1,16 +1,16 @@
 """fp16 accumulation: the sum over the heads of an index-score tile, at one instruction per accumulator.
 
-An FP8 wgmma can round its sums to fp16. It then returns them in pairs of neighbouring columns, which are two heads of a
+An FP8 wgmma can round its sums to fp16. It then returns them in pairs of adjacent columns, which are two heads of a
 query. One maximum and one multiply-add, on different pipes, process a pair. The accumulators are half as many registers
-for the tensor cores to read and write. This needs two transformations:
-- A row of queries q[t, h] is scaled into range: q' = q 2^-e with the smallest e for which |q'|_1 <= ROW_SUM. No key
-  exceeds 448, so no product or partial sum overflows, whatever the keys are. e4m3 loses bits below 2^-6, and fp16
-  rounds. This can flip the sign of a product close to 0, and of no other. A key whose products are clearly negative
-  still scores exactly 0.
+for the tensor cores to read and write. To avoid overflow, queries and weights are scaled:
+- A query row q[t, h] is scaled into fp16's range: q' = q 2^-e with the smallest e for which |q'|_1 <= ROW_SUM. No
+  channel of a key exceeds 448, so no product or partial sum overflows, whatever the keys are. Rounding has two sources:
+  e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16. It can flip the sign only of a product q . k close to
+  0. A key whose products with all heads are clearly negative still scores exactly 0.
 - The weights w[t, h] 2^e of a query are divided by a power of two, so that a sum over 8 heads cannot overflow, and are
   rounded to fp16. The scores are multiplied by that power. This works for w 2^e below 2^123, and so for weights below
   2^113. With larger weights, scores may be infinite, or NaN where products are not positive.
-A lane's sums, over at most 8 heads, are fp16. The sums over the quad are fp32.
+A lane's sum over its heads, at most 8 terms per fp16 number, is fp16. The sum over the quad's lanes is fp32.
 """
 
 import cutlass
@@ -19,16 +19,18 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-THREADS = 256  # threads that scale a tile's query rows; the rows per step divide the tile's rows
-VECTOR = 16  # numbers per lane of a row of queries
-# |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers rounding: q' to e4m3, the row's sum, products.
+# Threads that scale a tile's query rows. THREADS / lanes rows per step divide the tile's rows, so all lanes shuffle.
+THREADS = 256
+VECTOR = 16  # e4m3 numbers of a query row per lane
+# |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers the rounding of q' to e4m3, of |q'|_1, and of
+# products.
 ROW_SUM = 144.0
 LEAST_EXPONENT, MOST_EXPONENT = -8, 14  # bounds of e, which is at most 10 for finite numbers
 
 
 @cute.jit
 def bring_into_range(queries: Int32, factors: Int32, rows: cutlass.Constexpr, dim: cutlass.Constexpr, thread):
-    """Multiply each row in shared memory by its 2^-e, in place, and store 2^e. THREADS threads call this. A barrier
+    """Multiply each query row in shared memory by 2^-e, in place, and store 2^e. THREADS threads call this. A barrier
     must follow before other threads read the rows. For wgmma, a fence of the async proxy must come before that barrier.
 
     queries, factors  addresses of e4m3 [rows, dim], in any order within a row, and fp32 [rows]
@@ -44,7 +46,7 @@ def bring_into_range(queries: Int32, factors: Int32, rows: cutlass.Constexpr, di
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << log)
         exponent = Int32(((total * (1 / ROW_SUM)).bitcast(Uint32) + 0x7FFFFF) >> 23) - 127
         exponent = cutlass.max(cutlass.min(exponent, MOST_EXPONENT), LEAST_EXPONENT)
-        inverse = Uint32(15 - exponent) * Uint32(0x04000400)  # as a pair of fp16
+        inverse = Uint32(15 - exponent) * Uint32(0x04000400)  # 2^-e twice, as a pair of fp16
         store_16(at, [_scaled(word, inverse) for word in words])
         if place == 0:
             store_4(factors + row * 4, Uint32((exponent + 127) << 23))
@@ -52,16 +54,17 @@ def bring_into_range(queries: Int32, factors: Int32, rows: cutlass.Constexpr, di
 
 @cute.jit
 def pack_weights(weights):
-    """Convert a lane's weights of one query to fp16. -> (pairs of fp16, power of two to multiply the scores by)
+    """Convert a lane's weights of one query to fp16. -> (pairs of fp16, power of two to multiply the scores by). All
+    lanes of a quad call this together and get the same power of two.
 
-    weights  [heads / 4] fp32, w 2^e of the lane's columns. All lanes of a quad call this together.
+    weights  [heads / 4] fp32, w 2^e of the lane's columns
     """
     most = Float32(0.0)
     for weight in weights:
         most = cute.arch.fmax(most, cute.math.absf(weight))
     for log in cutlass.range_constexpr(2):
         most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-    # |w| < 2^(exponent - 126), so that |w| / scale <= 1 / 8. Infinity stays infinity.
+    # |w| < 2^(exponent - 126) is divided by 2^(exponent - 123), so at most 1 / 8 is left. Infinity stays infinity.
     exponent = cutlass.min(Int32(most.bitcast(Uint32) >> 23), 249)
     inverse = Uint32((250 - exponent) << 23).bitcast(Float32)
     pairs = [pack(weights[2 * j] * inverse, weights[2 * j + 1] * inverse, Float16) for j in range(len(weights) // 2)]
@@ -70,11 +73,11 @@ def pack_weights(weights):
 
 @cute.jit
 def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the keys [row, row + 8]. Each result is
-    a pair of fp16: the sums over even and over odd heads.
+    """-> the sums sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the lane's two keys. Each is
+    a pair of fp16: the sum over the even heads and the sum over the odd heads.
 
-    acc      this thread's accumulators in pairs, flat: [column / 8][key half]
-    weights  of this lane's columns in pairs, flat: [column / 8]
+    acc      this thread's accumulators in pairs, flat: [column / 8][key half], where half 1 is 8 keys after half 0
+    weights  the weights of this lane's columns in pairs, flat: [column / 8]
     """
     sums = [Uint32(0), Uint32(0)]
     for j in cutlass.range_constexpr(heads // 8):
@@ -86,7 +89,7 @@ def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
 
 @cute.jit
 def pair_sum(pair: Uint32) -> Float32:
-    """Sum of a pair of fp16, in fp32."""
+    """Return the sum of the two numbers of an fp16 pair, added in fp32."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, {$r0}; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
         "add.f32 {$w0}, a, b; }}",
@@ -97,7 +100,7 @@ def pair_sum(pair: Uint32) -> Float32:
 
 @cute.jit
 def _add_relu(x: Uint32, weights: Uint32, sums: Uint32) -> Uint32:
-    """sums + weights * relu(x), elementwise on pairs of fp16. NaN in x gives NaN."""
+    """Return sums + weights * relu(x), elementwise on pairs of fp16. NaN in x gives NaN."""
     return cute.arch.inline_ptx(
         "{{ .reg .b32 y, z, s; mov.b32 s, {$r2}; mov.b32 z, 0; max.NaN.f16x2 y, {$r0}, z; "
         "fma.rn.f16x2 {$w0}, y, {$r1}, s; }}",
@@ -108,7 +111,7 @@ def _add_relu(x: Uint32, weights: Uint32, sums: Uint32) -> Uint32:
 
 @cute.jit
 def _magnitudes(word: Uint32) -> Uint32:
-    """|a| + |c| and |b| + |d| of the four e4m3 numbers a, b, c, d, as a pair of fp16."""
+    """Return |a| + |c| and |b| + |d| of the four e4m3 numbers a, b, c, d in a word, as a pair of fp16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 x, l; "
         "cvt.rn.f16x2.e4m3x2 y, h; abs.f16x2 x, x; abs.f16x2 y, y; add.rn.f16x2 {$w0}, x, y; }}",
@@ -119,13 +122,13 @@ def _magnitudes(word: Uint32) -> Uint32:
 
 @cute.jit
 def _add(a: Uint32, b: Uint32) -> Uint32:
-    """Elementwise sum of two pairs of fp16."""
+    """Return the elementwise sum of two pairs of fp16."""
     return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 @cute.jit
 def _scaled(word: Uint32, factors: Uint32) -> Uint32:
-    """Four e4m3 numbers times a factor, which `factors` holds twice in fp16."""
+    """Return four e4m3 numbers, each multiplied by the same factor. `factors` contains the factor twice, in fp16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 x, l; "
         "cvt.rn.f16x2.e4m3x2 y, h; mul.rn.f16x2 x, x, {$r1}; mul.rn.f16x2 y, y, {$r1}; "

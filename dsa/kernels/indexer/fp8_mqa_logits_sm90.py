@@ -1,27 +1,29 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread's accumulators of one key row are
-  heads of the same queries. So the sum over heads takes fused multiply-adds in registers and then a transposing shuffle
-  over the quad. The shuffle leaves each lane of the quad with the scores of a different query.
+- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys, and
+  for each query some of its heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
+  the quad (`quad_reduce_scatter`), which leave each lane of the quad with the scores of different queries.
 - Warp roles: the consumer warpgroups (two with N = 256 for 64 heads, three with N = 128 for fewer) multiply. In the
   last warpgroup, one warp is the producer. The other three write -inf to the columns that no query of the block sees
-  (clean_logits), so that this takes no separate kernel.
+  (clean_logits), so that no separate kernel is needed for this.
 - Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
-  stages of 64 keys. The consumer warpgroups take the key tiles in turns.
+  stages of 64 keys. The consumer warpgroups process the key tiles in turns.
 - Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next
   tile's wgmma. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups by named barriers
   (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/explanation/kernels.md).
 - fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and
   adjust the weights. The sums over heads then take two heads per instruction (fp16_accumulation.py).
-- Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
-  block's ranges are skipped. Within a tile, each query's range is the mask. All range arithmetic is signed.
+- Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
+  start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
+  are masked.
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
 fp16 accumulation. The other threads have 40 or 32.
-Roofline: tensor cores, 512 cycles for a tile of 64 x 256 x 128. But each other instruction adds its issue cycle (two
-per accumulator: x + |x| and a multiply-add), so a tile takes about 830. With fp16 accumulation, one instruction per
-accumulator is left, and three warpgroups hide it: the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
+Roofline: tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per accumulator,
+x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16 accumulation, one
+instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of an FP8 GEMM. Keys
+come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable
@@ -57,28 +59,29 @@ from dsa.kernels.indexer.score_mainloop import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 LOAD_WARP, FILL_WARP = 0, 1  # in the last warpgroup: the producer, and the first of the warps that write -inf
-FILL_THREADS = 96
+FILL_THREADS = 96  # threads that write -inf
 Q_STAGES = 2
 
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N. stages: key tiles in flight per consumer warpgroup. groups: number of consumer warpgroups."""
+    """columns: N of the wgmma. stages: key tiles in flight per consumer warpgroup. groups: number of consumer
+    warpgroups."""
 
     columns: int = choices(128, 256)
     stages: int = choices(2, 3, 4, 5, 6, 8)
     groups: int = choices(2, 3)
 
     def fits(self, heads: int, half: bool = False) -> bool:
-        """Whether the hardware can run this: enough registers (fp16 accumulation takes half as many), enough shared
-        memory for 128 channels, and at least four queries per block."""
+        """Whether this configuration has enough registers (fp16 accumulation needs half as many), enough shared memory
+        for 128 channels, and a multiple of four queries per block, one for each lane of a quad."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         columns = self.columns // 2 if half else self.columns
         return registers_fit(columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
-# For fp16 accumulation with the head counts of published models. Its small accumulators leave room for a third
-# warpgroup with wide tiles.
+# For fp16 accumulation with 32 or 64 heads, as published models have. The accumulators need half as many registers, so
+# a third warpgroup fits even with wide tiles.
 HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
@@ -175,12 +178,12 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane):
-        """Work tile `index`: (block of queries; first and end of the chunk's key tiles that cover the block's key
-        ranges; the chunk's first key tile).
+        """-> (block of queries of work tile `index`, first and end of the chunk's key tiles that the block's queries
+        see, the chunk's first key tile).
 
-        Later queries come first: in a causal batch, they have the longest ranges. Neighbouring
-        work tiles are blocks of the same chunk. If they were chunks of the same block, an even number of CTAs would
-        give each CTA the same chunk of every block.
+        Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
+        same chunk. If they were chunks of the same block, an even number of CTAs would give each CTA the same chunk of
+        every block, and in a causal batch chunks differ in work.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -196,7 +199,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def load(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines: Pipelines, lane):
-        """The producer."""
+        """The mainloop of the producer warp."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, sk, mk, (TILE, self.dim))
         keys = mk.shape[0]
@@ -237,7 +240,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 t = block * self.block_q + i
                 if t < out.shape[0]:
                     if const_expr(self.compressed):
-                        # Column j of row t is key starts[t] + j, so all columns from the row's length on are -inf.
+                        # Column j of row t is the score of key starts[t] + j, so columns from `length` on are -inf.
                         _, length = key_range(starts, ends, t, keys)
                         for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
                             out[t, c] = minus[0]
@@ -260,8 +263,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
-        # the CTA's whole life, so their counts differ by at most one.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
+        # tiles, so their numbers of tiles differ by at most one.
         tile = warp // 4
 
         first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -271,7 +274,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
             if first < last:
                 for i in cutlass.range_constexpr(self.lane_q):
                     t = block * self.block_q + quad + 4 * i
-                    # A count below 0 marks a query past the end, which has no row.
+                    # A count below 0 marks a query past the end, which has no row in `out`.
                     first_keys[i], key_counts[i] = Int32(0), Int32(-1)
                     if t < queries:
                         first_keys[i], key_counts[i] = key_range(starts, ends, t, keys)
@@ -280,15 +283,16 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                # No tile waits for its epilogue yet: NO_KEY is beyond every range.
+                # No tile waits for its epilogue yet, but the first iteration runs an epilogue. With NO_KEY it stores
+                # nothing.
                 key = Int32(NO_KEY)
                 if tile < last:
                     ring.consumer_wait(k_state)
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's
-                    # keys.
+                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
+                    # for the next tile's keys.
                     self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
                     self.take_scales(scoring, k_scale, key)
@@ -312,8 +316,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
-        """Write the score of `key`, or -inf outside the query's range. A key_count below 0 means that there is no row,
-        and a key of NO_KEY that there is no tile."""
+        """Write the score of `key`, or -inf outside the query's range. Write nothing if key_count is below 0 (there is
+        no row) or if key is NO_KEY or NO_KEY + 8 (there is no tile)."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):
@@ -340,8 +344,8 @@ def compile_fp8_mqa_logits(
     """half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
-    out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
-    64 * ceil(Skv / 64) columns unless compressed."""
+    out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes. They have at
+    least 64 * ceil(Skv / 64) columns unless compressed."""
     queries, out_type = cute.sym_int(), cute_dtype(out_dtype)
     scored = fake_scored(heads, dim, queries)
     out = fake(out_type, (queries, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
@@ -352,16 +356,16 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
-    """The measured winner. With fewer heads, a tile has more queries, whose ranges and reductions take registers and
-    time. So these shapes have smaller tiles and a third warpgroup (docs/explanation/kernels.md)."""
+    """Return the measured winner. With fewer heads, a tile has more queries, whose ranges and reductions need registers
+    and time. So these shapes use smaller tiles and a third warpgroup (docs/explanation/kernels.md)."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")
 
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
-    """(key tiles per work tile, number of work tiles). A work tile has all key tiles if the blocks of queries fill the
-    GPU twice, and fewer otherwise."""
+    """-> (key tiles per work tile, number of work tiles). A work tile has all key tiles if there are more blocks of
+    queries than SMs; otherwise keys are divided into chunks, to have about two work tiles per SM."""
     blocks = -(-queries // block_q)
     tiles = -(-keys // TILE)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))
@@ -370,7 +374,7 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, half, choose_config(heads, dim, half)))
         for heads in HEADS

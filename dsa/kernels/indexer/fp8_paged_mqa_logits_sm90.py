@@ -4,22 +4,23 @@ out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s]
 
 Plan
 - A wgmma tile has 64 keys as rows. Its columns are the N = next_n * H (query, head) pairs of one sequence. So the keys
-  are read once for all queries, and the sum over heads stays in registers except for a shuffle over the quad.
-- Scheduler: stream-K. A CTA has one row of the schedule: a run of 256-key splits, which may begin in one sequence and
-  end in another. A work tile is the run's part of one sequence.
-- Warp roles: the consumer warpgroups take a work tile's key tiles in turns. Each has its own producer warp in the last
-  warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads a
-  work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. After its loads, the last
-  warpgroup writes -inf after the last tile of every row (clean_logits).
+  are read once for all queries of the sequence, and the sum over heads stays in registers except for shuffles over the
+  quad.
+- Scheduler: stream-K. A CTA processes one row of the schedule: consecutive splits of 256 keys, which may begin in one
+  sequence and end in another. A work tile is the part of these splits that belongs to one sequence.
+- Warp roles: the consumer warpgroups process a work tile's key tiles in turns. Each has its own producer warp in the
+  last warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads
+  a work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. After its loads, the last
+  warpgroup writes -inf to the columns after the last tile of every row (clean_logits).
 - Pipelines: queries, weights and WorkTileInfo have a ring of SEQUENCES stages. Keys and scales have a ring of STAGES
-  stages per consumer warpgroup. Lengths and page numbers are read 32 at a time, which exposes their latency once per
-  32. A page outside the cache is not read, and its keys score -inf. A stage's valid mask has a bit for each page
-  inside.
-- Mainloop: the consumers read a work tile's WorkTileInfo, and one without key tiles ends the loop. A tile's epilogue
-  (quad reduction, scale, mask, store) runs during the next tile's wgmma.
+  stages per consumer warpgroup. A warp loads lengths and page numbers 32 at a time, so it waits for them once per 32. A
+  page outside the cache is not loaded, and its keys score -inf. A stage's valid mask has a bit for each page of the
+  tile that is in the cache.
+- Mainloop: the consumers read a work tile's WorkTileInfo; one with 0 key tiles ends the loop. A tile's epilogue (quad
+  reduction, scale, mask, store) runs during the next tile's wgmma.
 - fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
-  range, in shared memory, and adjust its weights (fp16_accumulation.py). They synchronize for that once per work
-  tile. The producers continue meanwhile.
+  range, in shared memory, and adjust its weights (fp16_accumulation.py). For this they synchronize once per work tile.
+  The producers continue meanwhile.
 Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
 GROUPS x STAGES x 64 x (D + 4).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
@@ -60,14 +61,15 @@ from dsa.kernels.indexer.score_mainloop import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-FILL_BYTES = 8192  # of a row: work tile of the warps that write -inf
-# Up to this many columns per tile, fp16 accumulation gains nothing. Fewer than 32 would not fill the warps that scale
-# the queries.
+FILL_BYTES = 8192  # bytes of a row in one work tile of the warps that write -inf
+# Up to this many columns per tile, fp16 accumulation is not faster, so it is not used. Besides, tiles of fewer than 32
+# columns would not fill the warps that scale the queries.
 MEMORY_BOUND_COLUMNS = 128
 
 
 class WorkTileInfo(NamedTuple):
-    """first_tile: the first of the sequence's key tiles. tiles: number of key tiles, 0 after the last work tile."""
+    """first_tile: index in the sequence of the work tile's first key tile. tiles: number of key tiles, 0 after the last
+    work tile."""
 
     sequence: Int32
     first_tile: Int32
@@ -87,14 +89,14 @@ class PagedMqaLogitsConfig:
     groups: int = choices(2, 3, 4)
 
     def fits(self, columns: int, half: bool = False) -> bool:
-        """Whether the hardware can run this: enough registers (fp16 accumulation takes half as many), and enough shared
+        """Whether this configuration has enough registers (fp16 accumulation needs half as many), and enough shared
         memory for 128 channels."""
         factors = 4 * self.sequences * columns if half else 0
         shared = (self.sequences * columns + self.groups * self.stages * TILE) * 132 + factors + 3 * 1024
         return registers_fit(columns // 2 if half else columns, self.groups) and shared <= SHARED_BYTES
 
 
-# For fp16 accumulation, whose small accumulators leave room for a third warpgroup.
+# For fp16 accumulation. The accumulators need half as many registers, so a third warpgroup fits.
 FP16_CONFIG = PagedMqaLogitsConfig(stages=4, sequences=2, groups=3)
 
 
@@ -113,8 +115,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         self.next_n, self.page, self.out_dtype = next_n, page_size, out_dtype
         self.sequences, self.pages_a_tile = cfg.sequences, TILE // page_size
         self.lane_q = (next_n + 1) // 2  # rows of the output that a lane stores to
-        # Per stage of queries: the fields of its WorkTileInfo, and the number of keys that each query sees. A multiple
-        # of 16 bytes, so that vector instructions can access them.
+        # Words per stage of queries: the fields of its WorkTileInfo, and for each query the number of keys that it
+        # sees. Stages are multiples of 16 bytes, so that vector instructions can access them.
         self.info_words = cute.round_up(FIELDS + next_n, 4)
 
     @cute.jit
@@ -141,7 +143,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(self.sequences)
-            # Per key tile: one bit for each of its pages that is in the cache.
+            # Per stage of keys: bit i is set if page i of the tile is in the cache.
             valid_pages: cute.struct.MemRange[Uint32, self.stages]
             info: cute.struct.Align[cute.struct.MemRange[Int32, self.info_words * self.sequences], 16]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
@@ -203,8 +205,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         wait_for_prerequisite_grids()
         first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         if warp >= self.consumer_warps:
-            # A short call waits for the producers' chain of dependent loads: schedule, then lengths and page numbers,
-            # then keys. So the schedule is loaded before the barrier, and the lengths are prefetched into L2.
+            # A short call is bound by the producers' chain of dependent loads: schedule, then lengths and page numbers,
+            # then keys. So load the schedule before the barrier, and prefetch the lengths to L2.
             cta, _, _ = cute.arch.block_idx()
             first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
             if warp == self.consumer_warps and lane * 32 < lengths.shape[0]:
@@ -229,13 +231,14 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def tile_of_split(self, split):
-        """First key tile of a split of the schedule, clipped so that the product fits an int32."""
+        """Return the first key tile of a split of the schedule. The split is clipped, so that the product fits an
+        int32."""
         return cutlass.max(cutlass.min(split, NO_KEY // SCHEDULE_SPLIT), 0) * (SCHEDULE_SPLIT // TILE)
 
     @cute.jit
     def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
-        """Number of keys that row `row` of a sequence sees. With one length per sequence, it is that of the last
-        row."""
+        """Return the number of keys that row `row` of a sequence sees. With one length per sequence, the last row sees
+        that many keys, and each earlier row one fewer than the next."""
         columns = lengths.shape[1]
         # Clip to 0 before the subtraction, which would overflow for the lowest int32.
         length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
@@ -245,7 +248,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def page_numbers(self, block_table, sequence, tile, lane):
-        """Page numbers of a warpgroup's next 32 / pages_a_tile tiles, from `tile` on, one per lane."""
+        """Return the page numbers of a warpgroup's next 32 / pages_a_tile tiles, from `tile` on, one number per lane.
+        They are -1 past the end of the block table."""
         index = (tile + lane // self.pages_a_tile * self.groups) * self.pages_a_tile + lane % self.pages_a_tile
         page = Int32(-1)
         if index < block_table.shape[1]:
@@ -276,7 +280,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         lane,
         group,
     ):
-        """The producer warp of consumer warpgroup `group`."""
+        """The mainloop of the producer warp of consumer warpgroup `group`."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, spages, mk, (self.page, self.dim), (0, 0, None))
         bulk = cute.nvgpu.cpasync.CopyBulkG2SOp()
@@ -289,7 +293,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         copies = (k_atom, tkg, tks), (scales_atom, gscales, scales)
         ring = pipelines.k.ring(group, self.group_stages)
         batch = lengths.shape[0]
-        # A schedule for other lengths, or an uninitialized one, must not lead outside the block table.
+        # Clip the sequences: a schedule for other lengths, or an uninitialized schedule, must not cause accesses
+        # outside the block table.
         first_seq, first_tile = cutlass.max(begins[0], 0), self.tile_of_split(begins[1])
         last_seq, end_tile = cutlass.max(cutlass.min(ends[0], batch), -1), self.tile_of_split(ends[1])
         stop = cutlass.min(last_seq + 1, batch)
@@ -363,11 +368,11 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         lane,
     ):
         """Load a warpgroup's key tiles tile, tile + groups, ... of a work tile. The work tile has `tiles` tiles, from
-        the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile; state)
+        the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile; k_state)
 
-        copies        copy atom, source and target for a page's keys and for its scales
-        valid_pages   [stages]: bit i says whether the cache has the tile's page i
-        page_numbers  of the first tiles to load, one per lane
+        copies        copy atom, source and target for a page's keys; the same for a page's scales
+        valid_pages   [stages]: bit i is set if page i of the tile is in the cache
+        page_numbers  page numbers of the first tiles to load, one per lane
         """
         (k_atom, tkg, tks), (scales_atom, gscales, scales) = copies
         at, pages = Int32(0), gscales.shape[1]
@@ -431,15 +436,15 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
         quad = lane % 4
-        # A lane stores one key of each of its rows. After the transposing reduction, lanes 2 and 3 of a quad have the
-        # upper 8 of 16 keys, and odd lanes have the second query of a pair. Without a second query, they have a copy of
-        # the first.
+        # A lane stores one key per row of the output. The quad reduction transposes: lanes 2 and 3 of a quad get the
+        # upper 8 of 16 keys, and odd lanes get the second query of a pair. If there is no second query, odd lanes get a
+        # copy of the first.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         own_page = key_in_tile // self.page
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
-        # the CTA's whole life, so their counts differ by at most one.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
+        # tiles, so their numbers of tiles differ by at most one.
         tile, tiles = warp // 4, Int32(1)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)
@@ -451,14 +456,15 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = info[FIELDS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
-                # No tile waits for its epilogue yet: NO_KEY is not stored.
+                # No tile waits for its epilogue yet, but the first iteration runs an epilogue. With NO_KEY it stores
+                # nothing.
                 scale, masked_key, key = Float32(0.0), Int32(NO_KEY), Int32(NO_KEY)
                 if tile < tiles:
                     ring.consumer_wait(k_state)
                 while tile < tiles:
                     done, stage = k_state, ring.index(k_state)
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, stage, q_state.stage)
-                    # During the wgmma: the previous tile's epilogue, and what this tile's epilogue needs.
+                    # During the wgmma run the previous tile's epilogue and the loads of this tile's epilogue operands.
                     self.epilogue(scoring, scale, masked_key, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + tile) * TILE + key_in_tile
@@ -479,7 +485,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def take_weights(self, scoring: Scoring, sq, sw, powers, stage, tid, quad):
-        """Load a work tile's weights into registers."""
+        """Load a work tile's weights into registers. With fp16 accumulation, also scale its queries."""
         if const_expr(self.half):
             self.bring_into_range(
                 *(scoring, sq, powers, stage), lambda j, column, c: sw[column + c, stage], *(tid, quad)
@@ -491,7 +497,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Even and odd lanes store different rows. Without a second row, odd lanes have the first."""
+        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair, odd lanes
+        the second, or the first if there is no second row."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:
@@ -499,8 +506,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def epilogue(self, scoring: Scoring, scale, masked_key, limits, rows, key, quad):
-        """Add up the quads' sums over heads, so that each lane has one key of each of its rows; scale, mask, store. A
-        key of NO_KEY means that there is no tile."""
+        """Add up the quad's sums over heads, so that each lane has the score of one key for each of its rows. Then
+        scale, mask and store the scores. A key of NO_KEY means that there is no tile."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
             own = [scoring.sums[at] for at in range(4 * i, min(4 * i + 4, 2 * self.next_n))]
@@ -523,8 +530,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
 @cute.jit
 def quad_pair(a, b, upper):
-    """Sum over a quad: of a in its lanes 0 and 1, of b in its lanes 2 and 3. It takes two shuffles, and adds in the
-    same order as `quad_reduce_scatter`."""
+    """Return a quad's sum of a in its lanes 0 and 1, and of b in its lanes 2 and 3, with two shuffles. The additions
+    are in the same order as in `quad_reduce_scatter`."""
     keep = b if upper else a
     send = a if upper else b
     value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)
@@ -539,8 +546,8 @@ def compile_fp8_paged_mqa_logits(
 
     -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
     next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns);
-    B, pages, max_pages > 0. Pages, rows of weights and rows of out start at multiples of 16 bytes; rows of out hold
-    64 * ceil(capacity / 64) columns."""
+    B, pages, max_pages > 0. Pages, rows of weights and rows of out start at multiples of 16 bytes. Rows of out have at
+    least 64 * ceil(capacity / 64) columns."""
     out_type = cute_dtype(out_dtype)
     batch, rows = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
@@ -557,19 +564,20 @@ def compile_fp8_paged_mqa_logits(
 
 
 def bound_by_arithmetic(heads: int, next_n: int) -> bool:
-    """Whether fp16 accumulation is faster. With fewer columns, loading the keys takes longer than fp32 accumulation."""
+    """Whether fp16 accumulation is faster. With up to MEMORY_BOUND_COLUMNS columns it is not, because loading the keys
+    takes longer than the arithmetic even with fp32 accumulation."""
     return heads * next_n > MEMORY_BOUND_COLUMNS
 
 
 def choose_config(heads: int, next_n: int, half: bool = False) -> PagedMqaLogitsConfig:
-    """The measured winner."""
+    """Return the measured winner."""
     if half:
         return FP16_CONFIG
     return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, half, choose_config(heads, next_n, half)))
         for heads in HEADS

@@ -1,16 +1,18 @@
-"""The indexer's queries and keys from their projections to FP8: norm (keys), RoPE, Hadamard, quantisation, store.
+"""Conversion of the indexer's projected queries and keys to FP8: norm (keys only), RoPE, Hadamard transform,
+quantisation, store.
 
 Plan
 - 8 lanes process a vector of 128 channels, with 16 consecutive channels per lane. The channels stay in registers from
   the load to the store: the projection is read once, and one byte per channel is written.
-- LayerNorm is two shuffle trees (mean, then the centred square). RoPE on neighbouring pairs stays within a lane. RoPE
-  on halves exchanges with the lane R / 32 away. Each step rounds to the projection's type, as separate operations
-  would.
-- Queries: a vector is a head of a token, and its scale multiplies the head's weight. Keys: a vector is a token. It is
-  written to the page of its slot, whose values come first and whose scales follow. A slot outside the cache is skipped.
+- LayerNorm takes two shuffle trees: one for the mean, one for the mean of the centred squares. RoPE on interleaved
+  pairs (adjacent channels) stays within a lane. RoPE on halves (channels R / 2 apart) exchanges with the lane R / 32
+  away. Each step rounds to the projection's dtype, as separate ops would.
+- Queries: a vector is one head of a token, and its scale multiplies the head's weight. Keys: a vector is a token's key.
+  It is written to the page of its slot; a page has all values first, then all scales. A slot outside the cache is
+  skipped.
 Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at multiples of 16 bytes.
-Roofline: memory, 3 bytes per channel (bf16). But about 32 instructions per channel fill the issue slots first: 57% of
-the copy bandwidth for long inputs. Keys are few, so their cost is that of a launch.
+Roofline: memory, 3 bytes per channel (bf16). But about 32 instructions per channel make the issue slots the bound, at
+57% of the copy bandwidth for long inputs. There are few keys, so their kernel costs little more than a launch.
 """
 
 from collections.abc import Callable
@@ -28,18 +30,18 @@ from dsa.cute.rounded import multiply_rounded, rotate_pair
 from dsa.kernels.indexer.limits import INPUT_DTYPES, ROTATED
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-CHANNELS = 16
-LANES = GROUP // CHANNELS
+CHANNELS = 16  # per lane
+LANES = GROUP // CHANNELS  # per vector
 THREADS = 256
-VECTORS = THREADS // LANES
+VECTORS = THREADS // LANES  # per CTA
 
 
 class IndexerInputs:
-    """Base of the kernels of queries and of keys.
+    """Base class of the kernels of queries and of keys.
 
-    rotated      R
-    interleaved  whether RoPE rotates pairs of neighbouring channels, or else pairs of channels R / 2 apart
-    last         whether RoPE rotates the last R channels, or else the first
+    rotated      R, the number of channels that RoPE rotates
+    interleaved  whether RoPE rotates pairs of adjacent channels; otherwise it rotates pairs of channels R / 2 apart
+    last         whether RoPE rotates the last R channels; otherwise it rotates the first R
     """
 
     def __init__(self, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool):
@@ -47,14 +49,14 @@ class IndexerInputs:
 
     @cute.jit
     def lane_and_vector(self):
-        """(this thread's lane among the lanes of its vector, the vector)"""
+        """-> (this thread's index among the LANES lanes of its vector, the vector's index)"""
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         return tid % LANES, block * VECTORS + tid // LANES
 
     @cute.jit
     def load(self, row: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """This lane's channels of a row, in fp32."""
+        """Load this lane's channels of a row, converted to fp32."""
         raw = cute.make_rmem_tensor((CHANNELS,), row.element_type)
         cute.autovec_copy(cute.local_tile(row, (CHANNELS,), (lane,)), raw)
         v = cute.make_rmem_tensor((CHANNELS,), Float32)
@@ -63,8 +65,8 @@ class IndexerInputs:
 
     @cute.jit
     def rotate(self, v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
-        """Rotate this lane's channels v by the token's angles."""
-        span = self.rotated // CHANNELS  # lanes that hold rotated channels
+        """Apply RoPE to this lane's channels v, with the cosines and sines of its token."""
+        span = self.rotated // CHANNELS  # number of lanes with rotated channels
         place = lane - (LANES - span if self.last else 0)
         inside = place >= 0 and place < span
         angles = CHANNELS // 2 if self.interleaved else CHANNELS
@@ -90,7 +92,8 @@ class IndexerInputs:
 
     @cute.jit
     def rotate_and_quantize(self, v, cos, sin, lane, dtype: cutlass.Constexpr):
-        """RoPE, Hadamard and quantisation, each rounded to `dtype`. -> (this lane's channels in FP8, the scale)"""
+        """Apply RoPE and the Hadamard transform, each rounded to `dtype`, and quantise. -> (this lane's channels in
+        FP8, the vector's scale)"""
         self.rotate(v, cos, sin, lane)
         round_to(v, dtype)
         hadamard(v, lane, CHANNELS)
@@ -210,14 +213,15 @@ class WriteIndexerKeysSm90(IndexerInputs):
 
 
 def _fake_angles(tokens, rotated: int) -> list[cute.Tensor]:
-    """Fake tensors for cos and sin."""
+    """Return fake tensors for cos and sin [tokens, R / 2]."""
     return [fake(Float32, (tokens, rotated // 2), (*strides(1, 4), 1)) for _ in range(2)]
 
 
 @cached
 def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool):
-    """-> f(q [T, H, 128] dtype, weights [T, H] fp32, cos, sin [T, R / 2] fp32, q8 [T, H, 128] e4m3, scaled [T, H]);
-    T * H > 0. Rows of q, cos and sin start at multiples of 16 bytes."""
+    """-> f(q [T, H, 128] dtype, weights [T, H] fp32, cos, sin [T, R / 2] fp32, q8 [T, H, 128] e4m3, scaled [T, H]
+    fp32), which writes q8 and scaled (weights times scales); T * H > 0. Rows of q, cos and sin start at multiples of 16
+    bytes."""
     element = cute_dtype(dtype)
     tokens, heads = cute.sym_int(), cute.sym_int()
     q = fake(element, (tokens, heads, GROUP), (*strides(2, 128 // element.width), 1))
@@ -248,7 +252,7 @@ def compile_write_indexer_keys(
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     options = [
         (rotated, interleaved, last, use_ue8m0)
         for rotated in ROTATED

@@ -1,29 +1,29 @@
 """Lightning-indexer scores over contiguous keys and the selection of each query's k largest, in one kernel.
 
-The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. The scores do not go
-through global memory. The kernel serves the queries whose list of candidates does not determine the result
-(candidate_select_sm90.py), and all queries if there are too many keys for such lists. For a query without keys it
-writes nothing, and a work tile of such queries ends at once.
+The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. Ties (equal scores) go to
+the lowest keys. The scores do not go through global memory. The kernel computes the queries whose list of candidates
+does not determine the result (candidate_select_sm90.py), and all queries if there are too many keys for such lists. For
+a query without keys it writes nothing, and a work tile that has only such queries ends at once.
 
 Plan
 - Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
-  queries by all keys that one of them sees.
-- Warp roles: two consumer warpgroups multiply, and pass a key tile's scores on through shared memory. In the last
-  warpgroup, one warp is the producer, and two others each select for two queries (SelectionList). A selecting warp
-  appends keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the
-  bound. Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are appended for k = 2048,
-  and a list is cut ten times. Ascending scores are all appended, which is slower but correct.
+  queries by all keys that at least one of them sees.
+- Warp roles: two consumer warpgroups multiply, and write a key tile's scores to shared memory. In the last warpgroup,
+  one warp is the producer, and two other warps each select for two queries (SelectionList). A selecting warp appends
+  keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the bound.
+  Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are appended for k = 2048, and a
+  list is cut ten times. If scores ascend with the keys, all keys are appended, which is slower but correct.
 - Pipelines: queries have one stage, because a block of queries lasts for hundreds of key tiles. Each consumer warpgroup
-  has a ring of `stages` key tiles and a ring of `score_stages` tiles of scores. The latter lets the consumers continue
-  while lists are cut. The consumer warpgroups take the key tiles in turns. The selecting warps read the tiles in
-  ascending order, so that among equal scores the lowest key is first in every list.
+  has a ring of `stages` key tiles and a ring of `score_stages` tiles of scores. The ring of scores lets the consumers
+  continue while lists are cut. The consumer warpgroups process the key tiles in turns. The selecting warps read the
+  tiles in ascending order, so that among ties the lowest key is first in every list.
 - Mainloop: as in fp8_mqa_logits_sm90; the epilogue is a store to shared memory.
 - Scheduler: static persistent; later queries come first.
-- Output: written from the lists, which are sorted by key.
+- Output: the selecting warps write it from the lists, which are sorted by key.
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
-scores, four lists of `capacity` (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
+scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
 Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
-Constraints: k up to capacity - 1024, so that a cut list has room for nearly half as many keys as it keeps.
+Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
 Roofline: that of the scores with 64 heads. A selecting warp takes some 300 cycles per key tile for its two queries and
 about 6 us per cut. Meanwhile, the other warps multiply, 830 cycles per tile. With fewer heads, a tile has fewer columns
 than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
@@ -62,15 +62,15 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCK_Q = 4  # queries per work tile
 GROUPS = 2  # consumer warpgroups
-SELECT_WARP, SELECTING_WARPS = 1, 2  # in the last warpgroup: the first warp that selects, and their number
-OWN_QUERIES = BLOCK_Q // SELECTING_WARPS
-CAPACITY = MAX_SELECTED + 1024
-HALVES = TILE // WARP  # of a tile: a lane has one score of each
-DIGIT_BITS = 8  # per digit of a list's orders
+SELECT_WARP, SELECTING_WARPS = 1, 2  # the first selecting warp of the last warpgroup, and the number of selecting warps
+OWN_QUERIES = BLOCK_Q // SELECTING_WARPS  # queries per selecting warp
+CAPACITY = MAX_SELECTED + 1024  # entries per list
+HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half of a key tile
+DIGIT_BITS = 8  # bits per digit of a list's orders
 DIGITS = 1 << DIGIT_BITS
-AHEAD = 4  # entries of a list per lane that are read at a time
+AHEAD = 4  # list entries that a lane loads before it uses the first
 SLACK = 64  # entries beyond k that a cut may keep
-SCORE_ROW = TILE + 8  # numbers between two queries' scores, so that a warp's stores have no bank conflicts
+SCORE_ROW = TILE + 8  # stride between two queries' scores, so that a warp's stores have no bank conflicts
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class SelectConfig:
     score_stages: int = 12
 
     def fits(self, heads: int, dim: int) -> bool:
-        """Whether the hardware can run this: enough registers, and enough shared memory, with room for alignment."""
+        """Whether the registers and the shared memory (with room for alignment) are enough for this configuration."""
         scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
         lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
         shared = (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
@@ -94,19 +94,19 @@ CONFIG = SelectConfig()
 
 @dataclass(frozen=True)
 class SelectionList:
-    """List of a query's best keys so far, in shared memory. One warp fills it, and cuts it to the k best when it is
-    full.
+    """List of a query's best keys so far, in shared memory. One warp fills the list, and cuts it to the k best when it
+    is full.
 
-    A key's score is kept as its order, an integer that sorts like the score. Keys are appended in ascending order, and
-    a cut preserves that order. So among equal scores, the first in the list is the lowest key, which wins. Whatever the
-    scores are, the list ends up with exactly the k largest, those with the lowest keys among equal ones, sorted by key.
+    The list contains a score as its order, an integer that sorts like the score. Keys are appended in ascending order,
+    and a cut preserves that order. So of several ties the first in the list has the lowest key, and a cut keeps the
+    first ones. Whatever the scores are, the list ends up with exactly the k largest, ties by lowest key, sorted by key.
 
-    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into
-    digits of 8 bits, then the orders that share the k-th one's digit by 8 bits more, and so on. It ends when few enough
-    entries share the digit to keep them all, or when they are equal.
+    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into up
+    to 256 digits of equal width, then the orders of the digit that contains the k-th largest in the same way, and so
+    on. It ends when few enough entries share the digit to keep all of them, or when all entries of the digit are ties.
 
-    orders, keys  [capacity]
-    counts        [DIGITS + 4], of which only DIGITS are read
+    orders, keys  [CAPACITY]
+    counts        [DIGITS + 4]; element DIGITS counts entries without a digit and is not read
     """
 
     orders: cute.Tensor
@@ -115,7 +115,7 @@ class SelectionList:
 
     @cute.jit
     def append(self, order: Int32, key: Int32, taken, count: Int32, lane: Int32) -> Int32:
-        """Append the keys of the lanes whose `taken` is true, in lane order. -> the list's length."""
+        """Append the keys of the lanes whose `taken` is true, in lane order. -> the list's new length."""
         mask = cute.arch.vote_ballot_sync(taken)
         if taken:
             at = count + cute.arch.popc(mask & ((1 << lane) - 1))
@@ -125,12 +125,12 @@ class SelectionList:
 
     @cute.jit
     def cut(self, count: Int32, k: Int32, slack: Int32, lane: Int32):
-        """Keep the k best of `count` > k entries and up to `slack` more. -> (number of entries, the order that a later
-        key must exceed to be one of the k best)."""
+        """Keep the k best of `count` > k entries, ties by lowest key, and up to `slack` more. -> (number of entries,
+        the order that a later key must exceed to be one of the k best)."""
         cute.arch.sync_warp()
         low, high = self.bounds(count, lane)
         shift = cutlass.max(32 - DIGIT_BITS - Int32(cute.arch.clz(Uint32(high) - Uint32(low))), 0)
-        # Invariant: the k-th best entry has rank `rank` from the top among orders [low, low + (digits << shift)).
+        # Invariant: the k-th best entry is the `rank`-th best of those with orders in [low, low + (digits << shift)).
         rank, digits, excess = k, Int32(DIGITS), slack + 1
         while excess > slack and digits > 0:
             self.count_digits(count, low, shift, digits, lane)
@@ -142,14 +142,14 @@ class SelectionList:
             digits = Int32(1) << (shift - narrower) if shift > 0 else Int32(0)
             if excess > slack:
                 shift = narrower
-        # Entries that share the last digit stay. If they are equal, only the first `rank` of them stay.
+        # Entries of the last digit stay. If they are ties, only the first `rank` of them stay, with the lowest keys.
         equal = digits == 0
         count = self.keep(count, low, rank if equal else Int32(HIGHEST), lane)
         return count, low if equal else low - 1
 
     @cute.jit
     def bounds(self, count: Int32, lane: Int32):
-        """(least order of the entries, largest order)"""
+        """-> (least order of the entries, largest order of the entries)"""
         least, largest = Int32(HIGHEST), Int32(LOWEST)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
             for i in cutlass.range_constexpr(AHEAD):
@@ -159,7 +159,7 @@ class SelectionList:
 
     @cute.jit
     def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
-        """counts[d] = number of entries with orders in [low + (d << shift), low + (d + 1 << shift)), for d < digits."""
+        """counts[d] = number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), d < digits."""
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
@@ -183,7 +183,7 @@ class SelectionList:
 
     @cute.jit
     def find(self, rank: Int32, lane: Int32):
-        """(digit of the entry of this rank from the top, number of entries with higher digits, number with this
+        """-> (digit of the `rank`-th best entry, number of entries with higher digits, number of entries with this
         digit)"""
         own = DIGITS // WARP
         mine = cute.make_rmem_tensor((own,), Int32)
@@ -199,14 +199,16 @@ class SelectionList:
             if above < rank and rank <= above + mine[i]:
                 digit, higher, inside = lane * own + i, above, mine[i]
             above += mine[i]
-        # One lane has found it; the others have -1.
+        # One lane has found the digit; the other lanes have -1.
         return tuple(cute.arch.warp_redux_sync(x, "max") for x in (digit, higher, inside))
 
     @cute.jit
     def keep(self, count: Int32, low: Int32, equals: Int32, lane: Int32) -> Int32:
-        """Keep the entries above `low` and the first `equals` of those that equal it, in their order. -> number kept.
+        """Keep the entries with orders above `low` and the first `equals` of the entries with order `low`, in their
+        order. -> number of entries kept.
 
-        In place: no write passes the reads, because all lanes read a round of entries before any lane writes."""
+        The list is compacted in place. All lanes read a round of entries before any lane writes, and an entry never
+        moves to a higher index, so no entry is overwritten before it is read."""
         kept, same = Int32(0), Int32(0)
         order, key = cute.make_rmem_tensor((AHEAD,), Int32), cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
@@ -369,8 +371,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         score_ring = score_pipeline.ring(warp // 4, self.score_stages)
         q_state, k_state, s_state = start(), start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
-        # the CTA's whole life.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
+        # tiles: the next work tile begins with the warpgroup whose turn it is.
         tile = warp // 4
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
@@ -383,8 +385,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next
-                    # tile's keys.
+                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
+                    # for the next tile's keys.
                     if pending > 0:
                         self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)
@@ -404,7 +406,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def pass_on(self, scoring: Scoring, scores, ring: Pipeline, state, row_key, quad):
-        """Store a warp's part of a tile's scores in shared memory, each lane those of its query."""
+        """Store a warp's part of a tile's scores in shared memory. Each lane stores the two scores of its query."""
         ring.producer_wait(state)
         for half in cutlass.range_constexpr(2):
             scores[row_key + 8 * half, quad, ring.index(state)] = self.score(scoring, 0, half, quad)
@@ -473,8 +475,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging: Paging, options, lane):
-        """Write a query's results and their scores. Results are key positions relative to the query's first key, or
-        cache slots, -1 where the block table has none."""
+        """Write a query's results and their scores. Results are key indices relative to the query's first key, or cache
+        slots, -1 where the block table has no page."""
         known = Int32(0)
         if options & PAGED:
             sequence = paging.sequence(query, options)
@@ -502,7 +504,7 @@ def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfi
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv
-    > 0, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are given; the others may have any
+    > 0, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are used; the other tensors may have any
     size."""
     queries = cute.sym_int()
     return compile_sm90(
@@ -513,7 +515,7 @@ def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfi
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_indexer_select, (heads, dim, half, CONFIG))
         for heads in HEADS

@@ -1,12 +1,13 @@
 """Schedule of the paged index scores (stream-K): the splits of 256 keys that each SM processes.
 
 Plan
-- One CTA. All threads sum the sequences' splits. Then the CTA takes 1024 sequences at a time: a scan gives the number
-  of splits up to the end of each sequence.
-- Boundary i of the schedule is a split number, computed from the total. Thread i finds the sequence that contains it by
-  binary search over the scanned ends, when the CTA reaches that sequence's 1024.
-- A sequence counts at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores: the SM
-  that begins the next sequence first processes this one to its end.
+- One CTA. All threads together sum the numbers of splits of all sequences. Then the CTA processes 1024 sequences at a
+  time: a scan gives the number of splits up to the end of each sequence.
+- Boundary i of the schedule is the index of the first split of SM i, computed from the total. Thread i finds the
+  sequence that contains this split by binary search over the scanned ends, in the round of 1024 sequences that contains
+  it.
+- A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores, because
+  the SM that begins the next sequence first processes all remaining keys of this one.
 Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or SMs.
 Roofline: latency, a few microseconds.
 """
@@ -64,10 +65,10 @@ class PagedMqaLogitsMetadataSm90:
             ends[tid] = earlier + own
             cute.arch.sync_threads()
             for i in cutlass.range(tid, boundaries, THREADS, unroll=1):
-                # The last `longer` SMs have one split more. The boundary's split, relative to these sequences:
+                # The boundary's split, relative to this round's first split. The last `longer` SMs have one split more.
                 first = i * each + cutlass.max(i - (sms - longer), 0) - before
                 if first >= 0 and first < here:
-                    # The first sequence that ends after the boundary. Sequences without splits are skipped.
+                    # Find the first sequence that ends after the boundary, which skips sequences without splits.
                     found = Int32(0)
                     for step in cutlass.range_constexpr(10):
                         half = found + (THREADS >> (step + 1))
@@ -87,7 +88,7 @@ class PagedMqaLogitsMetadataSm90:
 
     @cute.jit
     def splits(self, lengths, b, most):
-        """Number of splits of sequence b, at most `most`."""
+        """Return the number of splits of sequence b, at most `most`."""
         longest = Int32(0)
         for i in cutlass.range(lengths.shape[1], unroll=1):
             longest = cutlass.max(longest, lengths[b, i])
@@ -97,12 +98,13 @@ class PagedMqaLogitsMetadataSm90:
 
 @cached
 def compile_paged_mqa_logits_metadata():
-    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32)."""
+    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). Row i of schedule is (sequence, split in the sequence)
+    at which SM i begins and SM i - 1 ends."""
     lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_paged_mqa_logits_metadata, ())]

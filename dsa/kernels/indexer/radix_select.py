@@ -1,17 +1,17 @@
-"""Find the r-th largest of many numbers, exactly, by counting digits: of a list in shared memory, or of a CTA's
-registers.
+"""Exact search for the r-th largest of many numbers by counting digits. The numbers are a list in shared memory, or are
+in the registers of a CTA's threads.
 
-In a list, `find_floor`: the bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa), 11
-bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest finds the digit of the
-r-th number. The next pass counts the second digits of the numbers that have this first digit, and so on. The passes end
-when exactly r numbers are not less than a bound. Two passes suffice for most lists, three for any list. bf16 numbers
-count as fp32.
+`find_floor` searches a list. The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa),
+11 bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest digit finds the
+digit of the r-th largest number. The next pass counts the second digits of the numbers that have this first digit, and
+so on. The passes end when exactly r numbers are not less than a bound, or after the third digit, when the numbers of
+the digit are ties (equal). Two passes suffice for most lists, three for any list. bf16 numbers are converted to fp32.
 
-In registers, `RankMemory.find`: a number is kept as its order, an integer that sorts like the number
-(`order_of`). An empty register holds LOWEST. The range from a lower bound to the largest order is divided into
-up to 2048 digits of equal width. A scan from the largest digit finds the digit of the r-th number. That digit's orders
-are divided next, until the digit holds few numbers or is a single order. Orders have 32 bits, so three passes are
-enough for any input.
+`RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
+(`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
+digits of equal width. A scan from the largest digit finds the digit of the r-th largest number. The next pass divides
+the orders of that digit, until the digit has few numbers or is a single order. Orders have 32 bits, so three passes
+are enough for any input.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,14 @@ BINS = 1 << LOG_DIGITS
 LOWEST = -(2**31)  # order of NaN, below that of -inf
 HIGHEST = 2**31 - 1
 VECTOR_BYTES = 16
-MINUS_INFINITY = 0xFF800000
+MINUS_INFINITY = 0xFF800000  # bits of fp32
 
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory: counts [BINS + 4] and sums [2, 32], which begin as zeros, and found [4]."""
+    """Shared memory. counts [BINS + 4]: digit counts, and in element BINS the numbers without a digit. sums [2, 32]:
+    the memory of block scans, two rows so that two consecutive scans need no barrier between them. found [4]: a result
+    that one thread passes to all. `clear` zeroes counts and sums before their first use."""
 
     counts: cute.Tensor
     sums: cute.Tensor
@@ -60,7 +62,7 @@ class SelectMemory:
 
 
 def vector_width(dtype: type[cutlass.Numeric]) -> int:
-    """Numbers per 16-byte vector."""
+    """Return the numbers of `dtype` per 16-byte vector."""
     return VECTOR_BYTES * 8 // dtype.width
 
 
@@ -76,7 +78,7 @@ def from_bits(bits: Uint32) -> Float32:
 
 @cute.jit
 def order_of(x: Float32) -> Int32:
-    """An integer that sorts like the numbers. Both zeros have the same order, and NaN has LOWEST."""
+    """Return the order of x, an integer that sorts like x. Both zeros have the same order, and NaN has LOWEST."""
     bits = cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[x])
     order = bits ^ ((bits >> 31) & HIGHEST)
     return order if x == x else Int32(LOWEST)
@@ -84,21 +86,21 @@ def order_of(x: Float32) -> Int32:
 
 @cute.jit
 def number_of(order: Int32) -> Float32:
-    """The number that has this order."""
+    """Return the number that has this order."""
     bits = order ^ ((order >> 31) & HIGHEST)
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 @cute.jit
 def _canonical(x: Float32) -> Uint32:
-    """Bits of x, with -0.0 as 0.0 and any NaN as 0x7FFFFFFF."""
+    """Return the bits of x, with -0.0 as 0.0 and any NaN as 0x7FFFFFFF: the addition of 0.0 converts both."""
     return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Uint32], read_only_args=[x])
 
 
 @cute.jit
 def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
-    """Count the digit (bits >> shift) - first. Values that are no digit go to bin BINS, which is cheaper than a
-    branch."""
+    """Count the digit (bits >> shift) - first. If that is outside [0, BINS), count it in bin BINS, which is cheaper
+    than a branch."""
     cute.arch.inline_ptx(
         "{{ .reg .b32 d; shr.u32 d, {$r0}, {$r1}; sub.u32 d, d, {$r2}; "
         f"min.u32 d, d, {BINS}; "
@@ -109,14 +111,15 @@ def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
 
 @cute.jit
 def next_above(x: Float32) -> Float32:
-    """Least number above x, which must not be -0.0. Above infinity it is NaN, which no number reaches."""
+    """Return the least number above x, which must not be -0.0. Above infinity the result is NaN, and no number is at
+    least NaN."""
     bits = bits_of(x)
     return from_bits(bits - 1 if Int32(bits) < 0 else bits + 1)
 
 
 @cute.jit
 def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
-    """The i-th 16 bytes of a list in shared memory, as fp32."""
+    """Load the i-th 16 bytes of a list in shared memory, converted to fp32."""
     width = vector_width(numbers.element_type)
     raw = cute.make_rmem_tensor((width,), numbers.element_type)
     cute.autovec_copy(cute.local_tile(numbers, (width,), (i,)), raw)
@@ -134,17 +137,18 @@ def find_digit(
     threads: cutlass.Constexpr,
     first_pass: cutlass.Constexpr,
 ):
-    """(digit of the number of this rank (1: the largest), its rank within the digit, how many numbers have this digit,
-    whether at least `rank` numbers are counted)
+    """-> (digit of the rank-th largest number, the number's rank within the digit, how many numbers have this digit,
+    whether at least `rank` numbers were counted). Ranks begin with 1, the largest.
 
-    Position p from the largest is digit p ^ flip. Begins and ends with a barrier, and zeroes the counts.
+    The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. Begins and ends with a barrier, and zeroes the
+    counts.
     """
     own = BINS // threads
     first = tid * own
     width = min(own, 4)
     vectors = own // width
     at = (first ^ flip) // own * vectors
-    # With 32 bytes per thread, every second group of four threads begins with the other half: no bank conflicts.
+    # With 32 bytes per thread, every second group of four threads reads its upper half first, to avoid bank conflicts.
     turn = (tid >> 2) & 1 if vectors == 2 else 0
     mine = cute.make_rmem_tensor((width,), Int32)
     total = Int32(0)
@@ -154,7 +158,7 @@ def find_digit(
         for j in cutlass.range_constexpr(width):
             total += mine[j]
     if const_expr(first_pass):
-        if tid == 0:  # the first position is that of NaN, which does not count
+        if tid == 0:  # the largest digit is that of NaN, which does not count
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
     before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
@@ -177,7 +181,7 @@ def find_digit(
 
 @cute.jit
 def _least(prefix: Uint32, shift: Int32) -> Float32:
-    """Least number whose bits begin with the 32 - shift bits of prefix."""
+    """Return the least number whose upper 32 - shift bits are `prefix`."""
     low = prefix << Uint32(shift)
     if Int32(low) < 0:
         low = cutlass.min(low + ((Uint32(1) << Uint32(shift)) - 1), Uint32(MINUS_INFINITY))
@@ -196,11 +200,11 @@ def find_floor(
 ):
     """-> (floor, equal, excess): rank + excess of the numbers are at least floor.
 
-    excess is 0, or at most `slack` if that saves a pass. A larger excess means that more numbers than needed equal the
-    number of this rank. Then floor is that number, and `equal` of the numbers equal to it are needed.
+    excess is 0, or at most `slack` if that saves a pass. A larger excess means that more numbers than needed tie with
+    (are equal to) the rank-th largest. Then floor is that number, and `equal` of the tied numbers are needed.
 
-    numbers  fp32 or bf16 in shared memory, written before a barrier; NaN is never taken
-    vectors  number of 16-byte vectors in it
+    numbers  fp32 or bf16 in shared memory, written before a barrier. NaN is never at least floor
+    vectors  number of 16-byte vectors in `numbers`
     rank     at least 1, and at most the number of numbers in the vectors
     """
     width = vector_width(numbers.element_type)
@@ -209,11 +213,11 @@ def find_floor(
         for j in cutlass.range_constexpr(width):
             digit = Int32(_canonical(x[j]) >> 21)
             cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
-    # From the largest number on: positive numbers by descending bits, then negative ones by ascending bits.
+    # From the largest number on, digits are those of positive numbers, descending, then of negative ones, ascending.
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
     prefix, rank, inside, enough = find_digit(rank, flip, memory, tid, threads, True)
     shift = Int32(21)
-    if not enough:  # too many numbers are NaN: all others are taken
+    if not enough:  # fewer than `rank` numbers are not NaN: all of them are selected
         prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
     while shift > 0 and inside - rank > slack:
         digits = cutlass.min(shift, 11)
@@ -235,10 +239,11 @@ def find_floor(
 def mask_from(
     numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid, unroll: cutlass.Constexpr = 2
 ) -> Uint32:
-    """Bit j: whether number tid * own * width + j in the first `vectors` vectors of the list is at least floor.
+    """Return this thread's mask. Bit j says whether number tid * own * width + j of the list is at least floor. Numbers
+    past the first `vectors` vectors have the bit 0.
 
     own  vectors per thread, together at most 32 numbers. Each thread reads its vectors in an order in which eight
-         neighbouring threads access different banks
+         adjacent threads access different banks
     """
     width = vector_width(numbers.element_type)
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
@@ -263,15 +268,15 @@ def mask_from(
 
 @cute.jit
 def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
-    """The lowest `keep` of the set bits."""
+    """Return the lowest `keep` of the set bits of the mask."""
     for _ in cutlass.range(Int32(cute.arch.popc(mask)) - keep, unroll=1):
         mask ^= Uint32(1) << Uint32(cute.arch.bfind(mask))
     return mask
 
 
 class RankFound(NamedTuple):
-    """A digit: the orders [low, low + (1 << shift)). `inside` of the numbers have it. The number that is looked for is
-    the `rank`-th largest of these."""
+    """A digit: the orders [low, low + (1 << shift)). `inside` numbers have such an order. The `rank`-th largest of
+    these is the number that the search looks for."""
 
     low: Int32
     shift: Int32
@@ -303,25 +308,26 @@ class RankMemory:
         tid,
         threads: cutlass.Constexpr,
     ) -> RankFound:
-        """Find a digit that holds the rank-th largest of all orders (1: the largest). If there are fewer numbers, the
-        result begins at `low`.
+        """Find a digit that contains the rank-th largest of all orders (1: the largest). If there are fewer numbers,
+        the result begins at `low`.
 
-        The search ends at a digit in one of three cases. The digit and all higher ones hold at most rank + slack
-        numbers; or the digit holds at most `few` numbers; or the digit is a single order.
+        The search ends at a digit in one of three cases: the digit and all higher digits contain at most rank + slack
+        numbers; the digit contains at most `few` numbers; or the digit is a single order.
 
-        orders  per thread, LOWEST where it holds no number. If `count` is at most b * threads, this warp's registers
-                from b on hold no number; b is the first register of a batch
+        orders  this thread's orders, LOWEST where there is no number. If `count` is at most b * threads, this warp's
+                registers from b on contain no number; b is the first register of a batch
         low     at least the order of -inf, and at most the order of any number
         rank    at least 1
-        The caller may call `digits.clear` right before. Begins and ends with a barrier.
+        The caller may call `digits.clear` right before, without a barrier. Begins and ends with a barrier.
         """
         assert cute.size(orders) % BATCH == 0
         span, inside = self.span(orders, count, low, tid, threads), Int32(0)
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
-            # Unsigned, an order outside the current range is further from `low` than `span`, and goes to bin BINS. So
-            # does an empty register: it is at least 2^23 beyond `span`, and a digit has at most 2^21 orders.
+            # An order outside the current range is more than `span` above `low` in unsigned arithmetic, so it goes to
+            # bin BINS. An empty register goes there, too: LOWEST is at least 2^23 past the end of the range, and a
+            # digit has at most 2^21 orders.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:
@@ -345,7 +351,7 @@ class RankMemory:
 
     @cute.jit
     def span(self, orders: cute.Tensor, count: Int32, low: Int32, tid, threads: cutlass.Constexpr) -> Uint32:
-        """Distance of the largest order from `low`. Contains a barrier."""
+        """Return the distance of the CTA's largest order from `low`. Contains a barrier."""
         largest = low
         for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
             if base * threads < count:

@@ -1,7 +1,7 @@
-"""Tiles of index scores, as all kernels of scores compute them: an FP8 wgmma of 64 keys by N columns (heads of
-queries), the sums over heads, and each lane's score from the sums of its quad.
+"""Tiles of index scores, as all score kernels compute them: an FP8 wgmma of 64 keys by N columns, one column per
+(query, head); then the sum over the heads of each lane; then each lane's score from the sums of its quad.
 
-Each kernel's mainloop chooses the key tiles and uses their scores. Over contiguous keys:
+Each kernel's mainloop chooses the key tiles and uses their scores. With contiguous keys, the mainloop of a tile is:
 
     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(state), q_stage)
     ...                                   # during the wgmma: the previous tile's epilogue, the choice of the next tile
@@ -28,13 +28,14 @@ from dsa.cute.shared_memory import load_8
 from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.indexer import fp16_accumulation
 
-TILE = 64  # keys
-NO_KEY = 2**30
-RANGE_BARRIER = 1  # named barrier: a block's queries are in fp16's range
+TILE = 64  # keys per tile
+NO_KEY = 2**30  # first key of a block of queries that sees no key
+RANGE_BARRIER = 1  # named barrier after which a block's queries are in fp16's range
 
 
 class Pipelines(NamedTuple):
-    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings; `k.ring` is the ring of one warpgroup."""
+    """q: ring of blocks of queries. k: rings of key tiles of all consumer warpgroups; `k.ring` returns the ring of one
+    warpgroup."""
 
     q: Pipeline
     k: Pipeline
@@ -42,14 +43,14 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """State of a consumer thread, in registers except for the operands. The thread has two keys of a tile, 8 apart.
+    """State of a consumer thread, in registers except for the operands. A thread has two keys of a tile, 8 rows apart.
 
-    acc, flat  its accumulators, in the shapes that wgmma and `head_sum` take
+    acc, flat  the thread's accumulators, in the shape of wgmma and in that of `head_sum`
     ra, rb     the wgmma operands, in shared memory
-    sums       over the lane's heads: [query][key]; pairs of fp16 with fp16 accumulation
-    scales     of the two keys
-    w          weights of its columns: w / 2 in fp32, or pairs of fp16 with fp16 accumulation
-    unit       power of two that the scores of each query are multiplied by, with fp16 accumulation
+    sums       sums over the lane's heads: [query][key]; pairs of fp16 with fp16 accumulation
+    scales     scales of the two keys
+    w          weights of the lane's columns: w / 2 in fp32, or pairs of fp16 with fp16 accumulation
+    unit       with fp16 accumulation: power of two by which the scores of each query are multiplied
     """
 
     acc: cute.Tensor
@@ -63,8 +64,8 @@ class Scoring:
 
 
 class ScoreMainloop:
-    """Base of the kernels of scores. columns: N. half: fp16 accumulation. groups: number of consumer warpgroups.
-    stages: key tiles in flight per consumer warpgroup."""
+    """Base class of the score kernels. columns: N of the wgmma. half: fp16 accumulation. groups: number of consumer
+    warpgroups. stages: key tiles in flight per consumer warpgroup."""
 
     def __init__(self, heads: int, dim: int, columns: int, half: bool, groups: int, stages: int):
         self.half, self.accumulators = half, Float16 if half else Float32
@@ -77,13 +78,15 @@ class ScoreMainloop:
         self.lane_q = self.block_q // 4  # a lane stores every fourth query
 
     def mma(self) -> cute.TiledMma:
-        """Keys [64, D] times queries [N, D], both e4m3 in shared memory, into fp32 or fp16."""
+        """Return the wgmma of keys [64, D] and queries [N, D], both e4m3 in shared memory, with fp32 or fp16
+        accumulators."""
         major, e4m3 = cute.nvgpu.OperandMajorMode.K, Float8E4M3FN
         return sm90.make_trivial_tiled_mma(e4m3, e4m3, major, major, self.accumulators, (1, 1, 1), (TILE, self.n))
 
     def loads(self, q: cute.Tensor, k: cute.Tensor, q_stages: int, rows: int = TILE):
-        """-> (TMA atoms and tensors of a block of queries and of `rows` keys), (shared-memory layouts of the queries,
-        of the key tiles, and of the same bytes as blocks of `rows` keys)"""
+        """-> (TMA atom and tensor of a block of queries, TMA atom and tensor of a block of `rows` keys),
+        (shared-memory layout of the queries, layout of the key tiles, layout of the key tiles' bytes as blocks of
+        `rows` keys)"""
         k_layout, rows_layout = (
             sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (keys, self.n, self.dim), Float8E4M3FN, count)
             for keys, count in ((TILE, self.stages), (rows, self.stages * (TILE // rows)))
@@ -136,11 +139,11 @@ class ScoreMainloop:
 
     @cute.jit
     def bring_into_range(self, scoring: Scoring, sq, factors, stage, weight_of: cutlass.Constexpr[Callable], tid, quad):
-        """With fp16 accumulation: scale a block's queries into fp16's range, and adjust the weights. All consumer
-        warpgroups synchronize in it.
+        """With fp16 accumulation: scale a block's queries into fp16's range, and adjust the weights. All threads of all
+        consumer warpgroups call this; it contains their barrier.
 
         factors    address of the powers of two that the query rows of all stages are divided by
-        weight_of  (j, column, c) -> weight of column + c, the lane's (2 j + c)-th
+        weight_of  (j, column, c) -> weight of column + c, which is the lane's (2 j + c)-th column
         """
         own = factors + stage * (self.n * 4)
         if tid < fp16_accumulation.THREADS:
@@ -175,20 +178,21 @@ class ScoreMainloop:
 
     @cute.jit
     def finish_tile(self, scoring: Scoring, ring: Pipeline, state):
-        """Wait for the tile's product, free its keys, and add up the heads."""
+        """Wait for the tile's product, release the stage of its keys, and add up the heads."""
         cute.nvgpu.warpgroup.wait_group(0)
         ring.consumer_release(state)
         self.add_heads(scoring)
 
     @cute.jit
     def add_heads(self, scoring: Scoring):
-        """Add up the lane's heads of each query."""
+        """Add up the lane's heads of each query, into `scoring.sums`."""
         for t in cutlass.range_constexpr(self.block_q):
             scoring.sums[2 * t], scoring.sums[2 * t + 1] = self.head_sum(scoring.flat, scoring.w, t, self.heads)
 
     @cute.jit
     def score(self, scoring: Scoring, i: cutlass.Constexpr, half: cutlass.Constexpr, quad):
-        """Score of the lane's i-th query and its first or second key: add up the quad's sums over heads, and scale."""
+        """Return the score of the lane's i-th query and its first or second key: the sum of the quad's sums over heads,
+        times the key's scale."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         of_quad = [scoring.sums[2 * (4 * i + j) + half] for j in range(4)]
         if const_expr(self.half):
@@ -200,29 +204,31 @@ class ScoreMainloop:
 
 @cute.jit
 def thread_index():
-    """(thread, its warp, its lane) in a one-dimensional CTA. The compiler knows that the warp is uniform."""
+    """-> (thread, warp, lane) in a one-dimensional CTA. The compiler knows that the warp index is uniform."""
     tid, _, _ = cute.arch.thread_idx()
     return tid, cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
 
 def tile_partition(atom: cute.CopyAtom, smem: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], at=(None, 0)):
-    """TMA partitions of shared memory [rows, columns, stages] and of the blocks [shape] of x at the coordinates `at`:
-    target and source of `atom`, indexed by the stage and by the block."""
+    """-> (shared memory [rows, columns, stages] partitioned for the TMA `atom`, the blocks [shape] of x at the
+    coordinates `at` partitioned in the same way). The second mode of the first is the stage, of the second the
+    block."""
     source, target = cute.group_modes(cute.local_tile(x, shape, at), 0, 2), cute.group_modes(smem, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), target, source)
 
 
 def registers_fit(columns: int, groups: int) -> bool:
-    """Whether a thread of `groups` consumer warpgroups has registers for its accumulators, its weights and two dozen
-    other numbers."""
+    """Whether a thread has enough registers for its accumulators, its weights and 24 other numbers, if there are
+    `groups` consumer warpgroups."""
     return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
 
 
 @cute.jit
 def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the keys [row, row + 8].
+    """-> the sums sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the lane's two keys.
 
-    acc      this thread's accumulators, flat: [column / 8][key half][2 neighbouring columns]
+    acc      this thread's accumulators, flat: [column / 8][key half][2 adjacent columns], where half 1 is 8 keys after
+             half 0
     weights  w / 2 of this lane's columns, flat: [column / 8][2]
     """
     sums = [Float32(0.0), Float32(0.0)]
@@ -239,8 +245,8 @@ def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
 
 @cute.jit
 def key_range(starts, ends, query, keys):
-    """(first key that the query sees, number of keys), clipped to the existing keys. Both ends are clipped before the
-    subtraction, because the difference of two int32 may overflow."""
+    """-> (first key that the query sees, number of keys that it sees), clipped to the existing keys. Start and end are
+    clipped before the subtraction, because the difference of two int32 can overflow."""
     start = cutlass.min(cutlass.max(starts[query], 0), keys)
     end = cutlass.min(cutlass.max(ends[query], start), keys)
     return start, end - start
@@ -248,8 +254,8 @@ def key_range(starts, ends, query, keys):
 
 @cute.jit
 def keys_of_block(block, block_q, queries, starts, ends, keys, lane):
-    """(smallest start, largest end) of the non-empty key ranges of a block of `block_q` queries; (NO_KEY, 0) if all are
-    empty. The whole warp calls this."""
+    """-> (smallest start, largest end) of the non-empty key ranges of a block of `block_q` queries; (NO_KEY, 0) if all
+    ranges are empty. The whole warp calls this."""
     low, high = Int32(NO_KEY), Int32(0)
     query = block * block_q + lane
     if lane < block_q and query < queries:
@@ -260,8 +266,8 @@ def keys_of_block(block, block_q, queries, starts, ends, keys, lane):
 
 
 def fake_scored(heads: int, dim: int, queries) -> tuple[cute.Tensor, ...]:
-    """Fake tensors for scores over contiguous keys: q [S * H, D], k [Skv, D], k_scale [Skv], weights [S, H], starts
-    [S], ends [S]."""
+    """Return fake tensors for scores over contiguous keys: q [S * H, D], k [Skv, D], k_scale [Skv], weights [S, H],
+    starts [S], ends [S]."""
     keys = cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
     k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))

@@ -1,4 +1,4 @@
-"""Cache slots of selected keys, through a block table; and the unused ends of rows of results."""
+"""Conversion of selected keys to cache slots through a block table, and padding of result rows with -1."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from dsa.kernels.indexer.limits import ROW_TO_SEQ, VALUES
 
 
 class Paging(NamedTuple):
-    """block_table [B, pages]. row_to_seq [S]: sequence of each query, if `options` has the bit ROW_TO_SEQ; without it,
-    query i belongs to sequence i."""
+    """block_table [B, pages]. row_to_seq [S]: sequence of each query, if `options` has the bit ROW_TO_SEQ; without this
+    bit, query i belongs to sequence i."""
 
     block_table: cute.Tensor
     row_to_seq: cute.Tensor
@@ -22,7 +22,7 @@ class Paging(NamedTuple):
 
     @cute.jit
     def sequence(self, query, options):
-        """The query's sequence."""
+        """Return the query's sequence."""
         sequence = query
         if options & ROW_TO_SEQ:
             sequence = self.row_to_seq[query]
@@ -30,13 +30,13 @@ class Paging(NamedTuple):
 
     @cute.jit
     def exists(self, sequence):
-        """Whether the block table has a row for the sequence, and a page in it."""
+        """Whether the block table has a row for the sequence and at least one page per row."""
         return sequence >= 0 and sequence < self.block_table.shape[0] and self.block_table.shape[1] > 0
 
     @cute.jit
     def slot(self, sequence, index, valid=True) -> Int32:
-        """Cache slot of key number `index` >= 0 of an existing sequence. -1 if the block table has no page for it, or
-        if not `valid`. No branch surrounds the load, so that several loads overlap."""
+        """Return the cache slot of key number `index` >= 0 of an existing sequence, or -1 if the block table has no
+        page for the key or `valid` is false. No branch surrounds the load, so that several loads overlap."""
         last = self.block_table.shape[1] - 1
         page, offset = divmod(index, self.divisor)
         physical = self.block_table[sequence, cutlass.min(page, last)]
@@ -47,7 +47,7 @@ class Paging(NamedTuple):
 
 @cute.jit
 def fill_rest(indices: cute.Tensor, values: cute.Tensor, row, found, options, tid, threads: cutlass.Constexpr):
-    """Write -1 and -inf to a row's results from number `found` on. All threads of the CTA call this."""
+    """Write -1 to a row's indices from element `found` on, and -inf to its values. All threads of the CTA call this."""
     for i in cutlass.range(found + tid, indices.shape[1], threads, unroll=1):
         indices[row, i] = Int32(-1)
         if options & VALUES:
@@ -55,8 +55,8 @@ def fill_rest(indices: cute.Tensor, values: cute.Tensor, row, found, options, ti
 
 
 def fake_selection(rows) -> tuple[cute.Tensor, ...]:
-    """Fake tensors: block_table [B, pages], row_to_seq [S], indices [rows, k], values [S, k], where S may be another
-    number of rows."""
+    """Return fake tensors: block_table [B, pages], row_to_seq [S], indices [rows, k], values [S, k]. S may differ from
+    `rows`, because row_to_seq and values are optional."""
     block_table = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     row_to_seq = fake(Int32, (cute.sym_int(),), strides(1), 4)
     indices = fake(Int32, (rows, cute.sym_int()), (*strides(1), 1), 4)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-BITS = 32  # numbers of a row or list per thread: one bit of its mask each
+BITS = 32  # most numbers of a row or list per thread: the thread's mask has a bit for each
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """threads: per CTA. capacity: entries of a CTA's list. tile: numbers per thread in a tile, or 0 if all rows are
-    resident. stages: tiles in flight. cluster: CTAs per row."""
+    """threads: threads per CTA. capacity: entries of a CTA's list. tile: numbers per thread in a tile, or 0 if all rows
+    are resident in shared memory. stages: tiles in flight. cluster: CTAs per row."""
 
     threads: int
     capacity: int
@@ -17,7 +17,8 @@ class TopkConfig:
     cluster: int = 1
 
     def resident_vectors(self, width: int) -> int:
-        """Number of 16-byte vectors that the longest resident row touches, for numbers of `width` bits."""
+        """Return the number of 16-byte vectors that the longest resident row touches, for numbers of `width` bits. In
+        clusters no row is resident."""
         return min(self.threads * BITS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
 
     def takes(self, k: int) -> bool:
@@ -32,7 +33,7 @@ CONFIGS = RESIDENT + STREAMING + CLUSTERS
 
 
 def choose_config(rows: int, vectors: int, k: int, width: int, sms: int) -> TopkConfig:
-    """The measured winner for scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
+    """Return the measured winner for scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
     if rows > sms:
         candidates = RESIDENT + STREAMING
     elif vectors <= 2048:

@@ -1,27 +1,32 @@
 """Exact, deterministic top-k selection of index scores.
 
-out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the lowest, in ascending order
+out[r] = the columns of the k largest scores of scores[r, lo : hi], in ascending order. Ties (equal scores) go to the
+lowest columns.
 
 Plan
-- One CTA per row. A row that fits into shared memory arrives by one bulk copy and is selected from there ("resident").
+- One CTA per row. A row that fits into shared memory ("resident") is loaded by one bulk copy and selected from there.
 - Streaming: a longer row goes through a pipeline of tiles in shared memory, which one thread fills by bulk copies
   (`collect`). Scores that are not below a threshold are appended to a list of candidates, with their columns and in
-  order. A row that fits the list needs no threshold.
-- Threshold: it is found in a sample of at most every 16th number (pairs of vectors at jittered positions: 32 bytes). It
-  is the sample's (r + 4.5 sqrt r)-th largest, where r is the expected rank of the k-th. About 1.4 k candidates remain.
-- Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because their
-  columns are higher. If fewer than k candidates remain, the threshold was too high. The row is then read again with a
-  lower threshold, and finally without one. So the result is exact for any input, and only the time depends on luck.
+  ascending order of the columns. A row that fits the list needs no threshold.
+- Threshold: it comes from a sample of at most every 16th number (pairs of vectors at jittered positions: 32 bytes). It
+  is the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the sample that the row's k-th largest
+  number is expected to have. About 1.4 k candidates remain.
+- Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because a tie would
+  go to the earlier, lower column. If fewer than k candidates remain at the end, the threshold was too high. The CTA
+  then reads the row again with a lower threshold, and finally without a threshold. So the result is exact for any
+  input, and only the time depends on the sample.
 - Fewer rows than SMs: a cluster per row. Each CTA lists a part of the row, with the same threshold. It appends its list
   to those of the earlier CTAs, in the shared memory of the first CTA. The first CTA then continues alone.
-- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
-- Order: a thread owns up to 32 neighbouring numbers of the list and has a bit for each that is selected. A scan over
-  the threads' bit counts gives the positions of its columns. Tiles are appended to the list in the same way.
-- By value: a bitonic sort then orders the selected by (value, column).
+- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list. If more
+  scores tie with the k-th largest than are needed, those with the lowest columns are selected.
+- Order: a thread owns up to 32 consecutive numbers of the list and has a bit for each that is selected. A scan over
+  the threads' bit counts gives the output positions of the thread's columns. Tiles are appended to the list in the same
+  way.
+- By value: a bitonic sort then orders the selected columns by descending value, ties by ascending column.
 Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
-Constraints: a row's columns are contiguous. Rows may start anywhere: the ends that are not at multiples of 16 bytes are
-copied number by number. k is at most CAPACITY if rows are resident, and at most half of it otherwise.
-Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
+Constraints: a row's columns are contiguous. Rows may start at any element: numbers before the first and after the last
+multiple of 16 bytes are copied one by one. k is at most CAPACITY if rows are resident, and at most half of it
+otherwise. Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
 Roofline: memory, one read of the scores: 80% of the copy bandwidth at 128K columns, where a number takes 14
 instructions. A number takes 20 instructions at 32K columns and 34 at 8K, because fewer numbers share a row's fixed
 cost. Then 60% of the issue slots and of the shared-memory cycles are used.
@@ -59,15 +64,15 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 MINUS_INFINITY, NAN = Float32(float("-inf")), Float32(float("nan"))
 ITEMS_AT_ONCE = 4  # candidates per thread and round when a list is cut
-SAMPLE = 4096  # most numbers in a sample; any list has room for them
-MARGIN = 4.5  # in standard deviations, for independent numbers
-MAX_ATTEMPTS = 3  # to read a row: two with a threshold, one without
+SAMPLE = 4096  # most numbers in a sample; a list of any configuration has room for them
+MARGIN = 4.5  # added to the threshold's rank in the sample, in standard deviations of that rank
+MAX_ATTEMPTS = 3  # most reads of a row: two with a threshold, one without
 
 
 @dataclass(frozen=True)
 class Row:
-    """scores [cols]: the matrix row. The selection uses its columns [lo, lo + n). These touch `vectors` vectors of 16
-    bytes, the first of which begins `ahead` numbers before lo."""
+    """scores [cols]: a row of the matrix. The selection uses its columns [lo, lo + n). They lie in `vectors` aligned
+    vectors of 16 bytes, the first of which begins `ahead` numbers before lo."""
 
     scores: cute.Tensor
     lo: Int32
@@ -78,7 +83,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A resident row, or a list of candidates: the scores and, for a list, their columns, relative to lo."""
+    """A resident row, or a list of candidates: the scores and, for a list, their columns relative to lo."""
 
     scores: cute.Tensor
     columns: cute.Tensor
@@ -199,11 +204,11 @@ class TopkIndicesSm90:
     def collect(
         self, row: Row, rank, k, candidates: Candidates, tiles, memory: SelectMemory, loaded: Mbarriers, list_sizes, tid
     ):
-        """List the row's candidates, for a cluster in its first CTA. -> number of candidates. NaN pads the list to a
-        whole vector.
+        """List the row's candidates, in a cluster in the shared memory of its first CTA. -> number of candidates. NaN
+        pads the list to a multiple of a vector.
 
-        loaded: a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
-        counts synchronizes all threads."""
+        loaded  a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
+                counts synchronizes all threads before the next tile"""
         lane, warp = tid % WARP, tid // WARP
         each = (row.vectors + self.cluster - 1) // self.cluster
         first = cutlass.min(rank * each, row.vectors)
@@ -213,7 +218,7 @@ class TopkIndicesSm90:
         state, attempt = start(), Int32(0)
         while attempt < MAX_ATTEMPTS:
             sampled = row.n > self.capacity and attempt < MAX_ATTEMPTS - 1
-            # Issue the sample's few loads first. After the tiles' loads, they would wait long.
+            # Issue the sample's few loads before the tiles' loads: after these, they would wait long.
             if sampled:
                 self.load_sample(row, candidates.scores, tid)
             if tid == 0:
@@ -237,7 +242,7 @@ class TopkIndicesSm90:
                 before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
-                    # All threads are done with the previous tile: load the next missing tile into its stage.
+                    # The scan was a barrier, so all threads are done with the previous tile: load into its stage.
                     stage_before = last if state.stage == 0 else state.stage - 1
                     self.load_tile(row, first, behind, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
@@ -268,7 +273,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def fill_vector(self, candidates: Candidates, count, tid):
-        """Pad a list with NaN to a whole vector. Begins and ends with a barrier."""
+        """Pad a list with NaN to a multiple of a vector. Begins and ends with a barrier."""
         cute.arch.sync_threads()
         if tid < (0 - count) & (self.width - 1):
             candidates.scores[count + tid] = self.dtype(float("nan"))
@@ -282,8 +287,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def load_sample(self, row: Row, target: cute.Tensor, tid):
-        """Start asynchronous copies of pairs of vectors from all over the row to `target`. `cp_async_wait_group(0)` and
-        a barrier wait for the copies of the whole CTA."""
+        """Start asynchronous copies of pairs of vectors, spread over the whole row, to `target`. The caller waits for
+        the copies of all threads by `cp_async_wait_group(0)` and a barrier."""
         whole = 1 if row.ahead > 0 else 0
         pairs = ((row.n + row.ahead) // self.width - whole) // 2
         samples = self.samples(row.n)
@@ -302,13 +307,14 @@ class TopkIndicesSm90:
 
     @cute.jit
     def samples(self, n) -> Int32:
-        """Number of vectors to sample from n numbers."""
+        """Return the number of vectors to sample from n numbers: an even number."""
         return cutlass.min(n // 16, SAMPLE) // (2 * self.width) * 2
 
     @cute.jit
     def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
-        """A number that is likely to be slightly below the row's k-th largest, or far below it in a second attempt. A
-        few more candidates than needed do not hurt."""
+        """Return a number that is likely to be slightly below the row's k-th largest, or far below it in a second
+        attempt. The search may stop at a lower number if that saves a pass and the row is still expected to fill at
+        most 0.8 of the list."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         samples = self.samples(n)
@@ -320,7 +326,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """For each set bit j of the mask, copy number place + j of the tile to the list, from entry `at` on."""
+        """For each set bit j of the mask, append number place + j of the tile and its column, column + j, to the list.
+        The first appended number becomes entry `at`."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
@@ -331,21 +338,25 @@ class TopkIndicesSm90:
 
     @cute.jit
     def cut(self, candidates: Candidates, count, k, memory: SelectMemory, tid) -> Float32:
-        """Keep the k largest of the list, in order. -> the least number that later candidates must reach.
+        """Keep the k largest of the list, in order. -> the least number that later candidates must reach: the next
+        number above the k-th largest, because ties go to the lower columns, which are already in the list.
 
-        In place, a few entries per thread at a time: no write passes the reads. Begins and ends with a barrier.
+        The list is compacted in place, a few entries per thread at a time. An entry never moves to a higher index, and
+        the scan's barrier comes between a round's reads and writes, so no entry is overwritten before it is read.
+        Begins and ends with a barrier.
         """
         self.fill_vector(candidates, count, tid)
         length = (count + self.width - 1) // self.width
         floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
-        limit = equal if excess > 0 else self.capacity  # most entries to keep that equal the floor
+        limit = equal if excess > 0 else self.capacity  # ties: how many entries equal to the floor to keep, at most
         above = next_above(floor)
         kept, equals = Int32(0), Int32(0)
         x = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Float32)
         column = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Int32)
         for base in cutlass.range(0, count, ITEMS_AT_ONCE * self.threads, unroll=1):
             i = base + ITEMS_AT_ONCE * tid
-            here = Int32(0)  # two counts in one scan: above the floor, and equal to it in the upper 16 bits
+            # Two counts in one scan: entries above the floor, and in the upper 16 bits those that tie with it.
+            here = Int32(0)
             for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
                 x[j] = NAN
                 if i + j < count:
@@ -370,8 +381,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
-        """(entries of all lists of the cluster, entries of CTA lane % cluster's list). Each `place` can be used only
-        once."""
+        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA lane % cluster). Each element `place`
+        of list_sizes can be used only once, because no barrier follows the reads."""
         if tid == 0:
             list_sizes[place] = count
         cluster_sync()
@@ -383,7 +394,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def gather(self, candidates: Candidates, count, total, list_size, k, memory: SelectMemory, list_sizes, rank, tid):
-        """Append the other CTAs' lists to the first CTA's, in order. -> its number of entries. Ends with a barrier."""
+        """Append the other CTAs' lists to the first CTA's list, in order. -> number of entries of the first CTA's list.
+        Ends with a barrier."""
         if total <= self.capacity:
             before = cute.arch.warp_redux_sync(list_size if tid % WARP < rank else Int32(0), "add")
             if rank > 0:
@@ -391,7 +403,8 @@ class TopkIndicesSm90:
             cluster_sync()
             count = total
         else:
-            # Too many entries: append one CTA's list after the other, each cut to k. Two such lists fit.
+            # Too many entries: cut each list to k and append one CTA's list after the other. Before an append that does
+            # not fit, cut the first CTA's list to k. Then it fits, because k is at most half of the capacity.
             if count > k:
                 self.cut(candidates, count, k, memory, tid)
                 count = k
@@ -413,7 +426,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def copy_list(self, candidates: Candidates, count, at, tid):
-        """Write this CTA's list into that of the cluster's first CTA, from entry `at` on."""
+        """Copy this CTA's list into the list of the cluster's first CTA, from entry `at` on."""
         number_at = cute.arch.map_dsmem_ptr(candidates.scores.iterator, 0).toint()
         column_at = cute.arch.map_dsmem_ptr(candidates.columns.iterator, 0).toint()
         size = self.dtype.width // 8
@@ -434,7 +447,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def store(self, out: cute.Tensor, columns: cute.Tensor, found, to_index, tid):
-        """out[i] = columns[i] + to_index, with 16-byte stores if out is aligned."""
+        """out[i] = columns[i] + to_index for i < found, with 16-byte stores if `out` is aligned to 16 bytes."""
         whole = Int32(0)
         if Int32(out.iterator.toint()) & 15 == 0:
             whole = found // 4
@@ -452,15 +465,16 @@ class TopkIndicesSm90:
     def select(
         self, row: Row, candidates: Candidates, columns: cute.Tensor, length, k, resident, memory: SelectMemory, tid
     ):
-        """Write the columns of the k largest of the row or list, `length` vectors, to `columns` in order. -> their
-        number."""
+        """Write the columns of the k largest of the row or list, which has `length` vectors, to `columns` in ascending
+        order. Ties go to the lowest columns. -> number of columns, less than k if there are fewer numbers."""
         floor, equal, excess = MINUS_INFINITY, Int32(0), Int32(0)
         if length * self.width > k:
             floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
         own = (length + self.threads - 1) // self.threads
         mask = mask_from(candidates.scores, length, own, floor, tid, 4 if self.cfg.tile == 0 else 2)
         if excess > 0:
-            # More numbers than needed equal the k-th largest: take the first of them.
+            # More numbers than needed tie with the k-th largest: take the first `equal` of them, which have the lowest
+            # columns.
             above = mask_from(candidates.scores, length, own, next_above(floor), tid)
             equals = mask ^ above
             here = Int32(cute.arch.popc(equals))
@@ -468,7 +482,8 @@ class TopkIndicesSm90:
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
         before, found = block_exclusive_scan(here, memory.sums[0, None], tid % WARP, tid // WARP)
-        # All threads have their bits, and the numbers are no longer needed: the columns may overwrite them.
+        # After the scan's barrier all threads have their bits, and the numbers are no longer needed. So the columns may
+        # overwrite the numbers.
         at = before + here
         place = tid * own * self.width
         while mask != 0:
@@ -485,10 +500,10 @@ class TopkIndicesSm90:
 
     @cute.jit
     def sort(self, row: Row, columns: cute.Tensor, count, tid):
-        """Sort columns[:count] by their numbers, the largest first, and by column among equal ones."""
+        """Sort columns[:count] by their numbers, the largest first. Ties are sorted by ascending column."""
         log = 32 - Int32(cute.arch.clz(Uint32(cutlass.max(count, 1) - 1)))
         size = 1 << log
-        # Sort keys ascend as numbers descend. The padding to a power of two comes last.
+        # The sort keys ascend as the numbers descend. The padding to a power of two has the largest key.
         for i in cutlass.range(tid, size, self.threads, unroll=2):
             key = Int32(2**31 - 1)
             if i < count:
@@ -515,7 +530,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def to_slots(self, paging: Paging, sequence, columns: cute.Tensor, found, to_index, tid):
-        """Replace columns[:found] by the sequence's cache slots, or -1. Each thread replaces its own columns."""
+        """Replace columns[:found] by cache slots of the sequence, or by -1 where there is no slot. A thread replaces
+        the columns tid, tid + threads and so on."""
         if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
                 index = columns[i] + to_index  # negative if a start far below 0 made the sum overflow
@@ -527,14 +543,14 @@ class TopkIndicesSm90:
 
 @cute.jit
 def cluster_sync():
-    """Wait until all threads of the cluster are here."""
+    """Wait until all threads of the cluster have called this."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
 
 @cute.jit
 def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, index: Int32, options: Int32):
-    """(the row's start, the row). The row excludes columns outside the matrix."""
+    """-> (the row's start as given, the row). The row excludes columns outside the matrix."""
     start, cols = Int32(0), scores.shape[1]
     if options & STARTS:
         start = starts[index]
@@ -550,9 +566,11 @@ def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, ind
 
 @cute.jit
 def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer):
-    """Start to load the row's vectors [first, behind) into `target`. One thread calls this; it arrives twice.
+    """Start to load the row's vectors [first, behind) into `target`. One thread calls this and arrives twice: once with
+    the bytes of the bulk copy, and once after its own stores.
 
-    A first or last vector that also contains numbers outside the row is copied number by number, with NaN for those.
+    A first or last vector that also contains numbers outside the row is copied number by number, with NaN instead of
+    the numbers outside.
     """
     width = vector_width(row.scores.element_type)
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -589,8 +607,8 @@ def load_one_by_one(row: Row, vector, target: cute.Tensor, at):
 @cached
 def compile_topk_indices(dtype: str, cfg: TopkConfig):
     """-> f(scores [rows, cols] dtype, starts, lengths [rows], block_table [B, pages], row_to_seq [rows],
-    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0 and cfg takes k. The bits
-    of `options` say which tensors are given; the others may have any size."""
+    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0, and cfg.takes(k). The bits
+    of `options` say which tensors are used; the other tensors may have any size."""
     element = cute_dtype(dtype)
     rows = cute.sym_int()
     scores = fake(element, (rows, cute.sym_int()), (*strides(1), 1), element.width // 8)
@@ -602,5 +620,5 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_topk_indices, (dtype, cfg)) for dtype in TOPK_DTYPES for cfg in CONFIGS]

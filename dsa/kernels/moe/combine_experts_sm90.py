@@ -1,15 +1,17 @@
 """The weighted sum of the rows that a token's experts computed, plus the shared expert's row.
 
-out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without weights, each is 1. With a residual,
-out[t] = round(residual[t] + that sum).
+out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without `weights`, every weight is 1. With a residual,
+out[t] = round(residual[t] + that rounded sum).
 
 Plan
-- A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA has THREADS vectors of
-  one token; a token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens fill more SMs.
-- All threads read the token's row indices and weights. Then a thread issues the copies of BATCH rows at once, 128
-  bytes in flight, by cp.async (dsa/cute/weighted_rows.py). More than BATCH rows take further rounds.
+- A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA computes THREADS
+  vectors of one token. A token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens occupy more
+  SMs.
+- All threads read the token's row indices and weights. Then a thread issues the copies of BATCH rows at once by
+  cp.async (dsa/cute/weighted_rows.py), so it has 128 bytes in flight. More than BATCH rows take further rounds.
 - The vectors of shared and residual are loaded at the start.
-- Products are rounded and then added in the order of j, shared last, so the result has the reference's bits.
+- Products are rounded and then added in the order of j, and `shared` is added last, so the result has the reference's
+  bits.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
 16 bytes. Roofline: memory, (k + 1) H elements per token, plus H each for shared and residual. An element of y takes 9
 instructions; an SM issues 13 in the time that memory needs for its 2 bytes.
@@ -108,7 +110,7 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_combine_experts, (dtype, index_dtype, weighted, shared, residual))
         for dtype in COMBINE_DTYPES

@@ -1,10 +1,10 @@
 """Sort a few tokens' (token, expert) entries by expert, in a CTA or a cluster: the last part of the routing kernels.
 
-A warp has a token's experts, one entry per lane. Each entry becomes a key: the local index of its expert in the high
-bits, the entry's index in the low bits. So keys sort as the result does, and no two are equal. Each warp sends its keys
-to the shared memory of every CTA, and after one barrier every CTA has all keys. The row of an entry is the number of
-smaller keys. The rows of an expert end at the number of keys below the next expert's. A warp counts for BATCH entries
-or experts at a time; each lane counts every 32nd key.
+A warp has a token's experts, one entry per lane. Each entry gets a key: the local index of its expert in the high bits,
+the entry's index in the low bits. So keys sort like the entries in the result, and no two keys are equal. Each warp
+sends its keys to the shared memory of every CTA, and after one barrier every CTA has all keys. The row of an entry is
+the number of smaller keys. The end of an expert's rows is the number of keys of this expert and of lower experts. A
+warp counts keys for BATCH entries or experts at a time; each lane compares every 32nd key.
 """
 
 import cutlass
@@ -17,13 +17,14 @@ from dsa.kernels.moe.moe_gate_sm90 import LAST
 from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
 
 WARPS = 16
-CTAS = 8  # per cluster: twice as many warps as tokens, for the counting
-BATCH = 4
-ENTRY_BITS = 16  # of a key
+CTAS = 8  # per cluster. There are twice as many warps as tokens, which makes the counting faster
+BATCH = 4  # entries or experts per warp and pass over the keys
+ENTRY_BITS = 16  # bits of a key for the entry's index
 
 
 class EntryOrder:
-    """ctas: of the kernel, 1 for few tokens. places: how many keys shared memory holds, Int32."""
+    """ctas: CTAs of the kernel, 1 for few tokens. places: number of Int32 keys that shared memory must have room
+    for."""
 
     def __init__(self, top_k: int, few: bool):
         self.top_k, self.ctas = top_k, 1 if few else CTAS
@@ -31,7 +32,7 @@ class EntryOrder:
 
     @cute.jit
     def fill_up(self, keys: cute.Tensor, entries: Int32, tid: Int32):
-        """Pad the keys up to whole warps with the largest key."""
+        """Pad the keys with the largest key, to a multiple of 32."""
         if tid < WARP and entries + tid < cute.ceil_div(entries, WARP) * WARP:
             keys[entries + tid] = Int32(LAST)
 
@@ -39,7 +40,7 @@ class EntryOrder:
     def write(
         self, keys: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, entries, rank, warp, lane
     ):
-        """Write the results. Called after all warps have sent their keys."""
+        """Wait until all warps have sent their keys, and write the results. All threads call this."""
         if const_expr(self.ctas > 1):
             cluster_sync()
         else:
@@ -50,7 +51,8 @@ class EntryOrder:
 
     @cute.jit
     def send(self, keys: cute.Tensor, own: Int32, count: Int32, entry: Int32):
-        """Send an entry's key to all CTAs. own: the local index of its expert, one of this process's `count`."""
+        """Send an entry's key to all CTAs. own: the expert's index among the `count` experts of this process. If it is
+        outside [0, count), the entry sorts after all of these experts."""
         group = own if own >= 0 and own < count else count
         key = (group << ENTRY_BITS) | entry
         if const_expr(self.ctas == 1):
@@ -63,7 +65,8 @@ class EntryOrder:
 
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
-        """Count for BATCH entries, or after these for experts, from index `begin` on. Called by one warp."""
+        """Count the keys below BATCH bounds and write the results. Indices from `begin` on are entries, and from
+        `entries` on the experts. One warp calls this."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = filled((BATCH,), 0, Int32)

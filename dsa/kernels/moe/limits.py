@@ -4,11 +4,11 @@ tests."""
 # The gate.
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 1024, 32, 32
 
-# The sort: int32 holds the number of entries, plus a round of loads, and the number of CTAs.
+# The sort: int32 must hold the number of entries plus a round of loads, and the number of CTAs, which is experts + 1.
 MAX_SORT_ENTRIES, MAX_SORT_EXPERTS = 2**31 - 2**9, 2**31 - 2
 
 # The combination of the experts' results.
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
 CHANNEL_MULTIPLE = 8
-COMBINE_CTA_BYTES = 2048  # of a token's channels per CTA
-MAX_COMBINE_ROWS = 2**31 - 1  # of the experts' results, and CTAs
+COMBINE_CTA_BYTES = 2048  # bytes of a token's channels per CTA
+MAX_COMBINE_ROWS = 2**31 - 1  # most rows of the experts' results, and most CTAs

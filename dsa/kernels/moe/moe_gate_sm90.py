@@ -1,10 +1,11 @@
-"""The gate of a mixture of experts: scores, the best groups, the best experts in them, and their weights.
+"""The gate of a mixture of experts: scores, the best groups, the best experts in these groups, and their weights.
 
 Plan
-- One warp per token. Lane l has the experts l, l + 32, ...: their scores, and the biased scores as signed integers of
-  the same order. So one redux instruction finds the warp's best expert, and a second one the lowest index among equals.
-- The warp finds the two best experts of each group, and every lane then knows which groups stay. Then it finds the best
-  expert top_k times, and removes each one that is selected. Lane k keeps the k-th.
+- One warp per token. Lane l has the experts l, l + 32, ...: their scores, and their biased scores as signed integers
+  that sort like the scores. So one redux instruction finds the largest biased score, and a second one finds the lowest
+  expert that has it (ties go to the lowest index).
+- The warp finds the two best experts of each group, and every lane then knows which groups stay. Then the warp selects
+  the best remaining expert top_k times. Lane k keeps the k-th expert.
 Shared memory: none. Registers: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up to 32.
 Roofline: latency, about 60 instructions per selected expert; 4 E bytes per token.
 """
@@ -19,8 +20,8 @@ from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WARPS = 4
-LOWEST = -(2**31)  # below the integer of -inf: not a candidate
-LAST = 2**31 - 1
+LOWEST = -(2**31)  # order of an expert that is not a candidate, below the order of -inf
+LAST = 2**31 - 1  # the largest order, that of NaN; as an index, after all experts
 LEAST_SUM = 1e-20  # added to the sum that weights are divided by, so that it is never 0
 
 
@@ -77,7 +78,8 @@ class MoeGateSm90:
 
     @cute.jit
     def keep_best_groups(self, order, lane):
-        """Set the experts of all other groups to -inf."""
+        """Keep the `topk_group` groups with the largest sums of their two best experts, ties by lowest index. Set the
+        experts of all other groups to -inf."""
         of_group = cute.make_rmem_tensor((self.n_group,), Int32)
         for g in cutlass.range_constexpr(self.n_group):
             best, second = Int32(LOWEST), Int32(LOWEST)
@@ -91,7 +93,7 @@ class MoeGateSm90:
             total = number_of(first)
             if const_expr(self.group > 1):
                 holders = cute.arch.vote_ballot_sync(best == first)
-                # The lane with the group's best expert uses its own second best.
+                # The first lane with the group's best score contributes its second best score, all others their best.
                 mine = holders & ((1 << lane) - 1) == 0 and best == first
                 total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
             of_group[g] = order_of(total)
@@ -138,7 +140,8 @@ class MoeGateSm90:
 
     @cute.jit
     def factor(self, own_score: Float32, scale: Float32) -> Float32:
-        """The factor from a token's chosen scores to its weights. Each lane has one chosen score, or 0."""
+        """Return the factor that turns a token's selected scores into weights. Each lane has one selected score, or
+        0."""
         if const_expr(not self.normalise):
             return scale
         return scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
@@ -146,7 +149,7 @@ class MoeGateSm90:
 
 @cute.jit
 def order_of(x: Float32) -> Int32:
-    """An integer with the same order as x: both zeros are equal, NaN is the largest."""
+    """Return the order of x, an integer that sorts like x. Both zeros have the same order, and NaN has the largest."""
     bits = cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[x])
     bits = bits if x == x else Int32(LAST)
     return bits ^ ((bits >> 31) & LAST)
@@ -154,7 +157,7 @@ def order_of(x: Float32) -> Int32:
 
 @cute.jit
 def number_of(order: Int32) -> Float32:
-    """The inverse of `order_of`."""
+    """Return the number that has this order: the inverse of `order_of`."""
     bits = order ^ ((order >> 31) & LAST)
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
@@ -175,7 +178,8 @@ def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_g
 
 
 def shipped_variants() -> Variants:
-    """The gates of the published models. Others compile at their first call."""
+    """Return a (compile function, arguments) pair for each gate of the published models. Other gates are compiled at
+    their first call."""
     return [
         (compile_moe_gate, (256, 8, "sigmoid", 8, 4, True)),  # V3.2
         (compile_moe_gate, (256, 8, "sigmoid", 1, 1, True)),  # GLM-5

@@ -1,13 +1,14 @@
-"""Router and sort for a few tokens whose experts a table lists. From x [T, H], a matrix [E, H] and a table [V, top_k]:
-the weights of each token's experts, and the order of (token, expert) entries by expert.
+"""Router and sort for a few tokens whose experts a table lists. From x [T, H], a matrix [E, H] and a table [V, top_k],
+the kernels compute the weights of each token's experts, and the order of (token, expert) entries by expert.
 
 Plan
-- The two kernels of route_to_experts_sm90.py, but the second one reads the experts instead of choosing them. One warp
-  per token, one expert per lane: a lane reads its column of the token's row of the table, then that expert's logit.
-  Scores and weights use the gate's code and have its bits. Then entry_order.py sorts.
-- Tokens without a row in the table, and numbers that are not an expert, give expert -1 with weight 0.
+- The two kernels are those of route_to_experts_sm90.py, but the second kernel reads the experts instead of choosing
+  them. One warp per token, one expert per lane: a lane reads its column of the token's row of the table, then that
+  expert's logit. Scores and weights use the code of moe_gate_sm90.py, so they have the same bits. Then entry_order.py
+  sorts.
+- A token without a row in the table, or a number in the table that is not an expert, gives expert -1 with weight 0.
 Shared memory: 4 bytes per entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
-Roofline: logits: memory, the matrix once. The rest: latency of three dependent loads.
+Roofline: for the logits memory, the matrix once. For the second kernel the latency of three dependent loads.
 """
 
 import cutlass
@@ -103,7 +104,8 @@ class RouteByTableSm90:
 
     @cute.jit
     def named(self, table: cute.Tensor, token_id: Int64, lane: Int32) -> Int32:
-        """The expert in column `lane` of a token's row of the table; -1 if it is none."""
+        """Return the expert in column `lane` of a token's row of the table, or -1 if there is no row or no such
+        expert."""
         e = Int32(-1)
         if token_id >= 0 and token_id < table.shape[0]:
             number = table[token_id, lane]
@@ -115,9 +117,10 @@ class RouteByTableSm90:
 @cached
 def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: int):
     """-> f(x [T, H], weight [E, H], table int64 [V, top_k], token_ids int64 [T], logits fp32 [T, E], experts int64
-    [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale);
-    0 < T, up to FEW_TOKENS with tiles of so many, else up to MAX_TOKENS; H a multiple of 32, count > 0, rows of x and
-    weight aligned to 16 bytes, all others contiguous. Writes the logits and the arguments from experts to ends."""
+    [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale).
+    T > 0, and at most FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32,
+    count > 0. Rows of x and weight are aligned to 16 bytes, and all other tensors are contiguous. f writes logits and
+    the arguments from experts to ends. This process has the experts first to first + count - 1."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(
@@ -137,9 +140,10 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
 
 
 def shipped_variants() -> Variants:
-    """The gates of the published models. Others compile at their first call."""
+    """Return a (compile function, arguments) pair for each variant for the gates of published models. Other gates are
+    compiled at their first call."""
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))
-        for count in (256, 384)  # V4-Flash's and V4-Pro's
+        for count in (256, 384)  # experts of V4-Flash and V4-Pro
         for tokens in (FEW_TOKENS, TILE_TOKENS)
     ]

@@ -3,7 +3,7 @@ The limits of top_k and n_group are those of the gate's kernel."""
 
 DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
-# Tokens per tile of logits. One CTA sorts up to FEW_TOKENS tokens; a cluster sorts more.
+# Tokens per tile of the logits' product. One CTA gates and sorts up to FEW_TOKENS tokens; a cluster does it for more.
 FEW_TOKENS, TILE_TOKENS = 8, 32
-# Separate kernels for product, gate and sort are slower for 64 tokens, and faster for 128.
+# For 64 tokens, separate kernels for product, gate and sort are slower than these kernels; for 128 they are faster.
 MAX_TOKENS, MAX_EXPERTS = 64, 512

@@ -1,15 +1,17 @@
-"""Router, gate and sort for a few tokens. From x [T, H] and a matrix [E, H]: the experts of each token, their weights,
-and the order of (token, expert) entries by expert.
+"""Router, gate and sort for a few tokens. From x [T, H] and a matrix [E, H], the kernels compute the experts of each
+token, their weights, and the order of (token, expert) entries by expert.
 
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
-  (SmallMProduct), because it is bound by the matrix's bytes. The second does the rest, which is latency. One kernel on
-  8 SMs would need longer for the bytes than the second kernel needs to start.
-- The second kernel is one CTA for up to 8 tokens, else a cluster of 8. One warp per token runs the code of
+  (SmallMProduct), because it is bound by loading the matrix. The second computes everything else and is bound by
+  latency. A single kernel would have to run on 8 SMs, and loading the matrix there would take longer than the start of
+  the second kernel.
+- The second kernel is one CTA for up to 8 tokens, otherwise a cluster of 8 CTAs. One warp per token runs the code of
   moe_gate_sm90.py, so the bits are the same. Then entry_order.py sorts.
 Shared memory: 4 bytes per entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up
 to 64, channels a multiple of 32.
-Roofline: logits: memory, the matrix once. The rest: latency, about 60 instructions per selected expert.
+Roofline: for the logits memory, the matrix once. For the second kernel latency, about 60 instructions per selected
+expert.
 """
 
 import cutlass
@@ -98,7 +100,8 @@ class RouteToExpertsSm90:
             e = cutlass.min(lane + 32 * i, self.gate.experts - 1)
             own[i], own_bias[i] = logits[cutlass.min(token, tokens - 1), e], bias[e]
         self.entries.fill_up(keys, entries, tid)
-        # Keep the loads together: the compiler would compute scores between them, and moves no load across a barrier.
+        # The barrier keeps the loads together: the compiler would compute scores between them, but it moves no load
+        # across a barrier.
         cute.arch.sync_threads()
         if token < tokens:
             self.choose(own, own_bias, chosen[None, warp], weights, token, scale, lane)
@@ -112,8 +115,8 @@ class RouteToExpertsSm90:
 
     @cute.jit
     def choose(self, own, own_bias, chosen: cute.Tensor, weights, token, scale: Float32, lane):
-        """The gate of one token; this lane has every 32nd of its logits. Writes its experts to `chosen`, and
-        weights."""
+        """Run the gate for one token, of which this lane has every 32nd logit. The token's experts are written to
+        `chosen`, and its weights to `weights`."""
         score = cute.make_rmem_tensor((self.gate.each,), Float32)
         order = cute.make_rmem_tensor((self.gate.each,), Int32)
         for i in cutlass.range_constexpr(self.gate.each):
@@ -122,7 +125,7 @@ class RouteToExpertsSm90:
             order[i] = order_of(score[i] + own_bias[i]) if there else Int32(LOWEST)
         if const_expr(self.gate.n_group > self.gate.topk_group):
             self.gate.keep_best_groups(order, lane)
-        # The same shared memory serves every token of this warp.
+        # The stride 0 makes `select` write to `chosen` whatever the token's index is.
         place = cute.make_tensor(chosen.iterator, cute.make_layout((1, self.gate.top_k), stride=(0, 1)))
         self.gate.select(score, order, place, weights, token, scale, lane)
 
@@ -139,9 +142,10 @@ def compile_route_to_experts(
     normalise: bool,
 ):
     """-> f(x [T, H], weight [E, H], bias fp32 [E], logits fp32 [T, E], topk_indices int64 [T, top_k], weights fp32
-    [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale); 0 < T, up to FEW_TOKENS
-    with tiles of so many, else up to MAX_TOKENS; H a multiple of 32, count > 0, rows of x and weight at multiples of 16
-    bytes, all others contiguous. Writes the logits and the arguments from topk_indices to ends."""
+    [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale). T > 0, and at most
+    FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32, count > 0. Rows of x
+    and weight start at multiples of 16 bytes, and all other tensors are contiguous. f writes logits and the arguments
+    from topk_indices to ends. This process has the experts first to first + count - 1."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(
@@ -160,7 +164,8 @@ def compile_route_to_experts(
 
 
 def shipped_variants() -> Variants:
-    """The gates of the published models. Others compile at their first call."""
+    """Return a (compile function, arguments) pair for each variant for the gates of published models. Other gates are
+    compiled at their first call."""
     gates = [
         (256, 8, "sigmoid", 8, 4, True),  # V3.2
         (256, 8, "sigmoid", 1, 1, True),  # GLM-5

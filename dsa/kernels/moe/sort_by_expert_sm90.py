@@ -1,10 +1,11 @@
 """Sort entries by expert: a stable counting sort.
 
 Plan
-- One CTA per expert, and one for entries without an expert. Each warp of a CTA has a part of the entries, and reads it
-  twice. First it counts the entries of lower experts and those of the CTA's expert; then it writes the latter to their
-  rows. No CTA waits for another.
-Shared memory: two numbers per warp. Roofline: L2, 8 (E + 1) N bytes for int32; for few entries, two latencies.
+- One CTA per expert, and one for entries without an expert, which come last. Each warp of a CTA has a part of all
+  entries and reads it twice. First it counts the entries of lower experts and those of the CTA's expert. Then it
+  computes the rows of the CTA's expert's entries and writes them. No CTA waits for another.
+Shared memory: two numbers per warp. Roofline: L2, 8 (E + 1) N bytes for int32; for few entries, the latency of two
+loads.
 """
 
 import cutlass
@@ -72,7 +73,8 @@ class SortByExpertSm90:
 
     @cute.jit
     def read(self, experts, count, first, end):
-        """The experts of entries first + 32 i: `count` for an entry without an expert, more than that from `end` on."""
+        """Return the experts of the entries first + 32 i: `count` for an entry without an expert, count + 1 for entries
+        from `end` on."""
         found = cute.make_rmem_tensor((AHEAD,), Int32)
         raw = cute.make_rmem_tensor((AHEAD,), experts.element_type)
         for i in cutlass.range_constexpr(AHEAD):
@@ -85,7 +87,9 @@ class SortByExpertSm90:
 
 @cached
 def compile_sort_by_expert(dtype: str):
-    """-> f(experts [N] int32 or int64, order int32 [N], rows int32 [N], ends int32 [E]); N > 0, E > 0, contiguous."""
+    """-> f(experts [N] int32 or int64, order int32 [N], rows int32 [N], ends int32 [E]); N > 0, E > 0, all tensors
+    contiguous. order: the entries sorted by expert. rows: each entry's index in `order`, -1 without an expert. ends:
+    end of each expert's entries in `order`."""
     entries = cute.sym_int()
     return compile_sm90(
         SortByExpertSm90(),
@@ -98,5 +102,5 @@ def compile_sort_by_expert(dtype: str):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_sort_by_expert, (dtype,)) for dtype in ("int32", "int64")]

@@ -1,1 +1,2 @@
-"""Kernels in which GPUs of one machine read what others have written to their memory."""
+"""Kernels in which each GPU of a machine writes to the memory of the other GPUs, and reads what they wrote to its own
+memory."""

@@ -1,5 +1,5 @@
-"""All-reduce of the experts' sums of a few tokens. Each GPU computes the weighted sum of its own experts' rows, as
-combine_experts_sm90.py does, and one_shot_sum_sm90.py sends and adds these sums:
+"""Weighted sums of the experts' rows for a few tokens, and their all-reduce. Each GPU computes the weighted sums of its
+experts' rows, as combine_experts_sm90.py does; then the sums are sent and added as in one_shot_sum_sm90.py:
 out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]))
 
 Plan
@@ -7,7 +7,8 @@ Plan
   kernel, and the part does not pass through memory.
 - A thread reads the row indices and weights, then issues the copies of BATCH rows at once by cp.async
   (dsa/cute/weighted_rows.py). More than BATCH rows take further rounds.
-- Products are rounded and added in the order of j, shared last, so the part has the bits of combine_experts_sm90.py.
+- Products are rounded and added in the order of j, and `shared` is added last. So a part has the bits of
+  combine_experts_sm90.py.
 Constraints: as one_shot_sum_sm90.py; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
 Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
 Roofline: as one_shot_sum_sm90.py, plus the latency of the row indices.
@@ -47,13 +48,13 @@ class ExpertsSumSm90(OneShotSumSm90):
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
-        """This thread's shared-memory address for `load`."""
+        """Reserve shared memory for `load`. -> this thread's address in it."""
         return scratch_of_thread(PART, THREADS, tid)
 
     @cute.jit
     def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
-        """Compute place i of this rank's part. source: y [M, H], rows [T, k], weights [T, k], and shared [T, H] or
-        None."""
+        """Compute place i (8 bytes) of this rank's part. source: (y [M, H], rows [T, k], weights [T, k], shared [T, H]
+        or None)."""
         y, rows, weights, shared = source
         vectors = y.shape[1] // self.width
         token, vector = i // vectors, i % vectors
@@ -69,8 +70,9 @@ class ExpertsSumSm90(OneShotSumSm90):
 
 @cached
 def compile_experts_sum(dtype: str, ranks: int, shared: bool):
-    """-> f(y [M, H], rows [T, k] int32, weights [T, k] fp32, shared [T, H] or None, out [T * H], and as
-    `compile_one_shot_sum`). H a multiple of 8, M > 0, rows of H at multiples of 16 bytes."""
+    """-> f(y [M, H], rows [T, k] int32, weights [T, k] fp32, shared [T, H] or None, out [T * H], then the arguments of
+    `compile_one_shot_sum` from memory on). H is a multiple of 8, M > 0; rows of y and shared start at multiples of 16
+    bytes."""
     kind = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
@@ -86,7 +88,7 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the sums over GPUs can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the sums over GPUs can ask for."""
     return [
         (compile_experts_sum, (dtype, ranks, shared)) for dtype in DTYPES for ranks in RANKS for shared in (False, True)
     ]

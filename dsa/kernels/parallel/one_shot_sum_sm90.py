@@ -1,25 +1,26 @@
 """One-shot all-reduce (sum): each GPU writes its part into every GPU's memory, and adds up the parts that it receives.
+A rank's part is its summand, a tensor. A place is 8 bytes of a tensor.
 
 Plan
-- 8 bytes of a part travel as a packet of 16: four bytes and the turn, twice. The turn is the number of the sum. GPUs
-  write and read 8 bytes atomically, so a reader that finds the current turn next to four bytes has valid data. There is
-  no other signal and no barrier: a sum waits for one trip over NVLink only.
-- Consecutive sums alternate between two buffers. Before a GPU writes to a buffer again, it has received, in the sum
-  between, a word from every other GPU, which each sent after it had finished its last sum in that buffer. So no part is
-  overwritten while it is read.
-- A thread writes its bytes of this rank's part to all GPUs, including its own. Then it adds the parts at the same
-  places in fp32, in the order of the ranks, and rounds once. So all GPUs get the same bits.
-- The turn is in device memory, so that each replay of a CUDA graph has a new one. All threads read it first. The last
-  CTA that has read it increments it while packets are in flight, because the kernel ends after its last store.
-- A thread loads its next 8 bytes before it sends the current ones, and the first ones together with the turn.
-- A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes the rank that it
-  waited for to `lost`, an address in host memory, and sets turns[2]. All other threads and all later sums then stop
-  waiting as well. The result of such a sum is undefined.
-Constraints: all ranks make the same sums in the same order, one at a time. Turns have 32 bits: 2^32 sums later a turn
-repeats, which is wrong only at places that no sum has written since.
+- A thread sends a place of a part as a packet of 16 bytes: four bytes and the turn, the other four bytes and the turn.
+  The turn is the number of the sum. GPUs write and read 8 bytes atomically, so a reader that finds the current turn
+  next to four bytes has valid data. There is no other signal and no barrier: a sum waits for one trip over NVLink only.
+- Consecutive sums alternate between two buffers, so a GPU writes to the same buffer in sums n and n + 2. Before it
+  writes for sum n + 2, it has received a packet of sum n + 1 from every other GPU. Each of them sent that packet after
+  it had finished sum n. So no part is overwritten while it is read.
+- A thread writes its places of this rank's part to all GPUs, including its own GPU. Then it adds the ranks' parts at
+  the same places in fp32, in the order of the ranks, and rounds once. So all GPUs get the same bits.
+- The turn is in device memory, so that each replay of a CUDA graph has a new turn. All threads read it first. The last
+  CTA to read it increments it. This happens while packets are in flight, so that it does not delay the kernel's end.
+- A thread loads its next place before it sends the current one. It loads its first place together with the turn.
+- A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes 1 + the rank that
+  it waited for to `lost`, an address in host memory, and sets turns[2]. All other threads of this GPU and all later
+  sums then stop waiting as well. The result of such a sum is undefined.
+Constraints: all ranks compute the same sums in the same order, one at a time. Turns have 32 bits, so a turn repeats
+after 2^32 sums. Then a place that no sum has written since gives a wrong match.
 Shared memory: none. Registers: few.
-Roofline: small tensors: latency of a load, NVLink and a load. Large ones: NVLink, twice the part's bytes to each other
-GPU.
+Roofline: for small tensors, the latency of a load, of NVLink and of a load. For large tensors NVLink, with twice the
+part's bytes to each other GPU.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,8 @@ THREADS = 256
 
 
 def choose_ctas(places: int, sms: int) -> int:
-    """One thread per place, but no more CTAs than can be resident at once, because threads wait for other ranks."""
+    """Return the number of CTAs: one thread per place, but no more CTAs than can be resident at once, because threads
+    wait for other ranks."""
     return min(-(-places // THREADS), sms)
 
 
@@ -51,11 +53,11 @@ def _send(address: Int64, first: Uint32, second: Uint32, turn: Uint32):
 
 
 class Patience(NamedTuple):
-    """How long a thread waits for a part.
+    """How long a thread waits for a packet, and where it reports that it has stopped waiting.
 
-    cycles  of the SM's clock
-    gave_up the address of turns[2]: not 0 if a thread of this GPU has stopped waiting
-    lost    an address in host memory: 1 + the rank that a thread has stopped waiting for
+    cycles   the most cycles that a thread waits
+    gave_up  address of turns[2], which is not 0 if a thread of this GPU has stopped waiting
+    lost     address in host memory to which a thread writes 1 + the rank for which it has stopped waiting
     """
 
     cycles: Int64
@@ -65,7 +67,8 @@ class Patience(NamedTuple):
 
 @cute.jit
 def _look(address: Int64, turn: Uint32, gave_up: Int64):
-    """The packet's two words, whether they have this turn, and whether another thread has stopped waiting."""
+    """-> (the packet's first word of data, its second word, whether both have this turn, whether a thread of this GPU
+    has stopped waiting)"""
     first, one, second, other, stopped = cute.arch.inline_ptx(
         "ld.volatile.global.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}]; "
         "ld.volatile.global.b32 {$w4}, [{$r1}];",
@@ -77,7 +80,8 @@ def _look(address: Int64, turn: Uint32, gave_up: Int64):
 
 @cute.jit
 def _receive(address: Int64, turn: Uint32, rank: cutlass.Constexpr, patience: Patience):
-    """Wait for a rank's packet of this turn, and return its two words. After `patience`, any words."""
+    """Wait for a rank's packet of this turn, and return its two words of data. After `patience`, return whatever is in
+    memory."""
     began = cute.arch.clock64()
     first, second, arrived, stopped = _look(address, turn, patience.gave_up)
     while not (arrived or stopped):
@@ -171,28 +175,29 @@ class OneShotSumSm90:
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
-        """This thread's shared-memory address for `load`."""
+        """Return this thread's shared-memory address for `load`, which needs none here."""
         return Int32(0)
 
     @cute.jit
     def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
-        """Load place i of this rank's part, of which `source` has the operands: x [n]."""
+        """Load place i of this rank's part into `part`. source: (x [n],)."""
         cute.autovec_copy(cute.local_tile(source[0], (self.width,), (i,)), part)
 
 
 @cached
 def compile_one_shot_sum(dtype: str, ranks: int):
     """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [3] int32, rank, ctas,
-    patience, lost); n > 0 at 8 bytes a place, all at multiples of 16 bytes, and no more CTAs than can run at once.
-    Memory is 0 before the first sum, on all ranks, and so are turns. lost: the address of 4 bytes of the host that the
-    GPU can write to."""
+    patience, lost); x has a whole number of places, more than 0, and y gets the sum. All tensors start at multiples of
+    16 bytes, and all CTAs must be resident at once. memory and turns are 0 on all ranks before the first sum. lost:
+    address of 4 bytes in host memory that the GPU can write to."""
     kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
     x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
     return compile_sm90(OneShotSumSm90(kind, ranks), x, y, *fake_memory(ranks), *fake_numbers(), fake_stream())
 
 
 def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor]:
-    """Fake tensors: this rank's receive buffer, all ranks' buffers, `turns` (sum number, CTA count, give-up flag)."""
+    """Return fake tensors: this rank's receive buffer, the receive buffers of all ranks, and `turns` (number of the
+    last sum, number of CTAs that have read it, whether a thread has stopped waiting)."""
     places = cute.sym_int()
     shape, stride = (HALVES, ranks, places, 4), (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
     memory, *memories = (fake(Int32, shape, stride) for _ in range(1 + ranks))
@@ -200,10 +205,10 @@ def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor
 
 
 def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
-    """Placeholders to compile with: rank; number of CTAs; patience in cycles; `lost`, a host address."""
+    """Return placeholders for compilation: rank, number of CTAs, patience in cycles, `lost` (a host address)."""
     return Int32(0), Int32(1), Int64(1), Int64(0)
 
 
 def shipped_variants() -> Variants:
-    """Every compile function and its arguments that the sums over GPUs can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the sums over GPUs can ask for."""
     return [(compile_one_shot_sum, (dtype, ranks)) for dtype in DTYPES for ranks in RANKS]
