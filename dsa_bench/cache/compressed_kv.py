@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import PAGE, empty_bytes
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import angles, f32
+from dsa_bench.harness.case import Call, Case, agree, angles, bytes_rate, f32, fresh_calls
 
 # new tokens per sequence, sequences; channels, tokens per block, the cache's layout
 SHAPES = [

@@ -8,8 +8,7 @@ import torch
 import dsa
 from dsa.reference import per_token_cast_to_fp8
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, agree, bf16, bytes_rate, fresh_calls
 
 # tokens; direction; the cache's layout. Rows are bf16.
 SHAPES = [

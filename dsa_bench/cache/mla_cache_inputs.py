@@ -7,8 +7,7 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import angles, bf16, f32
+from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls
 
 # tokens; the cache's layout; whether the rows are returned as well
 SHAPES = [

@@ -3,8 +3,7 @@
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_case, f32
 
 # tokens, channels of a stream
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 1)]

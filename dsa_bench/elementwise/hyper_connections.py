@@ -8,8 +8,7 @@ import torch
 import dsa
 from dsa import reference
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix, product
-from dsa_bench.harness.case import Case, Peers, bytes_case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, Peers, bf16, bytes_case, f32
 from dsa_bench.peers import hyper_connections as peers
 
 # op, tokens, channels of a stream

@@ -5,8 +5,7 @@ import torch
 
 import dsa
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
-from dsa_bench.harness.case import Case, Peers, agree, bytes_case
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, Peers, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream; more than 4 tokens run the two separate kernels

@@ -8,8 +8,7 @@ squares, which our collapse does.
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, Peers, agree, bytes_case
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, Peers, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream

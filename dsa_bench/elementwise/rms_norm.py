@@ -8,8 +8,7 @@ import torch
 
 import dsa
 from dsa.reference.elementwise import rms_norm as reference
-from dsa_bench.harness.case import Case, bytes_rate, fresh, over
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_rate, f32, fresh, over
 
 # Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 per
 # token); with gradients V3.2's two, and a small model's.

@@ -6,8 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_case, f32
 
 # tokens, channels, whether a residual is added: V3.2's hidden state, its query latent, V4-Flash's hidden state
 SHAPES = [

@@ -3,8 +3,7 @@
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.harness.case import Case, angles, bf16, bytes_case
 
 # tokens, heads: V4-Flash's and V4-Pro's, prefill and decoding
 SHAPES = [(4096, 64), (4096, 128), (128, 64), (1, 64), (1, 128)]

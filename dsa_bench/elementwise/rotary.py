@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa.reference.elementwise import rotary as reference
-from dsa_bench.harness.case import Case, bytes_rate, fresh, over
-from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.harness.case import Case, angles, bf16, bytes_rate, fresh, over
 
 ROTATED = 64
 # tokens, heads, channels, whether pairs are neighbours, first or last channels, in place: V4's queries and outputs,

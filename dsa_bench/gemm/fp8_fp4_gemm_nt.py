@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa_bench.gemm.fp8_gemm_nt import agree_on_some
-from dsa_bench.harness.case import Case, copy, plain_rate
-from dsa_bench.harness.inputs import activations
+from dsa_bench.harness.case import Case, activations, copy, plain_rate
 from dsa_bench.peers import deep_gemm
 
 # tokens, columns, channels, experts, experts per token: V4-Flash's gate and up, its down, and V4-Pro's

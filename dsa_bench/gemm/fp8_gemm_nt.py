@@ -9,9 +9,19 @@ import torch
 
 import dsa
 from dsa.runtime import backends
-from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case, Peers, copy, fp8_gemm
-from dsa_bench.harness.inputs import Scaled, activations, weights
+from dsa_bench.harness.case import (
+    Call,
+    Case,
+    Peers,
+    Scaled,
+    activations,
+    as_reference,
+    close,
+    copy,
+    fp8_gemm,
+    some,
+    weights,
+)
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library
@@ -82,8 +92,8 @@ def products(a: Scaled, matrices: Sequence[Scaled], builds: Sequence[Library] = 
 def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
     """A peer's result may be (padded rows, indices of our rows in them)."""
     out, rows = theirs if isinstance(theirs, tuple) else (theirs, None)
-    some = agreement.some(len(ours))
-    agreement.close(out[some] if rows is None else out[rows[some]], ours[some])
+    compared = some(len(ours))
+    close(out[compared] if rows is None else out[rows[compared]], ours[compared])
 
 
 def prepare() -> None:
@@ -143,6 +153,6 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         shares = f"{flop / seconds / fp8_gemm():.0%} of FP8 GEMM, {size / seconds / copy():.0%} of copy"
         return f"{flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {shares}"
 
-    check = agreement.as_reference(calls[0], 1e-5)
+    check = as_reference(calls[0], 1e-5)
     options = {"graph": rows <= SHORT, "repeats": 15, "agree": agree_on_some, "check": check}
     return Case(name, {"dsa": calls}, figure, peers, **options)

@@ -6,9 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import some
-from dsa_bench.harness.case import Case, agree, plain_rate
-from dsa_bench.harness.inputs import Scaled, activations
+from dsa_bench.harness.case import Case, Scaled, activations, agree, plain_rate, some
 from dsa_bench.peers import deep_gemm
 
 # tokens, inner channels (half of the product's columns), channels, experts, experts per token, limit

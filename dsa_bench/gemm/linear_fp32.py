@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
 # Rows and channels of matrices: V4-Flash's index weights, compressors of the indexer, of layers without an indexer and
 # with one, and everything of a layer with an indexer; V3.2's index weights.

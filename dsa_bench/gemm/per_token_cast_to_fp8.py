@@ -3,8 +3,7 @@
 from functools import partial
 
 import dsa
-from dsa_bench.harness.case import Case, Peers, bytes_rate, fresh
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, Peers, bf16, bytes_rate, fresh
 from dsa_bench.peers import operators
 
 # tokens, channels, Hadamard, power-of-two scales: activations of V3.2's linears, a prefill chunk's index queries,

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import Scaled, angles, bf16
+from dsa_bench.harness.case import Case, Scaled, angles, bf16, bytes_case
 
 # tokens, heads, groups of heads: V4-Flash's and V4-Pro's, prefill and decoding
 SHAPES = [(4096, 64, 8), (4096, 128, 16), (128, 64, 8), (1, 64, 8), (1, 128, 16)]

@@ -6,8 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_rate
-from dsa_bench.harness.inputs import Scaled, bf16
+from dsa_bench.harness.case import Case, Scaled, bf16, bytes_rate
 
 # tokens, channels, experts per token: V3.2's and V4-Flash's mixtures, prefill and decoding
 SHAPES = [(8192, 7168, 8), (8192, 4096, 6), (1024, 7168, 8), (128, 7168, 8), (1, 7168, 8)]

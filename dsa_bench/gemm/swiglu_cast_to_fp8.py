@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import Scaled, bf16
+from dsa_bench.harness.case import Case, Scaled, bf16, bytes_case
 
 # rows, channels, power-of-two scales, limit: V3.2's 8 and V4-Flash's 6 experts of 4096, 128 and 1 tokens, rows of the
 # shared expert and of a dense layer

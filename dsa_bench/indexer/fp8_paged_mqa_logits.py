@@ -7,9 +7,19 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case, bytes_rate, fresh, microseconds
-from dsa_bench.harness.inputs import e4m3, f32, scales
+from dsa_bench.harness.case import (
+    Call,
+    Case,
+    as_reference,
+    bytes_rate,
+    close,
+    e4m3,
+    f32,
+    fresh,
+    microseconds,
+    scales,
+    some,
+)
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 
@@ -92,10 +102,10 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
         """Compare the keys that a row sees."""
         *_, lengths, _, columns = inputs[0]
-        rows = agreement.some(len(ours))
+        rows = some(len(ours))
         visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
         seen = torch.arange(columns, device=ours.device) < visible[:, None]
-        agreement.close(theirs[rows][seen], ours[rows][seen])
+        close(theirs[rows][seen], ours[rows][seen])
 
     return Case(
         name,
@@ -105,7 +115,7 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
         graph=True,
         yardsticks={_FP32},
         agree=agree,
-        check=agreement.as_reference(calls["dsa"][0], 5e-6, lambda expected: expected != -torch.inf),
+        check=as_reference(calls["dsa"][0], 5e-6, lambda expected: expected != -torch.inf),
     )
 
 

@@ -7,8 +7,7 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import PAGE, empty_bytes
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import angles, bf16, f32
+from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls
 
 # tokens; queries (64 heads) or keys
 SHAPES = [(8192, "queries"), (64, "queries"), (8192, "keys"), (64, "keys")]

@@ -9,9 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import RECALL, agree_selected
-from dsa_bench.harness.case import Case, flop_rate, fp8_gemm
-from dsa_bench.harness.inputs import causal_ranges, e4m3, f32, scales
+from dsa_bench.harness.case import RECALL, Case, agree_selected, causal_ranges, e4m3, f32, flop_rate, fp8_gemm, scales
 from dsa_bench.peers import scores_and_topk
 
 # queries, keys, heads, head dimension, k, scores, accumulators; all causal

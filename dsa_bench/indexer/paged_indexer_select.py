@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_selected
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, agree_selected, bytes_rate, fresh
 from dsa_bench.indexer.fp8_paged_mqa_logits import DIM, paged_inputs
 from dsa_bench.peers import scores_and_topk
 

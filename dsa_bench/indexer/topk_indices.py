@@ -11,9 +11,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_selected
-from dsa_bench.harness.case import Case, bytes_rate, fresh
-from dsa_bench.harness.inputs import f32
+from dsa_bench.harness.case import Case, agree_selected, bytes_rate, f32, fresh
 from dsa_bench.peers import cudnn, topk
 
 # rows, columns, scores, k

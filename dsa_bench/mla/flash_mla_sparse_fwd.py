@@ -10,9 +10,7 @@ import torch
 import dsa
 from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import Results, Selection, attend
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16, selected_keys
+from dsa_bench.harness.case import Case, agree_attention, bf16, bf16_gemm, flop_rate, selected_keys
 from dsa_bench.peers import flash_mla
 
 # Two fractions, measured in the two layers of an earlier shipped model: the fraction of a selection's keys that not all

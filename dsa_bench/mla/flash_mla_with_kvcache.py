@@ -6,9 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Call, Case, fresh, nearer_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, agree_attention, bf16, fresh, nearer_rate
 from dsa_bench.peers import flash_mla
 
 # sequences, keys per sequence, heads, query tokens

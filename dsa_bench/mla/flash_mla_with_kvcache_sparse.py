@@ -9,9 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Call, Case, copies, nearer_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, agree_attention, bf16, copies, nearer_rate
 from dsa_bench.peers import flash_mla
 
 # sequences, heads, query tokens, selected keys, keys per sequence

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, Peers, bytes_rate, fresh
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, Peers, bf16, bytes_rate, f32, fresh
 from dsa_bench.peers import operators
 
 # tokens, heads, branches, with a sink: a prefill chunk, decode batches

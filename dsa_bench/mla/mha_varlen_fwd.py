@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dsa
-from dsa_bench.harness.case import Call, Case, Peers, agree, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, Peers, agree, bf16, bf16_gemm, flop_rate
 from dsa_bench.peers.package import Library
 
 V32, GLM5 = (128, 192, 128), (64, 256, 256)

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, plain_rate
-from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.harness.case import Case, angles, bf16, plain_rate
 from dsa_bench.mla._kv_b import LATENT, layers
 
 # tokens, heads, nope, rows per head in kv_b: V3.2's, GLM-5's, and one of eight GPUs' part

@@ -12,9 +12,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Call, Case, bf16_gemm, copies, flop_rate, over
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, agree_attention, bf16, bf16_gemm, copies, flop_rate, over
 from dsa_bench.mla._windows import SCALE, WINDOW, D, Prompt
 from dsa_bench.peers import flash_mla
 

@@ -10,8 +10,7 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import Scaled
+from dsa_bench.harness.case import Case, Scaled, bf16_gemm, flop_rate
 from dsa_bench.mla._windows import SCALE, WINDOW, D, Prompt
 from dsa_bench.peers import flash_mla
 

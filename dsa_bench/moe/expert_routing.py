@@ -3,8 +3,7 @@
 from functools import partial
 
 import dsa
-from dsa_bench.harness.case import Case, microseconds
-from dsa_bench.harness.inputs import f32
+from dsa_bench.harness.case import Case, f32, microseconds
 
 # tokens, experts, top_k, groups, groups that stay, scores; "sort" sorts the chosen experts instead
 SHAPES = [

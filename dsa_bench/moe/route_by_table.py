@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
 # tokens, channels, experts, experts per token: V4-Flash's and V4-Pro's
 SHAPES = [(tokens, *model) for model in ((4096, 256, 6), (7168, 384, 6)) for tokens in (1, 8, 32, 64)]

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, f32, fresh_matrices, over, plain_rate
 
 # tokens, channels, experts, top_k, groups, groups that stay, scores: V3.2's, V4-Flash's and V4-Pro's
 SHAPES = [

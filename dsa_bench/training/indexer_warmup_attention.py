@@ -10,8 +10,7 @@ import torch
 
 import dsa
 from dsa.ops.training._packed_attention import flash_backward
-from dsa_bench.harness.case import Call, Case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Call, Case, bf16, f32
 
 SEQUENCE = 2048
 # heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's heads

@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa.ops.training import sparse_indexer_loss as op
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16, f32, selected_keys
+from dsa_bench.harness.case import Case, bf16, bf16_gemm, f32, flop_rate, selected_keys
 
 # pass, keys, d, heads, selected keys: V3.2's and V4's
 SHAPES = [

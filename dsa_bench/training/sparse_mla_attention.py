@@ -8,8 +8,7 @@ import torch
 
 import dsa
 from dsa.ops.training.sparse_mla_attention import gradients
-from dsa_bench.harness.case import Case, agree, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16, selected_keys
+from dsa_bench.harness.case import Case, agree, bf16, bf16_gemm, flop_rate, selected_keys
 from dsa_bench.peers import cudnn
 
 # d, heads, selected keys, deterministic
