@@ -1,18 +1,24 @@
-"""Shared by the commands of whole passes: options, kernels compiled in advance, and a line of JSON per row."""
+"""Shared by the benchmarks of whole passes: kernels compiled in advance, rows of several stacks, and a line per step.
 
-import argparse
+The module dsa_bench.e2e.NAME of a benchmark (`NAMES`) has
+  OPTIONS  {flag: the arguments of `add_argument`}; `rows` and `asked` have a parameter for each
+  rows     (options, tell) -> its rows
+  asked    options -> the kernels that the rows ask for, if they are compiled in advance
+"""
+
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
-from dsa.runtime import backends
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.private_files import private_folder
 from dsa.runtime.variants import Variant
@@ -23,59 +29,32 @@ from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.layers import joint_linear
 
+NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "one_of_many", "parallel")
 Row = dict[str, Any]
 Tell = Callable[[str], None]
+Run = TypeVar("Run")
 
 
-def parser(name: str, doc: str, models: Iterable[str]) -> argparse.ArgumentParser:
-    """Make the parser of `python -m dsa_bench.e2e.NAME`, with the options that all of these commands have."""
-    made = argparse.ArgumentParser(prog=f"python -m dsa_bench.e2e.{name}", description=doc.splitlines()[0])
-    made.add_argument("--models", nargs="+", choices=[*models], default=[*models], help="default: all")
-    made.add_argument("--compile", action="store_true", help="only compile the kernels, which needs no GPU")
-    return made
+def load(name: str) -> ModuleType:
+    """Import the module of a benchmark."""
+    return importlib.import_module(f"dsa_bench.e2e.{name}")
 
 
-def need_a_gpu(parser: argparse.ArgumentParser) -> None:
-    if reason := backends.why_no_kernels():
-        parser.error(f"a benchmark needs a GPU with kernels: {reason}")
+def of_models(models: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The option of a benchmark of several models."""
+    return {"--models": {"nargs": "+", "choices": [*models], "default": [*models], "help": "default: all"}}
 
 
-def main_of_models(
-    options: argparse.ArgumentParser,
-    arguments: Sequence[str],
-    asked: Callable[[Sequence[str]], Collection[Variant]],
-    rows: Callable[..., Iterator[Row]],
-) -> int:
-    """Run a command whose only options are those of `parser`: `asked` and `rows` take the models' names."""
-    args = options.parse_args(arguments)
-    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
-
-
-def run(
-    parser: argparse.ArgumentParser,
-    only_compile: bool,
-    asked: Callable[[], Collection[Variant]],
-    rows: Callable[..., Iterator[Row]],
-) -> int:
-    """Print the rows, or only compile their kernels."""
-    if only_compile:
-        compile_ahead(asked, seconds_told())
-        return 0
-    need_a_gpu(parser)
-    print_rows(compiled(asked, rows))
-    return 0
-
-
-def compiled(
-    asked: Callable[[], Collection[Variant]], rows: Callable[..., Iterator[Row]], **options: Any
-) -> Iterator[Row]:
-    """Compile the kernels that rows ask for in parallel, then yield `rows(tell=..., **options)`.
+def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
+    """Compile the kernels that a benchmark asks for in parallel, then yield its rows.
 
     Compiled one after the other within the timed passes, the kernels would take most of the time.
     """
-    tell = seconds_told()
-    compile_ahead(asked, tell)
-    yield from rows(tell=tell, **options)
+    module, tell = load(name), seconds_told()
+    rows = module.rows(**options, tell=tell)
+    if hasattr(module, "asked"):
+        compile_ahead(partial(module.asked, **options), tell)
+    yield from rows
 
 
 def print_rows(rows: Iterable[Row]) -> None:
@@ -130,6 +109,30 @@ def seconds_told() -> Tell:
 
 def quiet(step: str) -> None:
     """Print nothing."""
+
+
+def by_stack(
+    names: Iterable[str],
+    todo: Callable[[str], Sequence[Run]],
+    make: Callable[[str], CheckpointModel],
+    rows: Callable[[str, CheckpointModel, Sequence[Run]], Iterator[Row]],
+    tell: Tell,
+) -> Iterator[Row]:
+    """Yield the rows of the runs of each stack in turn. A stack without runs is not made."""
+    for name in names:
+        if runs := todo(name):
+            model = make(name)
+            tell(f"{name}: model made")
+            yield from rows(name, model, runs)
+            del model
+            free()
+
+
+def pass_row(model: str, run: str, tokens: int, ms: float) -> Row:
+    """Return {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure"} of a pass."""
+    rate = tokens / ms * 1e3
+    row = {"shape": f"{model} {run}", "model": model, "run": run, "tokens": tokens}
+    return row | {"ms": ms, "tokens/s": rate, "figure": f"{rate:.0f} tokens/s"}
 
 
 def free() -> None:

@@ -1,22 +1,16 @@
-"""The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes.
+"""The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes."""
 
-usage: python -m dsa_bench.e2e.drafts [--models MODEL...] [--compile]
-
-Prints a line of JSON per row (`rows`), and the time of each step to standard error. Kernels are compiled before, in
-parallel; --compile does only that and needs no GPU.
-"""
-
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from dsa.runtime.variants import Variant
-from dsa.testing import bench, copy_bandwidth
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa.testing import bench
+from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
 from dsa_bench.e2e.full_depth import (
     Depths,
     cached_bytes,
@@ -28,6 +22,7 @@ from dsa_bench.e2e.full_depth import (
 )
 from dsa_bench.e2e.runs import Cached, fill
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
+from dsa_bench.harness.case import copy
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
@@ -39,6 +34,7 @@ ACCEPTANCE = 0.85  # of a draft whose predecessors are accepted; the papers repo
 SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
 REPEATS = 20
+OPTIONS = of_models(STACKS)
 SPARE = 1  # page and state slot for padding sequences
 
 
@@ -52,8 +48,8 @@ def gain(plain_ms: float, verify_ms: float, draft_ms: float, drafts: int, accept
     return tokens_a_round(drafts, acceptance) * plain_ms / (verify_ms + draft_ms)
 
 
-def shape(model: str, count: int, drafts: int) -> str:
-    return f"{model} decode {count} x {CONTEXT}, {drafts} draft{'s' if drafts > 1 else ''}"
+def run_of(count: int, drafts: int) -> str:
+    return f"decode {count} x {CONTEXT}, {drafts} draft{'s' if drafts > 1 else ''}"
 
 
 class DraftedDecoding:
@@ -120,7 +116,7 @@ def _graph_ms(call: Callable[[], Any]) -> float:
 
 
 def rows(
-    names: Sequence[str] = tuple(STACKS),
+    models: Sequence[str] = tuple(STACKS),
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
     device: torch.device | str = "cuda",
@@ -144,27 +140,27 @@ def rows(
 
     Times are GPU times. They include neither sampling nor the host's work between passes.
     """
-    copy = None
-    for name in names:
-        todo = [(n, k) for n in sorted(sequences) for k in DRAFTS[name] if shape(name, n, k) not in done]
-        if not todo:
-            continue
-        if copy is None:
-            copy = copy_bandwidth()
-            free()
-            tell(f"a copy: {copy / 1e9:.0f} GB/s")
-        model = stack(name, device, drafter=True)
-        tell(f"{name}: model made")
-        for count in dict.fromkeys(n for n, _ in todo):
+
+    def todo(name: str) -> list[tuple[int, int]]:
+        runs = [(count, drafts) for count in sorted(sequences) for drafts in DRAFTS[name]]
+        return [run for run in runs if f"{name} {run_of(*run)}" not in done]
+
+    def make(name: str) -> CheckpointModel:
+        tell(f"a copy: {copy() / 1e9:.0f} GB/s")  # measured before a model takes the memory
+        free()
+        return stack(name, device, drafter=True)
+
+    def of_stack(name: str, model: CheckpointModel, runs: Sequence[tuple[int, int]]) -> Iterator[Row]:
+        for count, of_count in groupby(runs, lambda run: run[0]):
             plain, _ = _measured(name, model, count, 0)
             tell(f"{name}, {count} sequences: {plain.ms:.2f} ms")
-            for drafts in (k for n, k in todo if n == count):
+            for _, drafts in of_count:
                 verify, draft_ms = _measured(name, model, count, drafts)
-                row = _row(name, count, drafts, plain, verify, draft_ms, copy)
+                row = _row(name, count, drafts, plain, verify, draft_ms)
                 tell(f"{row['shape']}: {verify.ms:.2f} + {draft_ms:.2f} ms, {row['figure']}")
                 yield row
-        del model
-        free()
+
+    return by_stack(models, todo, make, of_stack, tell)
 
 
 @dataclass(frozen=True)
@@ -190,21 +186,22 @@ def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tup
     return _Pass(full_depth(name, ms), full_depth(name, Depths(*read)), touched, ms), draft_ms
 
 
-def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float, copy: float) -> Row:
-    shown, ms, per_round = shape(name, count, drafts), verify.ms + draft_ms, tokens_a_round(drafts)
+def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float) -> Row:
+    ms, per_round = verify.ms + draft_ms, tokens_a_round(drafts)
     gained = gain(plain.ms, verify.ms, draft_ms, drafts)
+    run = run_of(count, drafts)
     return {
-        "shape": shown,
+        "shape": f"{name} {run}",
         "model": name,
-        "run": shown.removeprefix(f"{name} "),
+        "run": run,
         "sequences": count,
         "drafts": drafts,
         "layers": published_layers(name),
         "draft_ms": draft_ms,
-        "copy": copy,
+        "copy": copy(),
         "plain": vars(plain) | {"depths": list(plain.depths)},
         "verify": vars(verify) | {"depths": list(verify.depths)},
-        "of_copy": [one.bytes / copy * 1e3 / one.ms for one in (plain, verify)],
+        "of_copy": [one.bytes / copy() * 1e3 / one.ms for one in (plain, verify)],
         "over_bytes": verify.ms / plain.ms / (verify.bytes / plain.bytes),
         "tokens_a_round": per_round,
         "ms": ms,
@@ -214,8 +211,10 @@ def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_
     }
 
 
-def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted."""
+def asked(
+    models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
+) -> list[Variant]:
+    """Return the kernels that the rows ask for, also those that are done; sorted."""
 
     def steps(drafts: Sequence[int], model: CheckpointModel, cache: Cache) -> None:
         for count in sequences:
@@ -225,18 +224,5 @@ def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUE
     most = max(sequences)
     return in_order(
         asked_of(skeleton(name, drafter=True), most * CONTEXT, most, partial(steps, (0, *DRAFTS[name])))
-        for name in names
+        for name in models
     )
-
-
-def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Compile the kernels of all rows in parallel, then yield the rows. done: as in `rows`."""
-    return compiled(asked, rows, done=done)
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_models(parser("drafts", __doc__, STACKS), arguments, asked, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

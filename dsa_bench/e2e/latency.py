@@ -1,24 +1,20 @@
 """The time between tokens of decoding sequences while the engine prefills a long prompt.
 
-usage: python -m dsa_bench.e2e.latency [--models MODEL...] [--compile]
-
-Prints a line of JSON per model and chunk size (`rows`). Each runs twice, and the second run counts: the first captures
-decoding passes. Kernels are compiled before, in parallel; --compile does only that and needs no GPU.
+There is a row per model and chunk size. Each runs twice, and the second run counts: the first captures decoding passes.
 """
 
-import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from dsa.runtime.variants import Variant
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
@@ -28,6 +24,7 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 
 CHUNKS = (2048, 8192)
+OPTIONS = of_models(STACKS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def rows_of(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iter
             row = _timed(generator, prompts, params, replace(sizes, steps=steps))
         yield {"prompt": sizes.prompt, "sequences": sizes.sequences, "context": sizes.context} | row
         del generator
-        gc.collect()
+        free()
 
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
@@ -108,7 +105,7 @@ def _timed(
 
 
 def asked(
-    names: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
+    models: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
     """Return the kernels that the rows ask for, sorted."""
     most = sizes.context + _new_tokens(min(chunks), sizes)
@@ -122,10 +119,10 @@ def asked(
             for context in (sizes.context, most):
                 passes.decode(model, cache, count, context)
 
-    models = map(skeleton, names)
     tokens = sum(_lengths(sizes))
     return in_order(
-        asked_of(model, tokens + sizes.sequences * model.page_size, sizes.sequences + 1, all_passes) for model in models
+        asked_of(model, tokens + sizes.sequences * model.page_size, sizes.sequences + 1, all_passes)
+        for model in map(skeleton, models)
     )
 
 
@@ -145,32 +142,18 @@ def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
 
 
 def rows(
-    names: Sequence[str] = tuple(STACKS),
+    models: Sequence[str] = tuple(STACKS),
     chunks: Sequence[int] = CHUNKS,
     sizes: Sizes = Sizes(),
     device: torch.device | str = "cuda",
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield the rows of all models (`rows_of`), with "shape", "model" and "figure"."""
-    for name in names:
-        model = stack(name, device)
-        tell(f"{name}: model made")
+
+    def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:
         for row in rows_of(model, chunks, sizes):
             shape = f"{name}, chunks of {row['prefill_chunk']}"
             tell(f"{shape}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
             yield {"shape": shape, "model": name} | row | {"figure": f"{row['ms']:.1f} ms between tokens"}
-        del model
-        free()
 
-
-def compiled_rows() -> Iterator[Row]:
-    """Compile the kernels of all rows in parallel, then yield the rows."""
-    return compiled(asked, rows)
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_models(parser("latency", __doc__, STACKS), arguments, asked, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return by_stack(models, lambda name: chunks, partial(stack, device=device), of_stack, tell)

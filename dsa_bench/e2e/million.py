@@ -1,20 +1,14 @@
-"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after the prompt.
+"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after the prompt."""
 
-usage: python -m dsa_bench.e2e.million [--models MODEL...] [--compile]
-
-Prints a line of JSON per row (`rows`), and the time of each step to standard error. Kernels are compiled before, in
-parallel; --compile does only that and needs no GPU.
-"""
-
-import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from dsa.runtime.variants import Variant
 from dsa.testing import bench
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, pass_row, quiet
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import decode
@@ -27,6 +21,7 @@ from dsa_layers.parallel.ranks import ALONE
 
 LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
+OPTIONS = of_models(LONG_STACKS)
 STEP_REPEATS = 20
 SHORT = 2  # the first pass that selects; it has few keys, so its memory is activations
 RESERVE = 4 << 30  # bytes: more than a step takes without weights and caches
@@ -51,16 +46,8 @@ class LongPrompt:
         return self._model(tokens, batch, self.cache)
 
 
-def prompt_shape(model: str, tokens: int) -> str:
-    return f"{model} prompt {tokens}"
-
-
-def step_shape(model: str, count: int, context: int) -> str:
-    return f"{model} decode {count} x {context}"
-
-
 def rows(
-    names: Sequence[str] = tuple(LONG_STACKS),
+    models: Sequence[str] = tuple(LONG_STACKS),
     lengths: Sequence[int] = LENGTHS,
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
@@ -84,31 +71,35 @@ def rows(
     Caches of decoding sequences hold random numbers. These decide which keys are selected, not how many. Steps whose
     sequences do not fit in memory have no row.
     """
-    for name in names:
-        prompts = [n for n in sorted(lengths) if prompt_shape(name, n) not in done]
-        counts = [n for n in sorted(sequences) if step_shape(name, n, max(lengths)) not in done]
-        if not prompts and not counts:
-            continue
-        model = stack(name, device)
-        clock = clock or Clock(ALONE, torch.device(device))
-        tell(f"{name}: model made")
+    clock = clock or Clock(ALONE, torch.device(device))
+    context = max(lengths)
+
+    def todo(name: str) -> list[tuple[str, int]]:
+        """(run, tokens of a prompt or number of sequences), prompts first."""
+        prompts = [(f"prompt {n}", n) for n in sorted(lengths)]
+        steps = [(f"decode {n} x {context}", n) for n in sorted(sequences)]
+        return [(run, n) for run, n in (*prompts, *steps) if f"{name} {run}" not in done]
+
+    def of_stack(name: str, model: CheckpointModel, runs: Sequence[tuple[str, int]]) -> Iterator[Row]:
+        prompts = {n: run for run, n in runs if run.startswith("prompt")}
         if prompts:
             yield from _prompts(name, model, prompts, clock, tell)
             free()
-        for count in counts:
-            row = _step(name, model, count, max(lengths), clock)
+        for run, count in runs[len(prompts) :]:
+            figures = _step(model, count, context, clock)
             free()
-            if row is None:
+            if figures is None:
                 tell(f"{name}: no memory for {count} sequences")
                 break
-            tell(f"{row['shape']}: {row['ms']:.2f} ms")
-            yield row
-        del model
-        free()
+            tell(f"{name} {run}: {figures['pass_ms']:.2f} ms")
+            yield pass_row(name, run, count, figures["pass_ms"]) | figures
+
+    return by_stack(models, todo, partial(stack, device=device), of_stack, tell)
 
 
-def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], clock: Clock, tell: Tell) -> Iterator[Row]:
-    prompt = LongPrompt(model, max(lengths), CHUNK)
+def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: Clock, tell: Tell) -> Iterator[Row]:
+    """Yield the rows of prompts, from their tokens and names."""
+    prompt = LongPrompt(model, max(runs), CHUNK)
     begins = range(0, prompt.tokens, CHUNK)
     for begin in {*begins[:SHORT], *begins[::WARM], begins[-1]}:
         prompt.compute(begin)
@@ -123,20 +114,18 @@ def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], clock: C
         memory = max(memory, clock.peak())
         needed.append(clock.peak() - held)
         tokens = begin + CHUNK
-        if tokens not in lengths:
-            continue
-        times = [clock.ms(*pair) for pair in marks]
-        shape = prompt_shape(name, tokens)
-        tell(f"{shape}: {sum(times) / 1000:.2f} s")
-        yield _row(name, shape, tokens, sum(times)) | {
-            "pass_ms": times[-1],
-            "parts": gpu_ms(model, lambda begin=begin: prompt.compute(begin)),
-            "memory": memory,
-            "workspace": max(needed[SHORT - 1 :]) - needed[SHORT - 1],
-        }
+        if tokens in runs:
+            times = [clock.ms(*pair) for pair in marks]
+            tell(f"{name} {runs[tokens]}: {sum(times) / 1000:.2f} s")
+            yield pass_row(name, runs[tokens], tokens, sum(times)) | {
+                "pass_ms": times[-1],
+                "parts": gpu_ms(model, partial(prompt.compute, begin)),
+                "memory": memory,
+                "workspace": max(needed[SHORT - 1 :]) - needed[SHORT - 1],
+            }
 
 
-def _step(name: str, model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
+def _step(model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
     """Measure a step. Returns None where memory does not suffice."""
     torch.manual_seed(0)
     clock.forget_peak()
@@ -150,30 +139,19 @@ def _step(name: str, model: CheckpointModel, count: int, context: int, clock: Cl
         parts = gpu_ms(model, step.launched)
     except torch.OutOfMemoryError:
         return None
-    row = _row(name, step_shape(name, count, context), count, ms)
-    return row | {"pass_ms": ms, "parts": parts, "memory": clock.peak(), "workspace": None}
-
-
-def _row(name: str, shape: str, tokens: int, ms: float) -> Row:
-    rate = tokens / ms * 1e3
-    return {
-        "shape": shape,
-        "model": name,
-        "run": shape.removeprefix(f"{name} "),
-        "tokens": tokens,
-        "ms": ms,
-        "tokens/s": rate,
-        "figure": f"{rate:.0f} tokens/s",
-    }
+    return {"pass_ms": ms, "parts": parts, "memory": clock.peak(), "workspace": None}
 
 
 def asked(
-    names: Sequence[str] = tuple(LONG_STACKS), lengths: Sequence[int] = LENGTHS, sequences: Sequence[int] = SEQUENCES
+    models: Sequence[str] = tuple(LONG_STACKS),
+    lengths: Sequence[int] = LENGTHS,
+    sequences: Sequence[int] = SEQUENCES,
+    done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted."""
+    """Return the kernels that the rows ask for, also those that are done; sorted."""
     context = max(lengths)
     prompts = [(CHUNK, begin) for begin in range(0, context, CHUNK)]
-    return in_order(asked_by(skeleton(name), prompts, sequences, context) for name in names)
+    return in_order(asked_by(skeleton(name), prompts, sequences, context) for name in models)
 
 
 def asked_by(
@@ -193,16 +171,3 @@ def asked_by(
 
     most, page = max(sequences, default=1), model.page_size
     return asked_of(model, most * -(-context // page) * page, most, all_passes)
-
-
-def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Compile the kernels of all rows in parallel, then yield the rows. done: as in `rows`."""
-    return compiled(asked, rows, done=done)
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_models(parser("million", __doc__, LONG_STACKS), arguments, asked, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

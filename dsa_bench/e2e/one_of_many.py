@@ -1,26 +1,22 @@
 """One GPU's part of a model split over more GPUs than the machine has, without collectives (`silent.py`).
 
-usage: python -m dsa_bench.e2e.one_of_many [--gpus N] [--models MODEL...] [--runs RUN...] [--layers N] [--compile]
-
-Prints a line of JSON per row. The time of N GPUs is computed from these rows and from the collectives of fewer GPUs
-(`computed.py`).
+The time of N GPUs is computed from these rows and from the collectives of fewer GPUs (`computed.py`).
 """
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 
 import torch
 
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, free, parser, quiet, run
-from dsa_bench.e2e.parallel_rows import add_options, asked, chosen, layers_that_fit, part_of_stack, timed
+from dsa_bench.e2e.command import Row, Tell, free, quiet
+from dsa_bench.e2e.parallel_rows import asked, chosen, layers_that_fit, options, part_of_stack, timed
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, with_layers
-from dsa_layers.options import positive
 from dsa_layers.parallel.ranks import ALONE
 
+__all__ = ["OPTIONS", "asked", "rows", "shape"]
 GPUS = 8
+OPTIONS = options(GPUS)
 
 
 def shape(model: str, case: str, gpus: int) -> str:
@@ -71,16 +67,3 @@ def rows(
             }
         del model
         free()
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = parser("one_of_many", __doc__, STACKS)
-    options.add_argument("--gpus", type=positive, default=GPUS, metavar="N", help=f"default: {GPUS}")
-    add_options(options)
-    args = options.parse_args(arguments)
-    choice = partial(rows, args.gpus, args.models, args.runs, args.layers)
-    return run(options, args.compile, partial(asked, args.models, args.runs, args.gpus), choice)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

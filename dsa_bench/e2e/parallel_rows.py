@@ -1,7 +1,6 @@
 """Models on several GPUs: the timed cases, their kernels, and each rank's work. All ranks make the same calls in the
 same order."""
 
-import argparse
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,18 +12,18 @@ import torch
 
 from dsa.runtime.variants import Variant
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, asked_of, free, in_order, quiet
+from dsa_bench.e2e.command import Row, Tell, asked_of, free, in_order, of_models, pass_row, quiet
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_bench.e2e.trace import collectives_share, events_of
-from dsa_layers import options
 from dsa_layers.cache.cache import Cache
 from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.published import published_config
+from dsa_layers.options import positive
 from dsa_layers.parallel.cuts import cuts_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import split
@@ -75,14 +74,23 @@ def names() -> list[str]:
     return list(dict.fromkeys(case.name for model in STACKS for case in cases(model)))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --runs and --layers."""
-    parser.add_argument("--runs", nargs="+", choices=names(), metavar="RUN", help=f"of {', '.join(names())}")
-    parser.add_argument("--layers", type=options.positive, metavar="N", help="of split models (default: all that fit)")
+def options(gpus: int) -> dict[str, dict[str, Any]]:
+    """The options of a benchmark of split models, with the default number of GPUs."""
+    return of_models(STACKS) | {
+        "--gpus": {"type": positive, "default": gpus, "metavar": "N", "help": f"default: {gpus}"},
+        "--runs": {"nargs": "+", "choices": names(), "metavar": "RUN", "help": f"of {', '.join(names())}"},
+        "--layers": {"type": positive, "metavar": "N", "help": "of split models (default: all that fit)"},
+        "--done": {"action": "append", "default": [], "metavar": "SHAPE", "help": "a row that is left out"},
+    }
 
 
-def asked(models: Sequence[str], runs: Collection[str] | None, gpus: int) -> list[Variant]:
-    """Return the kernels that passes of the models ask for, split over `gpus` GPUs and on one; sorted."""
+def asked(
+    gpus: int, models: Sequence[str] = tuple(STACKS), runs: Collection[str] | None = None, **others: Any
+) -> list[Variant]:
+    """Return the kernels that passes of the models ask for, split over `gpus` GPUs and on one; sorted.
+
+    others: options that change no kernel.
+    """
     todo = {name: chosen(name, runs, lambda case: False) for name in models}
     parts = (SilentRanks(0, gpus), ALONE)
     return in_order(asked_of_part(name, ranks, todo[name]) for name in models if todo[name] for ranks in parts)
@@ -183,15 +191,11 @@ def _of_model(
         ms, one, split = measured["ms"], one_gpu.get(case.name), few_ms.get(case.name)
         tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {ms:.2f} ms, shard {measured['shard_ms']}")
         yield measured | {
+            **pass_row(name, case.name, case.tokens, ms),
             "shape": shape(name, case.name, ranks.size),
-            "model": name,
-            "run": case.name,
             "gpus": ranks.size,
             "layers": layers,
             "published_layers": published_layers(name),
-            "tokens": case.tokens,
-            "tokens/s": case.tokens / ms * 1e3,
-            "figure": f"{case.tokens / ms * 1e3:.0f} tokens/s",
             "few_layers": few if case.repeats else None,
             "few_ms": split,
             "one_gpu_ms": one,

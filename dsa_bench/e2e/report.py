@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from dsa.testing import bench, calc_diff
-from dsa_bench.e2e.command import Row, free
+from dsa_bench.e2e.command import Row, by_stack, free, pass_row, quiet
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.peers import replacement
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
@@ -29,7 +29,7 @@ PROMPT_REPEATS, STEP_REPEATS = 10, 20
 
 
 def rows(
-    names: Sequence[str] = tuple(STACKS),
+    models: Sequence[str] = tuple(STACKS),
     prompts: Sequence[tuple[int, int]] = PROMPTS,
     steps: Sequence[tuple[int, int]] = STEPS,
     done: Collection[str] = (),
@@ -47,17 +47,18 @@ def rows(
                 error. A peers' pass with MOST_DIFFERENCE or more, or with NaN, counts as failed
     failed      {what: why} of libraries that are installed and could not be used
     """
-    for name in names:
-        runs = [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
-        if not runs:
-            continue
-        model = stack(name)
-        products = [(m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model)]
-        compile_products(products)
+
+    def todo(name: str) -> list[tuple[str, int, Callable[[Model], Run], int]]:
+        return [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
+
+    def of_stack(
+        name: str, model: Model, runs: Sequence[tuple[str, int, Callable[[Model], Run], int]]
+    ) -> Iterator[Row]:
+        compile_products((m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model))
         for run, tokens, make, repeats in runs:
             yield from _measured(name, run, tokens, model, partial(make, model), repeats)
-        del model
-        free()
+
+    return by_stack(models, todo, stack, of_stack, quiet)
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
@@ -87,10 +88,7 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
         return
     finally:
         free()
-    ms = measured.pop("ms")
-    rate = tokens / ms * 1e3
-    row = {"shape": f"{name} {run}", "model": name, "run": run, "tokens": tokens, "ms": ms, "tokens/s": rate}
-    yield row | {"figure": f"{rate:.0f} tokens/s", **measured}
+    yield pass_row(name, run, tokens, measured["ms"]) | measured
 
 
 def _with_peers(model: Model, ours: Run, repeats: int) -> Row:

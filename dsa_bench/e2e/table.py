@@ -48,19 +48,3 @@ def write_csv(rows: list[Row], path: Path) -> None:
             cells = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
             peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
             writer.writerow([row["model"], row["run"], row["tokens/s"], row["ms"], *cells[0], peer_ms, *cells[1]])
-
-
-def parallel_head() -> str:
-    columns = f"{'ms':>10}{'tokens/s':>11}{'GB a GPU':>10}{'collectives':>13}{'efficiency':>12}{'speed-up':>10}"
-    return f"{'model':<9} {'layers':>8} {'run':<18}{columns}"
-
-
-def parallel_line(row: Row) -> str:
-    """Return the line of a model on several GPUs."""
-    layers = f"{row['layers']} of {row['published_layers']}"
-    text = f"{row['model']:<9} {layers:>8} {row['run']:<18}{row['ms']:10.2f}{row['tokens/s']:11.0f}"
-    text += f"{row['memory'] / 1e9:10.1f}"
-    if row["efficiency"] is None:
-        return text
-    text += f"{row['collectives']:13.1%}{row['efficiency']:12.2f}{row['speedup']:10.2f}"
-    return text

@@ -95,12 +95,12 @@ def test_layers_that_fit():
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
     """Every pass of every part reaches its launches, with the sizes of 2 and of 8 GPUs."""
-    of_two = asked([*STACKS], None, 2)
+    of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
-    assert len(asked(["V3.2"], ["decode 1 x 8192"], 2)) < len(of_two) / 2
-    assert asked(["V3.2"], ["prefill 1048576"], 2) == []
-    assert asked(["GLM-5"], None, 8)
+    assert len(asked(2, ["V3.2"], ["decode 1 x 8192"])) < len(of_two) / 2
+    assert asked(2, ["V3.2"], ["prefill 1048576"]) == []
+    assert asked(8, ["GLM-5"], layers=3)
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
