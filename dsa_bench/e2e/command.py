@@ -6,7 +6,6 @@ The module dsa_bench.e2e.NAME of a benchmark (`NAMES`) has
   asked    options -> the kernels that the rows ask for, if they are compiled in advance
 """
 
-import gc
 import importlib
 import json
 import os
@@ -17,11 +16,10 @@ from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
-import torch
-
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.private_files import private_folder
 from dsa.runtime.variants import Variant
+from dsa_bench.harness.calls import free
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation.build import build
 from dsa_layers.compilation.passes import META
@@ -133,9 +131,3 @@ def pass_row(model: str, run: str, tokens: int, ms: float) -> Row:
     rate = tokens / ms * 1e3
     row = {"shape": f"{model} {run}", "model": model, "run": run, "tokens": tokens}
     return row | {"ms": ms, "tokens/s": rate, "figure": f"{rate:.0f} tokens/s"}
-
-
-def free() -> None:
-    """Free what is no longer referenced, and the GPU memory that torch caches."""
-    gc.collect()
-    torch.cuda.empty_cache()

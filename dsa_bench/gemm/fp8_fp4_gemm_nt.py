@@ -22,7 +22,7 @@ _SHORT = 512  # up to so many tokens a call takes about as long as its launches
 
 
 def prepare() -> None:
-    deep_gemm.compile_grouped_products(SHAPES)
+    deep_gemm.compile_products(SHAPES)
 
 
 def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> Case:

@@ -99,7 +99,7 @@ def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None
 def prepare() -> None:
     """Compile DeepGEMM's products in parallel. One after the other, they would keep nvcc busy for minutes."""
     deep_gemm.compile_products(shape[:3] for shape in SHAPES if shape[3] is None)
-    deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
+    deep_gemm.compile_products(shape for shape in SHAPES if shape[3] is not None)
 
 
 def weights_like(b: Scaled, rows: int) -> list[Scaled]:

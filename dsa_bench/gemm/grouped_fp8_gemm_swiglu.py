@@ -21,7 +21,7 @@ _SHORT = 512  # up to so many tokens a call takes about as long as its launches
 
 
 def prepare() -> None:
-    deep_gemm.compile_grouped_products(
+    deep_gemm.compile_products(
         (tokens, 2 * inner, channels, experts, top_k) for tokens, inner, channels, experts, top_k, _ in SHAPES
     )
 

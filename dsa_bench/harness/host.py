@@ -5,7 +5,6 @@ and small ones where the benchmark lists some for peers. Hosts differ by a facto
 a call of a PyTorch function, for comparisons between machines.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 
 from dsa.ops import op_modules
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, free
 from dsa_bench.harness.case import OURS, Case, load, row
 
 CALLS, BLOCKS = 40, 15  # calls between two waits for the GPU, and timed blocks
@@ -39,9 +38,7 @@ def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         module = load(name)
         torch.manual_seed(0)
         yield _row(name, module.case(*getattr(module, "PROBED", module.SHAPES)[0]))
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free()
 
 
 def _row(name: str, case: Case) -> dict[str, Any]:

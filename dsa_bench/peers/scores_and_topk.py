@@ -1,6 +1,6 @@
 """Index scores and selection as in engines: DeepGEMM's scores followed by another library's top-k."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -26,39 +26,35 @@ def _queries(kv) -> int:
 
 
 def _in_parts(make: topk.Make, module: ModuleType, q, kv, weights, starts, ends, k: int) -> Call:
-    out, size, select = torch.empty(len(q), k, dtype=torch.int32, device=q.device), _queries(kv), make(ends)
-    parts = [slice(first, first + size) for first in range(0, len(q), size)]
-    scores = [deep_gemm.new_mqa_logits(module, q[part], kv, weights[part], starts[part], ends[part]) for part in parts]
-
-    def call() -> torch.Tensor:
-        for part, of_part in zip(parts, scores):
-            select(of_part(), ends[part], out[part])
-        return out
-
-    return call
+    size = _queries(kv)
+    parts = zip(*(x.split(size) for x in (q, weights, starts, ends)))
+    scores = [deep_gemm.new_mqa_logits(module, q, kv, *others) for q, *others in parts]
+    return _selecting(make, k, scores, ends, size)
 
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
     """Indices [B next_n, k], in any order, of (q, pages, weights, lengths [B], block_table, columns). The scores' plan
     is made outside the timing."""
-    inputs, peers = list(inputs), Peers()
-    q = inputs[0][0]
-    of_scores = deep_gemm.paged_mqa_logits(inputs)
-    peers.failed |= {name: why for name, why in of_scores.failed.items() if name == deep_gemm.NEW.name}
-    scores = of_scores.calls.get(deep_gemm.NEW.name)
-    if scores is None:
-        return peers
-    pairs = [(one, deep_gemm.visible_keys(given[3], q.shape[1]).flatten()) for one, given in zip(scores, inputs)]
-    for name, (library, make) in topk.those_for(q.shape[0] * q.shape[1], k).items():
-        peers |= Peers.of({library: partial(_both, make, k)}, pairs, f"{deep_gemm.NEW.name}, {name}")
+    inputs, name = list(inputs), deep_gemm.NEW.name
+    next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
+    peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})
+    lengths = [deep_gemm.visible_keys(given[3], next_n).flatten() for given in inputs]
+    pairs = [([scores], each, len(each)) for scores, each in zip(found.calls.get(name, ()), lengths)]
+    for selector, (library, make) in topk.those_for(len(lengths[0]), k).items() if pairs else ():
+        peers |= Peers.of(
+            {library: lambda module, *pair, make=make: _selecting(make, k, *pair)}, pairs, f"{name}, {selector}"
+        )
     return peers
 
 
-def _both(make: topk.Make, k: int, module: ModuleType, scores: Call, lengths: torch.Tensor) -> Call:
+def _selecting(make: topk.Make, k: int, scores: Sequence[Call], lengths: torch.Tensor, size: int) -> Call:
+    """Select from the scores of `size` rows at a time, into one tensor."""
     out, select = torch.empty(len(lengths), k, dtype=torch.int32, device=lengths.device), make(lengths)
+    parts = [*zip(scores, lengths.split(size), out.split(size))]
 
     def call() -> torch.Tensor:
-        select(scores(), lengths, out)
+        for of_part, lengths_of_part, out_of_part in parts:
+            select(of_part(), lengths_of_part, out_of_part)
         return out
 
     return call

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.harness.calls import Call, Peers, into
 from dsa_bench.peers.operators import SGLANG, VLLM
 from dsa_bench.peers.package import Operators, SourceFile
 
@@ -59,13 +59,8 @@ def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
 
 
 def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: torch.Tensor, k: int) -> Call:
-    out, topk = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device), make(lengths)
-
-    def call() -> torch.Tensor:
-        topk(scores, lengths, out)
-        return out
-
-    return call
+    out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
+    return partial(into, out, partial(make(lengths), scores, lengths, out))
 
 
 def _prefill(lengths: torch.Tensor) -> TopK:
