@@ -7,8 +7,8 @@ import torch
 
 import dsa
 from dsa.reference import per_token_cast_to_fp8
-from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.case import Call, Case, agree, bf16, bytes_rate, fresh_calls
+from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, same_contents, shuffled_slots
+from dsa_bench.harness.case import Call, Case, agree, bf16, bytes_rate, fresh_calls, into
 
 # tokens; direction; the cache's layout. Rows are bf16.
 SHAPES = [
@@ -28,11 +28,6 @@ def _planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = pages.shape[:2]
     rows = pages.as_strided((*shape, 576), (pages.stride(0), 576, 1))
     return rows, pages.as_strided((*shape, 8), (pages.stride(0), 8, 1), PAGE * 576)
-
-
-def _write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    dsa.write_kv_cache(kv, pages, slots)
-    return pages
 
 
 def _torch_write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -72,7 +67,7 @@ def _calls(tokens: int, what: str, layout: str) -> dict[str, Call]:
     if what == "write":
         # Two caches, because the contents are compared.
         plain = partial(_torch_write, kv, empty_pages(tokens, layout), slots)
-        return {"dsa": partial(_write, kv, pages, slots), "torch": plain}
+        return {"dsa": partial(into, pages, partial(dsa.write_kv_cache, kv, pages, slots)), "torch": plain}
     dsa.write_kv_cache(kv, pages, slots)
     ours = partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16)
     return {"dsa": ours, "torch": partial(_torch_read, pages, slots)}
@@ -81,15 +76,13 @@ def _calls(tokens: int, what: str, layout: str) -> dict[str, Call]:
 def case(tokens: int, what: str, layout: str) -> Case:
     size = tokens * (2 * DIMS[layout] + BYTES[layout] + 8)
 
-    def agree_on_pages(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        slots = torch.arange(tokens, device=ours.device)
-        agree(*(dsa.read_kv_cache(pages, slots, dtype=torch.bfloat16) for pages in (theirs, ours)))
-
+    read = partial(dsa.read_kv_cache, dtype=torch.bfloat16)
+    same = same_contents(read, torch.arange(tokens, device="cuda"))
     return Case(
         f"{what} {tokens} tokens, {layout}",
         fresh_calls(size, partial(_calls, tokens, what, layout)),
         bytes_rate(size),
         graph=True,
         baselines={"torch"},
-        agree=agree_on_pages if what == "write" else agree,
+        agree=same if what == "write" else agree,
     )

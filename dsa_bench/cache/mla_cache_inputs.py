@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls
+from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls, into
 
 # tokens; the cache's layout; whether the rows are returned as well
 SHAPES = [
@@ -29,9 +29,7 @@ def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
     # Two caches, because the contents are compared.
     cache, apart = (empty_pages(tokens, layout) for _ in range(2))
 
-    def in_one() -> Results:
-        dsa.write_mla_cache(kv, gain, cos, sin, cache, slots, out=out)
-        return cache, out
+    write = partial(dsa.write_mla_cache, kv, gain, cos, sin, cache, slots, out=out)
 
     def separately() -> Results:
         x = kv[:, :NORMED].float()
@@ -40,7 +38,7 @@ def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
         dsa.write_kv_cache(row, apart, slots)
         return apart, dsa.read_kv_cache(apart, slots, dtype=kv.dtype) if keep else None
 
-    return {"dsa": in_one, "separate": separately}
+    return {"dsa": partial(into, (cache, out), write), "separate": separately}
 
 
 def case(tokens: int, layout: str, keep: bool) -> Case:

@@ -26,7 +26,7 @@ from dsa_bench.harness.agreement import (
     some,
 )
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call, Peers, over, reason
+from dsa_bench.harness.calls import Call, Peers, into, over, reason
 from dsa_bench.harness.inputs import (
     Scaled,
     activations,
@@ -72,6 +72,7 @@ __all__ = [
     "fresh",
     "fresh_calls",
     "fresh_matrices",
+    "into",
     "load",
     "microseconds",
     "nearer_rate",
