@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
-from dsa_bench.harness.case import Case, Peers, agree, bf16, bytes_case
+from dsa_bench.harness.case import Case, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream; more than 4 tokens run the two separate kernels
@@ -20,16 +20,6 @@ def _apart(*arguments: torch.Tensor) -> Inputs:
     return new, dsa.hyper_mix(new, parts)
 
 
-def _agree(theirs: Inputs, ours: Inputs) -> None:
-    """The peer's second tensor holds partial sums."""
-    new, products = theirs
-    agree((new, products.sum(0)), ours)
-
-
-def _peers(inputs: list[Inputs]) -> Peers:
-    return peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs)
-
-
 def case(tokens: int, d: int) -> Case:
     def inputs() -> Inputs:
         post, comb = (torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
@@ -37,4 +27,13 @@ def case(tokens: int, d: int) -> Case:
 
     size = 2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS)
     functions = {"dsa": dsa.hyper_expand_mix, "apart": _apart}
-    return bytes_case(f"{tokens} tokens, D {d}", size, inputs, functions, _peers, yardsticks={"apart"}, agree=_agree)
+    return bytes_case(
+        f"{tokens} tokens, D {d}",
+        size,
+        inputs,
+        functions,
+        lambda inputs: peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs),
+        yardsticks={"apart"},
+        # The peer's second tensor holds partial sums.
+        agree=lambda theirs, ours: agree((theirs[0], theirs[1].sum(0)), ours),
+    )

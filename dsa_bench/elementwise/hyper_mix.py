@@ -8,7 +8,7 @@ squares, which our collapse does.
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, Peers, agree, bf16, bytes_case
+from dsa_bench.harness.case import Case, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream
@@ -33,14 +33,18 @@ def _agree(theirs: torch.Tensor | Inputs, ours: torch.Tensor) -> None:
     agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours)
 
 
-def _peers(inputs: list[Inputs]) -> Peers:
-    return peers.project((streams, matrix(parts)) for streams, parts in inputs)
-
-
 def case(tokens: int, d: int) -> Case:
     def inputs() -> Inputs:
         return bf16(tokens, 4, d), bf16(3, OUTPUTS, 4 * d)
 
     size = 2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS
     name, functions = f"{tokens} tokens, D {d}, bf16", {"dsa": dsa.hyper_mix, "torch": product}
-    return bytes_case(name, size, inputs, functions, _peers, baselines={"torch"}, agree=_agree)
+    return bytes_case(
+        name,
+        size,
+        inputs,
+        functions,
+        lambda inputs: peers.project((x, matrix(parts)) for x, parts in inputs),
+        baselines={"torch"},
+        agree=_agree,
+    )

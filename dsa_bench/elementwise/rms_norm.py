@@ -23,10 +23,6 @@ SHAPES = [
 EPS = 1e-6
 
 
-def _torch_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-
-
 def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> Case:
     def one() -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = f32(channels).requires_grad_(gradients) if weighted else None
@@ -46,6 +42,8 @@ def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> C
         (x, None if weight is None else weight.detach().to(x.dtype).requires_grad_(gradients)) for x, weight in inputs
     ]
     calls = over(inputs, {"dsa": partial(call, dsa.rms_norm), "formula": partial(call, reference.rms_norm)})
-    calls |= over(narrow, {"torch": partial(call, _torch_norm)})
+    calls |= over(
+        narrow, {"torch": partial(call, lambda x, *rest: torch.nn.functional.rms_norm(x, x.shape[-1:], *rest))}
+    )
     name = f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}"
     return Case(name, calls, bytes_rate(size), graph=True, baselines={"torch", "formula"})

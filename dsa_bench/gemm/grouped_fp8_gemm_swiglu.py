@@ -43,22 +43,17 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     def cast(gate_up: torch.Tensor) -> Scaled:
         return dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=limit)
 
-    def separate() -> Scaled:
-        return cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))
-
-    def with_cast(product: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        out, places = product
-        return *cast(out), places
-
     fused = partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)
     size = deep_gemm.used(ends) * 2 * inner * channels + tokens * channels + len(rows) * inner
     bound = "" if limit is None else f", limit {limit:g}"
     return Case(
         f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}",
-        {"dsa": [fused], _THREE: [separate]},
+        {"dsa": [fused], _THREE: [lambda: cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))]},
         plain_rate(size, 2 * len(rows) * 2 * inner * channels),
         # DeepGEMM's product has padding between the experts' rows, which is cast too.
-        deep_gemm.grouped_product(gathered(), b, ends).renamed("{}, our cast").then(with_cast),
+        deep_gemm.grouped_product(gathered(), b, ends)
+        .renamed("{}, our cast")
+        .then(lambda product: (*cast(product[0]), product[1])),
         graph=tokens <= _SHORT,
         repeats=15,
         yardsticks={_THREE},

@@ -40,9 +40,8 @@ def prepare() -> None:
 
 
 def case(rows: int, columns: int, channels: int) -> Case:
-    q, s = _activations(channels)
-    a, matrices, short = (q[:rows], s[:rows]), _weights(columns, channels), rows <= SHORT
-    matrices = matrices if short else matrices[:1]
+    ((q, s), matrices), short = _operands(columns, channels), rows <= SHORT
+    a, matrices = (q[:rows], s[:rows]), matrices if short else matrices[:1]
     return Case(
         f"{rows} x {columns} x {channels}",
         {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in matrices]},
@@ -55,15 +54,9 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 
 @lru_cache(1)
-def _activations(channels: int) -> Scaled:
-    """Rows for the largest shape."""
-    return activations(max(ROWS), channels)
-
-
-@lru_cache(1)
-def _weights(columns: int, channels: int) -> list[Scaled]:
-    """Matrices for the smallest number of rows."""
-    return weights_like(weights(columns, channels), rows=1)
+def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
+    """Rows for the largest shape, and matrices for the smallest number of rows."""
+    return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:

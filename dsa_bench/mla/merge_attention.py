@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import torch
-
 import dsa
 from dsa_bench.harness.case import Case, Peers, bf16, bytes_rate, f32, fresh
 from dsa_bench.peers import operators
@@ -22,13 +20,11 @@ PROBED = [(128, 16, 2, False)]
 D_V = 512
 
 
-def _branches(tokens: int, heads: int, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [bf16(tokens, heads, D_V) for _ in range(count)], [f32(tokens, heads) for _ in range(count)]
-
-
 def case(tokens: int, heads: int, count: int, with_sink: bool) -> Case:
     size = tokens * heads * ((count + 1) * (2 * D_V + 4))
-    inputs = fresh(size, partial(_branches, tokens, heads, count))
+    inputs = fresh(
+        size, lambda: ([bf16(tokens, heads, D_V) for _ in range(count)], [f32(tokens, heads) for _ in range(count)])
+    )
     sink = f32(heads) if with_sink else None
     peers = operators.merge(inputs) if count == 2 and not with_sink else Peers()
     calls = {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]}

@@ -64,12 +64,15 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
             calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *absorbed, None, (indices >= 0).sum(-1).int())]
     figure = flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm)
     yardsticks = {ABSORBED, CUDNN.name} if selecting else set()
-    return Case(name, calls, figure, peers, yardsticks=yardsticks, agree=_agree)
-
-
-def _agree(theirs: torch.Tensor, ours: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """cuDNN's result has a dimension of sequences, and heads before tokens."""
-    agree(theirs.transpose(1, 2).flatten(0, 1), ours)
+    # cuDNN's result has a dimension of sequences, and heads before tokens.
+    return Case(
+        name,
+        calls,
+        figure,
+        peers,
+        yardsticks=yardsticks,
+        agree=lambda theirs, ours: agree(theirs.transpose(1, 2).flatten(0, 1), ours),
+    )
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:

@@ -23,13 +23,10 @@ PROBED = [(512, 64, 512, False)]
 QUERIES, KEYS, D_V = 8192, 8192, 512
 
 
-def _indices(selected: int) -> torch.Tensor:
-    return torch.cat([selected_keys(1024, KEYS, selected) for _ in range(QUERIES // 1024)])[:, None].contiguous()
-
-
 def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
     q, kv = bf16(QUERIES, heads, d) / 10, bf16(KEYS, 1, d) / 10
-    indices, scale, sink = _indices(selected), d**-0.5, torch.zeros(heads, device="cuda")
+    indices = torch.cat([selected_keys(1024, KEYS, selected) for _ in range(QUERIES // 1024)])[:, None].contiguous()
+    scale, sink = d**-0.5, torch.zeros(heads, device="cuda")
     out, _, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, attn_sink=sink)
     inputs = (q, kv, indices, scale, sink, out, lse, torch.randn_like(out))
     calls, peers = {"dsa": [partial(gradients, *inputs, None, deterministic)]}, cudnn.attention_backward([inputs])

@@ -154,7 +154,7 @@ def test_the_probe_says_what_is_wrong(peers, small, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
-    monkeypatch.setattr(cases.load("merge_attention"), "_branches", lambda *shape: 1 / 0)
+    monkeypatch.setattr(cases.load("merge_attention"), "fresh", lambda *arguments: 1 / 0)
     assert probe.main(["merge_attention", "per_token_cast_to_fp8"]) == 1
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("dsa ") and first.endswith("failed: division by zero")
