@@ -27,7 +27,7 @@ from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.layers import joint_linear
 
-NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "one_of_many", "parallel")
+NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "parallel")
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 Run = TypeVar("Run")

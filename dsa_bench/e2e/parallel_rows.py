@@ -12,7 +12,7 @@ import torch
 
 from dsa.runtime.variants import Variant
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, asked_of, free, in_order, of_models, pass_row, quiet
+from dsa_bench.e2e.command import Row, Tell, asked_of, free, in_order, pass_row, quiet
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
@@ -23,7 +23,6 @@ from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.published import published_config
-from dsa_layers.options import positive
 from dsa_layers.parallel.cuts import cuts_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import split
@@ -64,24 +63,9 @@ def cases(model: str) -> list[Case]:
     return [*prompts, *steps]
 
 
-def chosen(model: str, runs: Collection[str] | None, is_done: Callable[[str], bool]) -> list[Case]:
-    """Return the cases of a model that are not done: all, or those named in `runs`."""
-    return [case for case in cases(model) if (runs is None or case.name in runs) and not is_done(case.name)]
-
-
 def names() -> list[str]:
     """Return the names of all models' cases."""
     return list(dict.fromkeys(case.name for model in STACKS for case in cases(model)))
-
-
-def options(gpus: int) -> dict[str, dict[str, Any]]:
-    """The options of a benchmark of split models, with the default number of GPUs."""
-    return of_models(STACKS) | {
-        "--gpus": {"type": positive, "default": gpus, "metavar": "N", "help": f"default: {gpus}"},
-        "--runs": {"nargs": "+", "choices": names(), "metavar": "RUN", "help": f"of {', '.join(names())}"},
-        "--layers": {"type": positive, "metavar": "N", "help": "of split models (default: all that fit)"},
-        "--done": {"action": "append", "default": [], "metavar": "SHAPE", "help": "a row that is left out"},
-    }
 
 
 def asked(
@@ -91,7 +75,7 @@ def asked(
 
     others: options that change no kernel.
     """
-    todo = {name: chosen(name, runs, lambda case: False) for name in models}
+    todo = {name: [case for case in cases(name) if runs is None or case.name in runs] for name in models}
     parts = (SilentRanks(0, gpus), ALONE)
     return in_order(asked_of_part(name, ranks, todo[name]) for name in models if todo[name] for ranks in parts)
 
@@ -114,8 +98,15 @@ def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]
     return asked_of(model, max(case.held for case in todo), 1024, all_passes)
 
 
-def shape(model: str, case: str, gpus: int) -> str:
-    return f"{model} {case}, {gpus} GPUs"
+def shape(model: str, case: str, gpus: int, one: bool = False) -> str:
+    """The name of a row. one: of one GPU's part."""
+    return f"{model} {case}, {'one of ' if one else ''}{gpus} GPUs"
+
+
+def todo(model: str, gpus: int, runs: Collection[str] | None, done: Collection[str], one: bool = False) -> list[Case]:
+    """Return the cases of a model that are not done: all, or those named in `runs`."""
+    found = (case for case in cases(model) if runs is None or case.name in runs)
+    return [case for case in found if shape(model, case.name, gpus, one) not in done]
 
 
 def rank_rows(
@@ -140,9 +131,49 @@ def rank_rows(
                 split over all GPUs; speedup is one_gpu_ms / few_ms
     """
     for name in models:
-        todo = chosen(name, runs, lambda case, name=name: shape(name, case, ranks.size) in done)
-        if todo:
-            yield from _of_model(name, todo, ranks, clock, layers, tell)
+        if found := todo(name, ranks.size, runs, done):
+            yield from _of_model(name, found, ranks, clock, layers, tell)
+
+
+def part_rows(
+    gpus: int,
+    models: Sequence[str] = tuple(STACKS),
+    runs: Collection[str] | None = None,
+    layers: int | None = None,
+    done: Collection[str] = (),
+    clock: Clock | None = None,
+    tell: Tell = quiet,
+) -> Iterator[Row]:
+    """Yield {"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "shard_ms", "memory", "ms",
+    "figure"} of the first of `gpus` GPUs, of which the machine needs one: the part runs without collectives
+    (`silent.py`). The time of all GPUs is computed from these rows and from the collectives of fewer (`computed.py`).
+
+    Prompts that are computed once have no row. ms is shard_ms. clock: by default of the current GPU. Other fields and
+    arguments: as in `rank_rows`.
+    """
+    clock = clock or Clock(ALONE, torch.device("cuda", torch.cuda.current_device()))
+    ranks = SilentRanks(0, gpus)
+    for name in models:
+        found = [case for case in todo(name, gpus, runs, done, one=True) if case.repeats]
+        if not found:
+            continue
+        most = layers or layers_that_fit(name, gpus, clock.free(), max(case.held for case in found))
+        model = part_of_stack(name, ranks, clock, tell, **with_layers(name, most))
+        for case in found:
+            clock.forget_peak()
+            with without_collectives(model, ranks):
+                ms = timed(model, case, clock).median().item()
+            tell(f"{name} {case.name}, {most} layers, one of {gpus}: {ms:.2f} ms")
+            figures = {"shard_ms": ms, "memory": clock.peak(), "ms": ms, "figure": f"{ms:.2f} ms in silence"}
+            yield _case(name, case, gpus, most, one=True) | figures
+        del model
+        free()
+
+
+def _case(name: str, case: Case, gpus: int, layers: int, one: bool = False) -> Row:
+    """Return what a row says of a case."""
+    row = {"shape": shape(name, case.name, gpus, one), "model": name, "run": case.name, "gpus": gpus, "layers": layers}
+    return row | {"published_layers": published_layers(name), "tokens": case.tokens}
 
 
 def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
@@ -190,17 +221,17 @@ def _of_model(
         measured = _measured(model, case, ranks, clock)
         ms, one, split = measured["ms"], one_gpu.get(case.name), few_ms.get(case.name)
         tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {ms:.2f} ms, shard {measured['shard_ms']}")
-        yield measured | {
-            **pass_row(name, case.name, case.tokens, ms),
-            "shape": shape(name, case.name, ranks.size),
-            "gpus": ranks.size,
-            "layers": layers,
-            "published_layers": published_layers(name),
-            "few_layers": few if case.repeats else None,
-            "few_ms": split,
-            "one_gpu_ms": one,
-            "speedup": one / split if case.repeats else None,
-        }
+        yield (
+            pass_row(name, case.name, case.tokens, ms)
+            | _case(name, case, ranks.size, layers)
+            | measured
+            | {
+                "few_layers": few if case.repeats else None,
+                "few_ms": split,
+                "one_gpu_ms": one,
+                "speedup": one / split if case.repeats else None,
+            }
+        )
     del model
     free()
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from dsa_bench.e2e import one_of_many, parallel_rows, stacks
+from dsa_bench.e2e import parallel_rows, stacks
 from dsa_bench.e2e.clock import Clock
 from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
@@ -81,7 +81,7 @@ def rows(ranks, options):
 def rows_of_a_part(ranks, options):
     """Return the rows of one of two GPUs, which this process computes alone."""
     make_small()
-    return [*one_of_many.rows(2, clock=HostClock(ALONE), **options)]
+    return [*parallel_rows.part_rows(2, clock=HostClock(ALONE), **options)]
 
 
 def error_of_other_weights(ranks, options):

@@ -21,7 +21,7 @@ NO_GPU = "a benchmark needs a GPU with kernels: no GPU"
         (["parallel", "--gpus", "1"], None, "--gpus: must be at least 2 and at most the 2 that torch sees, got 1"),
         (["parallel", "--gpus", "4"], None, "--gpus: must be at least 2 and at most the 2 that torch sees, got 4"),
         (["parallel", "--models", "V5"], "no GPU", "argument --models: invalid choice: 'V5'"),
-        (["one_of_many", "--runs", "prefill 5"], "no GPU", "argument --runs: invalid choice: 'prefill 5'"),
+        (["parallel", "--runs", "prefill 5"], "no GPU", "argument --runs: invalid choice: 'prefill 5'"),
         *(([name], "no GPU", NO_GPU) for name in shared.NAMES),
         (["against_transformers"], None, "the benchmark needs transformers: pip install transformers"),
         (["against_transformers", "--layers", "0"], None, "argument --layers: must be at least 1, got 0"),
@@ -43,15 +43,11 @@ def test_bench_e2e_needs_a_gpu_and_has_no_profile(capsys):
     assert main(["bench", "e2e", "--profile"]) == 2 and "--profile: is for one op" in capsys.readouterr().err
 
 
-SPLIT = {"runs": None, "layers": None, "done": []}
-
-
 @pytest.mark.parametrize(
     ("name", "others"),
     [
         *((name, {}) for name in ("drafts", "latency", "million")),
-        ("one_of_many", SPLIT | {"gpus": 8}),
-        ("parallel", SPLIT | {"gpus": 2}),
+        ("parallel", {"gpus": 2, "one": False, "runs": None, "layers": None, "done": []}),
     ],
 )
 def test_a_command_prints_a_line_per_row_or_only_compiles(name, others, capsys, monkeypatch, gpu):

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from dsa_bench.e2e import one_of_many
 from dsa_bench.e2e.parallel_rows import RESERVE, asked, asked_of_part, cases, layers_that_fit, names, shape
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, skeleton, with_layers
@@ -145,11 +144,11 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
 
 
 def test_one_process_computes_the_rows_of_one_of_many_gpus():
-    done = [one_of_many.shape("V4-Flash", "prefill 40", 2)]
+    done = [shape("V4-Flash", "prefill 40", 2, one=True)]
     (rows,) = in_ranks(1, parallel_ranks.rows_of_a_part, {"models": ["V4-Flash"], "layers": 3, "done": done})
     assert [row["run"] for row in rows] == [run for run in OFTEN if run != "prefill 40"]
     for row in rows:
-        assert row["shape"] == one_of_many.shape("V4-Flash", row["run"], 2) and row["ms"] == row["shard_ms"] > 0
+        assert row["shape"] == shape("V4-Flash", row["run"], 2, one=True) and row["ms"] == row["shard_ms"] > 0
         assert (row["gpus"], row["layers"], row["published_layers"], row["memory"]) == (2, 3, 43, 10**9)
 
 
