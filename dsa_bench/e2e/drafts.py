@@ -20,7 +20,7 @@ from dsa_bench.e2e.full_depth import (
     full_depth,
     pass_bytes,
 )
-from dsa_bench.e2e.runs import Cached, fill
+from dsa_bench.e2e.runs import Cached, fill, filled
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
 from dsa_bench.harness.case import copy
 from dsa_layers.cache.cache import Cache
@@ -35,7 +35,6 @@ SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
 REPEATS = 20
 OPTIONS = of_models(STACKS)
-SPARE = 1  # page and state slot for padding sequences
 
 
 def tokens_a_round(drafts: int, acceptance: float = ACCEPTANCE) -> float:
@@ -61,13 +60,10 @@ class DraftedDecoding:
 
     def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
         self._model, self._drafts, self._device = model, drafts, next(model.parameters()).device
-        pages = -(-context // model.page_size)
-        self._cache = model.make_cache(count * pages + SPARE, device=self._device, state_slots=count + SPARE)
-        fill(self._cache)
-        allocate, slots = self._cache.allocator.allocate, self._cache.state_slots.allocate(count)
+        self._cache, places = filled(model, count, context)
         # The last token of the sequence in slot s is 1 + s.
-        guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for slot in slots]
-        self._sequences = [Cached(allocate(pages), slot, context - drafts, some) for slot, some in zip(slots, guesses)]
+        guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for _, slot in places]
+        self._sequences = [Cached(*place, context - drafts, some) for place, some in zip(places, guesses)]
         self._step = _RepeatedDecode(model, self._cache, drafts=drafts, capture=False)
         with experts_touched() as found:
             results = self._step(self._sequences)

@@ -15,6 +15,7 @@ import torch
 
 from dsa.runtime.variants import Variant
 from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
+from dsa_bench.e2e.runs import parts_of_prompts
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
@@ -128,17 +129,9 @@ def asked(
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
     """Return (new, earlier) tokens of each prompt in each pass, in the generator's order."""
-    found, of_pass = [], []
-    for length in _lengths(sizes):
-        cached = 0
-        while cached < length:
-            new = min(length - cached, chunk - sum(n for n, _ in of_pass))
-            of_pass.append((new, cached))
-            cached += new
-            if sum(n for n, _ in of_pass) == chunk:
-                found.append(tuple(of_pass))
-                of_pass = []
-    return [*found, tuple(of_pass)] if of_pass else found
+    lengths = _lengths(sizes)
+    passes_over = (parts_of_prompts(lengths, begin, begin + chunk) for begin in range(0, sum(lengths), chunk))
+    return [tuple((new, cached) for _, new, cached in parts) for parts in passes_over]
 
 
 def rows(

@@ -11,12 +11,11 @@ from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, pass_row, quiet
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
-from dsa_bench.e2e.runs import decode
+from dsa_bench.e2e.runs import Prompts, decode
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
-from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
-from dsa_layers.families.model import CheckpointModel, Model
+from dsa_layers.families.model import CheckpointModel
 from dsa_layers.parallel.ranks import ALONE
 
 LENGTHS = (131072, 262144, 524288, 1048576)
@@ -26,24 +25,6 @@ STEP_REPEATS = 20
 SHORT = 2  # the first pass that selects; it has few keys, so its memory is activations
 RESERVE = 4 << 30  # bytes: more than a step takes without weights and caches
 WARM = 8  # every eighth pass runs once before the timing, which loads the kernels of all lengths
-
-
-class LongPrompt:
-    """A prompt of `tokens` tokens and its cache. Each pass computes `chunk` tokens, the last pass the rest."""
-
-    def __init__(self, model: Model, tokens: int, chunk: int) -> None:
-        self._model, self.tokens, self.chunk = model, tokens, chunk
-        self._device = next(model.parameters()).device
-        self._pages = range(-(-tokens // model.page_size))
-        self.cache = model.make_cache(len(self._pages), device=self._device, state_slots=1)
-
-    @torch.inference_mode()
-    def compute(self, begin: int) -> torch.Tensor:
-        """Run the pass over the tokens from `begin` on. Returns the logits of its last token."""
-        end = min(begin + self.chunk, self.tokens)
-        batch = prefill_batch([Chunk(end - begin, begin, self._pages, 0)], self.cache.page_size, self._device)
-        tokens = torch.arange(begin, end, device=self._device) % self._model.config.vocab_size
-        return self._model(tokens, batch, self.cache)
 
 
 def rows(
@@ -99,8 +80,8 @@ def rows(
 
 def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: Clock, tell: Tell) -> Iterator[Row]:
     """Yield the rows of prompts, from their tokens and names."""
-    prompt = LongPrompt(model, max(runs), CHUNK)
-    begins = range(0, prompt.tokens, CHUNK)
+    prompt = Prompts(model, 1, max(runs), CHUNK)
+    begins = prompt.begins
     for begin in {*begins[:SHORT], *begins[::WARM], begins[-1]}:
         prompt.compute(begin)
     tell(f"{name}: every {WARM}th pass has run once")

@@ -10,7 +10,7 @@ import dsa
 from dsa.testing import calc_diff, poison_free_memory
 from dsa_bench.e2e import million
 from dsa_bench.e2e.command import compile_ahead, quiet
-from dsa_bench.e2e.million import LongPrompt
+from dsa_bench.e2e.runs import Prompts
 from dsa_bench.e2e.stacks import skeleton, stack
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.attention import most_read
@@ -56,7 +56,7 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name):
     and where the most latents are read beforehand."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
-    prompt = LongPrompt(model, TOKENS, 8192)
+    prompt = Prompts(model, 1, TOKENS, 8192)
     for tensor in prompt.cache.tensors():
         tensor.view(torch.uint8).random_(0x28, 0x38)
     needed = []
