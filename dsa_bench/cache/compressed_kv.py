@@ -69,11 +69,15 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
     c = 2 * d if m == 4 else d
     read = tokens * sequences * 2 * c * 4 if tokens > 1 else sequences * (2 * m if m == 4 else m) * 2 * d * 4
     size = read + tokens * sequences // (m if tokens > 1 else 1) * (584 if layout == "v4" else d + 4)
-    calls = fresh_calls(size, partial(_calls, tokens, sequences, d, m, layout), most=16)
 
     # A prompt's first entry has no block before it; the separate operations use the last block there.
     first, entries = (1, sequences * tokens // m) if tokens > 1 else (0, sequences)
     read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
-    same = same_contents(read, torch.arange(first, entries, device="cuda"))
-    name = f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=same)
+    return Case(
+        f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}",
+        fresh_calls(size, partial(_calls, tokens, sequences, d, m, layout), most=16),
+        bytes_rate(size),
+        graph=True,
+        baselines={"separate"},
+        agree=same_contents(read, torch.arange(first, entries, device="cuda")),
+    )

@@ -43,9 +43,14 @@ def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
 
 def case(tokens: int, layout: str, keep: bool) -> Case:
     size = tokens * (2 * DIMS[layout] * (2 if keep else 1) + BYTES[layout] + 4 * ROTATED + 8)
-    calls = fresh_calls(size, partial(_calls, tokens, layout, keep))
-    name = f"{tokens} tokens, {layout}{', rows kept' if keep else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=_agree)
+    return Case(
+        f"{tokens} tokens, {layout}{', rows kept' if keep else ''}",
+        fresh_calls(size, partial(_calls, tokens, layout, keep)),
+        bytes_rate(size),
+        graph=True,
+        baselines={"separate"},
+        agree=_agree,
+    )
 
 
 def _agree(theirs: Results, ours: Results) -> None:

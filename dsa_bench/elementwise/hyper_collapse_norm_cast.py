@@ -20,5 +20,10 @@ def case(tokens: int, d: int) -> Case:
         return bf16(tokens, 4, d), f32(tokens, 24), f32(24), f32(3), f32(d)
 
     size = tokens * (2 * 5 * d + d + 4 * d // 128 + 4 * (24 + 20)) + 4 * d
-    functions = {"dsa": dsa.hyper_collapse_norm_cast_to_fp8, "apart": _apart}
-    return bytes_case(f"{tokens} tokens, D {d}", size, inputs, functions, yardsticks={"apart"})
+    return bytes_case(
+        f"{tokens} tokens, D {d}",
+        size,
+        inputs,
+        {"dsa": dsa.hyper_collapse_norm_cast_to_fp8, "apart": _apart},
+        yardsticks={"apart"},
+    )

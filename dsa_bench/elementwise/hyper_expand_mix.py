@@ -26,12 +26,11 @@ def case(tokens: int, d: int) -> Case:
         return bf16(tokens, d), bf16(tokens, 4, d), post, comb, bf16(3, OUTPUTS, 4 * d)
 
     size = 2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS)
-    functions = {"dsa": dsa.hyper_expand_mix, "apart": _apart}
     return bytes_case(
         f"{tokens} tokens, D {d}",
         size,
         inputs,
-        functions,
+        {"dsa": dsa.hyper_expand_mix, "apart": _apart},
         lambda inputs: peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs),
         yardsticks={"apart"},
         # The peer's second tensor holds partial sums.

@@ -38,12 +38,11 @@ def case(tokens: int, d: int) -> Case:
         return bf16(tokens, 4, d), bf16(3, OUTPUTS, 4 * d)
 
     size = 2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS
-    name, functions = f"{tokens} tokens, D {d}, bf16", {"dsa": dsa.hyper_mix, "torch": product}
     return bytes_case(
-        name,
+        f"{tokens} tokens, D {d}, bf16",
         size,
         inputs,
-        functions,
+        {"dsa": dsa.hyper_mix, "torch": product},
         lambda inputs: peers.project((x, matrix(parts)) for x, parts in inputs),
         baselines={"torch"},
         agree=_agree,

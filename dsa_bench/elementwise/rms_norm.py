@@ -45,5 +45,10 @@ def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> C
     calls |= over(
         narrow, {"torch": partial(call, lambda x, *rest: torch.nn.functional.rms_norm(x, x.shape[-1:], *rest))}
     )
-    name = f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"torch", "formula"})
+    return Case(
+        f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}",
+        calls,
+        bytes_rate(size),
+        graph=True,
+        baselines={"torch", "formula"},
+    )

@@ -38,6 +38,10 @@ def case(tokens: int, channels: int, summed: bool) -> Case:
 
     size = tokens * channels * (2 * (4 if summed else 2) + 1 + 4 / 128) + 4 * channels
     fused = dsa.add_rms_norm_cast_to_fp8 if summed else dsa.rms_norm_cast_to_fp8
-    functions = {"dsa": partial(fused, eps=EPS), "apart": _sum_apart if summed else _norm_apart}
-    name = f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0"
-    return bytes_case(name, size, inputs, functions, yardsticks={"apart"})
+    return bytes_case(
+        f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0",
+        size,
+        inputs,
+        {"dsa": partial(fused, eps=EPS), "apart": _sum_apart if summed else _norm_apart},
+        yardsticks={"apart"},
+    )

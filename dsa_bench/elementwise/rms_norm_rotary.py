@@ -21,5 +21,10 @@ def case(tokens: int, heads: int) -> Case:
         return bf16(tokens, heads, _DIM), None, *angles(tokens, _ROTATED)
 
     size = 2 * 2 * tokens * heads * _DIM + 2 * 4 * tokens * _ROTATED // 2
-    functions = {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately}
-    return bytes_case(f"{tokens} x {heads} x {_DIM} bf16", size, inputs, functions, yardsticks={SEPARATE})
+    return bytes_case(
+        f"{tokens} x {heads} x {_DIM} bf16",
+        size,
+        inputs,
+        {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately},
+        yardsticks={SEPARATE},
+    )

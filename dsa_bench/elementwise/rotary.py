@@ -27,9 +27,15 @@ def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, i
 
     kind = {"interleaved": interleaved, "dims": dims}
     inputs = fresh(2 * tokens * heads * channels, one)
-    ours = [partial(dsa.apply_rotary, *i, **kind, out=i[0] if in_place else None) for i in inputs]
-    calls = {"dsa": ours, **over(inputs, {"formula": partial(reference.apply_rotary, **kind)})}
     size = 2 * 2 * tokens * heads * (ROTATED if in_place else channels) + 2 * 4 * tokens * ROTATED // 2
     pairs = "neighbours" if interleaved else "halves"
-    name = f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"formula"})
+    return Case(
+        f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}",
+        {
+            "dsa": [partial(dsa.apply_rotary, *i, **kind, out=i[0] if in_place else None) for i in inputs],
+            **over(inputs, {"formula": partial(reference.apply_rotary, **kind)}),
+        },
+        bytes_rate(size),
+        graph=True,
+        baselines={"formula"},
+    )

@@ -36,15 +36,14 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")
     b = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu), scale
     wide = _widened(packed, exponents), scale
-    calls = {
-        "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
-        _FP8: [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
-    }
     size = deep_gemm.used(ends) * columns * channels * (1 / 2 + 1 / 32) + m * (channels + 2 * columns)
     rate = plain_rate(size, 2 * m * columns * channels)
     return Case(
         f"{tokens} x {columns} x {channels}, {top_k} of {experts} experts",
-        calls,
+        {
+            "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
+            _FP8: [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
+        },
         lambda ms: f"{rate(ms)}; {size / (ms * 1e-3) / copy():.0%} of copy",
         deep_gemm.grouped_product(a, wide, ends).renamed("{}, FP8"),
         graph=tokens <= _SHORT,

@@ -24,11 +24,18 @@ def case(tokens: int, rows: int, channels: int) -> Case:
     def product(weight: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
 
-    functions = {
-        "dsa": partial(dsa.linear_fp32, x, scale=_SCALE),
-        "product, scale": lambda weight: product(weight) * _SCALE,
-        "product": product,
-    }
-    name, figure = f"{tokens} tokens x {channels}, {rows} rows", plain_rate(2 * rows * channels)
-    calls = over(fresh_matrices(rows, channels), functions)
-    return Case(name, calls, figure, graph=True, baselines={"product, scale"}, yardsticks={"product"})
+    return Case(
+        f"{tokens} tokens x {channels}, {rows} rows",
+        over(
+            fresh_matrices(rows, channels),
+            {
+                "dsa": partial(dsa.linear_fp32, x, scale=_SCALE),
+                "product, scale": lambda weight: product(weight) * _SCALE,
+                "product": product,
+            },
+        ),
+        plain_rate(2 * rows * channels),
+        graph=True,
+        baselines={"product, scale"},
+        yardsticks={"product"},
+    )

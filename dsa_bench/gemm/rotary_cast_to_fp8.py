@@ -24,6 +24,10 @@ def case(tokens: int, heads: int, groups: int) -> Case:
         return dsa.scatter_cast_to_fp8(rotated.view(tokens * groups, -1), places)
 
     size = tokens * heads * _DIM * (2 + 1 + 4 / 128)
-    functions = {"dsa": partial(dsa.rotary_cast_to_fp8, groups=groups), SEPARATE: separately}
-    name = f"{tokens} x {heads} x {_DIM} bf16, {groups} groups"
-    return bytes_case(name, size, inputs, functions, yardsticks={SEPARATE})
+    return bytes_case(
+        f"{tokens} x {heads} x {_DIM} bf16, {groups} groups",
+        size,
+        inputs,
+        {"dsa": partial(dsa.rotary_cast_to_fp8, groups=groups), SEPARATE: separately},
+        yardsticks={SEPARATE},
+    )

@@ -22,7 +22,10 @@ def _copied(x: torch.Tensor, tokens: torch.Tensor) -> Scaled:
 def case(tokens: int, channels: int, top_k: int) -> Case:
     x, experts = bf16(tokens, channels), torch.rand(tokens, _EXPERTS, device="cuda").argsort(-1)[:, :top_k]
     order, rows, _ = dsa.sort_by_expert(experts, _EXPERTS)
-    calls = {"dsa": [partial(dsa.scatter_cast_to_fp8, x, rows)], COPIED: [partial(_copied, x, order // top_k)]}
-    figure = bytes_rate(tokens * channels * (2 + top_k * (1 + 4 / 128)), us=False)
-    name = f"{tokens} x {channels} bf16, {top_k} of {_EXPERTS} experts"
-    return Case(name, calls, figure, graph=tokens <= 1024, baselines={COPIED})
+    return Case(
+        f"{tokens} x {channels} bf16, {top_k} of {_EXPERTS} experts",
+        {"dsa": [partial(dsa.scatter_cast_to_fp8, x, rows)], COPIED: [partial(_copied, x, order // top_k)]},
+        bytes_rate(tokens * channels * (2 + top_k * (1 + 4 / 128)), us=False),
+        graph=tokens <= 1024,
+        baselines={COPIED},
+    )

@@ -77,14 +77,20 @@ def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call
 def _plan_case(batch: int) -> Case:
     lengths = torch.randint(1, 32768, (batch,), dtype=torch.int32, device="cuda")
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
-    calls, peers = {"dsa": [ours] * _PLANS}, deep_gemm.plans(lengths, PAGE, _PLANS)
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
         """Libraries split the work differently; every plan has a row per SM."""
         if theirs.shape != ours.shape:
             raise AssertionError(f"differs: shape {list(theirs.shape)}, where ours is {list(ours.shape)}")
 
-    return Case(f"the plan, B {batch}", calls, microseconds, peers, graph=True, agree=agree)
+    return Case(
+        f"the plan, B {batch}",
+        {"dsa": [ours] * _PLANS},
+        microseconds,
+        deep_gemm.plans(lengths, PAGE, _PLANS),
+        graph=True,
+        agree=agree,
+    )
 
 
 def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "float32") -> Case:

@@ -49,5 +49,11 @@ def case(tokens: int, what: str) -> Case:
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if of_queries else ''}, bf16"
     if of_queries:  # our ops rotate and cast
         return Case(name, calls, bytes_rate(size), graph=True, yardsticks={"separate"})
-    same = same_contents(dsa.read_indexer_cache, torch.arange(2 * tokens, device="cuda"))
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=same)
+    return Case(
+        name,
+        calls,
+        bytes_rate(size),
+        graph=True,
+        baselines={"separate"},
+        agree=same_contents(dsa.read_indexer_cache, torch.arange(2 * tokens, device="cuda")),
+    )

@@ -29,12 +29,16 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
     size = batch * keys * (DIM + 4)
     lengths = torch.full((batch,), keys, dtype=torch.int32)
     inputs = fresh(size, partial(paged_inputs, lengths, next_n, heads), most=128, total=128 << 20)
-    calls = {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]}
 
     def agree(theirs: Any, ours: torch.Tensor) -> None:
         """Compare with the positions of our keys, because the peers return positions, not slots."""
         agree_selected(theirs, dsa.paged_indexer_select(*inputs[0], keys, k), keys)
 
-    name = f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}"
-    peers = scores_and_topk.select_paged([(*i, keys) for i in inputs], k)
-    return Case(name, calls, bytes_rate(size), peers, graph=True, agree=agree)
+    return Case(
+        f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}",
+        {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]},
+        bytes_rate(size),
+        scores_and_topk.select_paged([(*i, keys) for i in inputs], k),
+        graph=True,
+        agree=agree,
+    )

@@ -67,9 +67,9 @@ def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES, o
     indices = _indices(keys, selected, queries, overlap)
     inputs = bf16(queries, heads, d) / 10, bf16(keys, 1, d) / 10, indices[:, None].contiguous(), d**-0.5
     yardsticks = {"one by one"} if heads <= max(GROUP_SIZES) else set()
-    name = f"{queries} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
     return Case(
-        name + (f", overlap of {overlap}" if overlap else ""),
+        f"{queries} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
+        + (f", overlap of {overlap}" if overlap else ""),
         {
             "dsa": [partial(dsa.flash_mla_sparse_fwd, *inputs)],
             **{y: [partial(_one_by_one, *inputs)] for y in yardsticks},

@@ -32,8 +32,12 @@ def case(batch: int, keys: int, heads: int, queries: int) -> Case:
     cache = batch * keys * D * 2
     inputs = fresh(cache, partial(_inputs, batch, keys, heads, queries), least=1, most=32, total=150e6)
     size = cache + batch * queries * heads * (D + D_V) * 2
-    figure = nearer_rate(size, 2 * batch * keys * heads * queries * (D + D_V))
     plans = [dsa.get_mla_metadata()[0] for _ in inputs]
-    calls = [partial(dsa.flash_mla_with_kvcache, *i, D_V, plan, causal=True) for i, plan in zip(inputs, plans)]
-    name = f"B {batch}, {keys} keys, {heads} heads, s_q {queries}"
-    return Case(name, {"dsa": calls}, figure, flash_mla.dense_decode(inputs), graph=True, agree=agree_attention)
+    return Case(
+        f"B {batch}, {keys} keys, {heads} heads, s_q {queries}",
+        {"dsa": [partial(dsa.flash_mla_with_kvcache, *i, D_V, plan, causal=True) for i, plan in zip(inputs, plans)]},
+        nearer_rate(size, 2 * batch * keys * heads * queries * (D + D_V)),
+        flash_mla.dense_decode(inputs),
+        graph=True,
+        agree=agree_attention,
+    )

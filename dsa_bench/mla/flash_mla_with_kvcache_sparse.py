@@ -50,14 +50,20 @@ def case(batch: int, heads: int, queries: int, selected: int, keys: int) -> Case
     count = copies(size, least=1, most=32, total=150e6)
     kv = _cache(count * batch * keys)
     inputs = [_inputs(kv, i * batch, batch, heads, queries, selected, keys) for i in range(count)]
-    calls = [
-        partial(
-            *(dsa.flash_mla_with_kvcache, q, kv, None, None, D_V, dsa.get_mla_metadata()[0], None),
-            is_fp8_kvcache=True,
-            indices=indices,
-        )
-        for q, kv, indices in inputs
-    ]
-    figure = nearer_rate(size, 2 * batch * queries * selected * heads * (D + D_V))
-    name = f"B {batch}, {heads} heads, s_q {queries}, k {selected}, {keys} keys"
-    return Case(name, {"dsa": calls}, figure, flash_mla.sparse_decode(inputs), graph=True, agree=agree_attention)
+    return Case(
+        f"B {batch}, {heads} heads, s_q {queries}, k {selected}, {keys} keys",
+        {
+            "dsa": [
+                partial(
+                    *(dsa.flash_mla_with_kvcache, q, kv, None, None, D_V, dsa.get_mla_metadata()[0], None),
+                    is_fp8_kvcache=True,
+                    indices=indices,
+                )
+                for q, kv, indices in inputs
+            ]
+        },
+        nearer_rate(size, 2 * batch * queries * selected * heads * (D + D_V)),
+        flash_mla.sparse_decode(inputs),
+        graph=True,
+        agree=agree_attention,
+    )

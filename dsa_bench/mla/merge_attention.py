@@ -26,7 +26,10 @@ def case(tokens: int, heads: int, count: int, with_sink: bool) -> Case:
         size, lambda: ([bf16(tokens, heads, D_V) for _ in range(count)], [f32(tokens, heads) for _ in range(count)])
     )
     sink = f32(heads) if with_sink else None
-    peers = operators.merge(inputs) if count == 2 and not with_sink else Peers()
-    calls = {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]}
-    name = f"{tokens} tokens, {heads} heads, {count} branches{', sink' if with_sink else ''}, bf16"
-    return Case(name, calls, bytes_rate(size), peers, graph=True)
+    return Case(
+        f"{tokens} tokens, {heads} heads, {count} branches{', sink' if with_sink else ''}, bf16",
+        {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]},
+        bytes_rate(size),
+        operators.merge(inputs) if count == 2 and not with_sink else Peers(),
+        graph=True,
+    )

@@ -62,15 +62,13 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
         if (heads, d, dv) == V32:
             absorbed = bf16(queries, heads, 576), bf16(rows, 1, 576), lists[:, None], scale, 512
             calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *absorbed, None, (indices >= 0).sum(-1).int())]
-    figure = flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm)
-    yardsticks = {ABSORBED, CUDNN.name} if selecting else set()
     # cuDNN's result has a dimension of sequences, and heads before tokens.
     return Case(
         name,
         calls,
-        figure,
+        flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm),
         peers,
-        yardsticks=yardsticks,
+        yardsticks={ABSORBED, CUDNN.name} if selecting else set(),
         agree=lambda theirs, ours: agree(theirs.transpose(1, 2).flatten(0, 1), ours),
     )
 

@@ -20,5 +20,10 @@ def case(tokens: int, k: int, channels: int) -> Case:
         return bf16(tokens * k, channels), rows, torch.rand(tokens, k, device="cuda"), bf16(tokens, channels)
 
     size = tokens * ((k + 2) * channels * 2 + 8 * k)
-    name = f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared"
-    return bytes_case(name, size, inputs, {"dsa": dsa.combine_experts, "torch": _torch}, baselines={"torch"})
+    return bytes_case(
+        f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared",
+        size,
+        inputs,
+        {"dsa": dsa.combine_experts, "torch": _torch},
+        baselines={"torch"},
+    )

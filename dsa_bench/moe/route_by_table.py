@@ -28,7 +28,13 @@ def case(tokens: int, channels: int, experts: int, top_k: int) -> Case:
         return named, s / (s.sum(1, keepdim=True) + 1e-20) * _SCALE, *dsa.sort_by_expert(named, experts)
 
     weights = fresh_matrices(experts, channels)
-    ours = [partial(dsa.route_by_table, x, weight, table, ids, scale=_SCALE) for (weight,) in weights]
-    calls = {"dsa": ours, **over(weights, {"formula, sort": formula})}
-    name = f"{tokens} tokens x {channels}, {top_k} of {experts} experts by a table"
-    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, baselines={"formula, sort"})
+    return Case(
+        f"{tokens} tokens x {channels}, {top_k} of {experts} experts by a table",
+        {
+            "dsa": [partial(dsa.route_by_table, x, weight, table, ids, scale=_SCALE) for (weight,) in weights],
+            **over(weights, {"formula, sort": formula}),
+        },
+        plain_rate(2 * experts * channels),
+        graph=True,
+        baselines={"formula, sort"},
+    )

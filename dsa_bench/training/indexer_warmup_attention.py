@@ -92,6 +92,11 @@ def case(which: str, batch: int, *model: int) -> Case:
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 
-    name = f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys, index {index_heads} x {di}"
-    yardsticks = {"FA2 forward", "FA2 backward"}
-    return Case(name, calls, figure, graph=which == "forward", repeats=5, yardsticks=yardsticks)
+    return Case(
+        f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys, index {index_heads} x {di}",
+        calls,
+        figure,
+        graph=which == "forward",
+        repeats=5,
+        yardsticks={"FA2 forward", "FA2 backward"},
+    )

@@ -39,6 +39,10 @@ def case(which: str, keys: int, d: int, heads: int, selected: int) -> Case:
         of_forward = q_idx, k_idx, w, indices, torch.ones(QUERIES, device="cuda"), d_scores
         ours = partial(op._sparse_indexer_loss_gradient.launch_on, q.device, *of_forward, which != "backward")
         flops = 3 * index_flops
-    name = f"{which}, {QUERIES} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
-    calls, figure = {"dsa": [ours], ATTENTION: [attention]}, flop_rate(flops, bf16_gemm)
-    return Case(name, calls, figure, repeats=10, yardsticks={ATTENTION})
+    return Case(
+        f"{which}, {QUERIES} queries, {keys} keys, d {d}, {heads} heads, k {selected}",
+        {"dsa": [ours], ATTENTION: [attention]},
+        flop_rate(flops, bf16_gemm),
+        repeats=10,
+        yardsticks={ATTENTION},
+    )

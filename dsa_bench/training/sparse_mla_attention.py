@@ -29,10 +29,15 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
     scale, sink = d**-0.5, torch.zeros(heads, device="cuda")
     out, _, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, attn_sink=sink)
     inputs = (q, kv, indices, scale, sink, out, lse, torch.randn_like(out))
-    calls, peers = {"dsa": [partial(gradients, *inputs, None, deterministic)]}, cudnn.attention_backward([inputs])
-    figure = flop_rate(2 * QUERIES * selected * heads * (3 * d + 2 * D_V), bf16_gemm)
-    name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{', deterministic' if deterministic else ''}"
-    return Case(name, calls, figure, peers, repeats=5, agree=_agree, reference=False)
+    return Case(
+        f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{', deterministic' if deterministic else ''}",
+        {"dsa": [partial(gradients, *inputs, None, deterministic)]},
+        flop_rate(2 * QUERIES * selected * heads * (3 * d + 2 * D_V), bf16_gemm),
+        cudnn.attention_backward([inputs]),
+        repeats=5,
+        agree=_agree,
+        reference=False,
+    )
 
 
 def _agree(theirs: Any, ours: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
