@@ -16,14 +16,11 @@ def _apart(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def case(tokens: int, d: int) -> Case:
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return bf16(tokens, 4, d), f32(tokens, 24), f32(24), f32(3), f32(d)
 
-    size = tokens * (2 * 5 * d + d + 4 * d // 128 + 4 * (24 + 20)) + 4 * d
     return bytes_case(
         f"{tokens} tokens, D {d}",
-        size,
-        inputs,
+        tokens * (2 * 5 * d + d + 4 * d // 128 + 4 * (24 + 20)) + 4 * d,
+        lambda: (bf16(tokens, 4, d), f32(tokens, 24), f32(24), f32(3), f32(d)),
         {"dsa": dsa.hyper_collapse_norm_cast_to_fp8, "apart": _apart},
         yardsticks={"apart"},
     )

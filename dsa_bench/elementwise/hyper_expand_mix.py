@@ -25,10 +25,9 @@ def case(tokens: int, d: int) -> Case:
         post, comb = (torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
         return bf16(tokens, d), bf16(tokens, 4, d), post, comb, bf16(3, OUTPUTS, 4 * d)
 
-    size = 2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS)
     return bytes_case(
         f"{tokens} tokens, D {d}",
-        size,
+        2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS),
         inputs,
         {"dsa": dsa.hyper_expand_mix, "apart": _apart},
         lambda inputs: peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs),

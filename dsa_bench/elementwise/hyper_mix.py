@@ -37,10 +37,9 @@ def case(tokens: int, d: int) -> Case:
     def inputs() -> Inputs:
         return bf16(tokens, 4, d), bf16(3, OUTPUTS, 4 * d)
 
-    size = 2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS
     return bytes_case(
         f"{tokens} tokens, D {d}, bf16",
-        size,
+        2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS,
         inputs,
         {"dsa": dsa.hyper_mix, "torch": product},
         lambda inputs: peers.project((x, matrix(parts)) for x, parts in inputs),

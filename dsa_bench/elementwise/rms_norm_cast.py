@@ -33,15 +33,12 @@ def _sum_apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
 
 
 def case(tokens: int, channels: int, summed: bool) -> Case:
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return *(bf16(tokens, channels) for _ in range(2 if summed else 1)), f32(channels)
 
-    size = tokens * channels * (2 * (4 if summed else 2) + 1 + 4 / 128) + 4 * channels
     fused = dsa.add_rms_norm_cast_to_fp8 if summed else dsa.rms_norm_cast_to_fp8
     return bytes_case(
         f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0",
-        size,
-        inputs,
+        tokens * channels * (2 * (4 if summed else 2) + 1 + 4 / 128) + 4 * channels,
+        lambda: (*(bf16(tokens, channels) for _ in range(2 if summed else 1)), f32(channels)),
         {"dsa": partial(fused, eps=EPS), "apart": _sum_apart if summed else _norm_apart},
         yardsticks={"apart"},
     )

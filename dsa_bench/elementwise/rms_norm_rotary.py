@@ -17,14 +17,11 @@ def _separately(x: torch.Tensor, weight: None, cos: torch.Tensor, sin: torch.Ten
 
 
 def case(tokens: int, heads: int) -> Case:
-    def inputs() -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-        return bf16(tokens, heads, _DIM), None, *angles(tokens, _ROTATED)
 
-    size = 2 * 2 * tokens * heads * _DIM + 2 * 4 * tokens * _ROTATED // 2
     return bytes_case(
         f"{tokens} x {heads} x {_DIM} bf16",
-        size,
-        inputs,
+        2 * 2 * tokens * heads * _DIM + 2 * 4 * tokens * _ROTATED // 2,
+        lambda: (bf16(tokens, heads, _DIM), None, *angles(tokens, _ROTATED)),
         {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately},
         yardsticks={SEPARATE},
     )

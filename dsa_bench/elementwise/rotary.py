@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import torch
-
 import dsa
 from dsa.reference.elementwise import rotary as reference
 from dsa_bench.harness.case import Case, angles, bf16, bytes_rate, fresh, over
@@ -22,12 +20,9 @@ SHAPES = [
 
 
 def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, in_place: bool) -> Case:
-    def one() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return bf16(tokens, heads, channels), *angles(tokens, ROTATED)
 
     kind = {"interleaved": interleaved, "dims": dims}
-    inputs = fresh(2 * tokens * heads * channels, one)
-    size = 2 * 2 * tokens * heads * (ROTATED if in_place else channels) + 2 * 4 * tokens * ROTATED // 2
+    inputs = fresh(2 * tokens * heads * channels, lambda: (bf16(tokens, heads, channels), *angles(tokens, ROTATED)))
     pairs = "neighbours" if interleaved else "halves"
     return Case(
         f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}",
@@ -35,7 +30,7 @@ def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, i
             "dsa": [partial(dsa.apply_rotary, *i, **kind, out=i[0] if in_place else None) for i in inputs],
             **over(inputs, {"formula": partial(reference.apply_rotary, **kind)}),
         },
-        bytes_rate(size),
+        bytes_rate(2 * 2 * tokens * heads * (ROTATED if in_place else channels) + 2 * 4 * tokens * ROTATED // 2),
         graph=True,
         baselines={"formula"},
     )

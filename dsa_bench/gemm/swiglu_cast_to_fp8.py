@@ -30,14 +30,12 @@ def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, *, limit: f
 
 
 def case(rows: int, channels: int, use_ue8m0: bool, limit: float | None) -> Case:
-    def inputs() -> tuple[torch.Tensor, torch.Tensor, bool]:
-        return *bf16(rows, 2 * channels).chunk(2, -1), use_ue8m0
 
     bound = "" if limit is None else f", limit {limit:g}"
     return bytes_case(
         f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}",
         rows * channels * (4 + 1 + 4 / 128),
-        inputs,
+        lambda: (*bf16(rows, 2 * channels).chunk(2, -1), use_ue8m0),
         {"dsa": partial(dsa.swiglu_cast_to_fp8, limit=limit), "torch": partial(_separate, limit=limit)},
         baselines={"torch"},
     )

@@ -19,10 +19,9 @@ def case(tokens: int, k: int, channels: int) -> Case:
         rows = torch.randperm(tokens * k, device="cuda").int().view(tokens, k)
         return bf16(tokens * k, channels), rows, torch.rand(tokens, k, device="cuda"), bf16(tokens, channels)
 
-    size = tokens * ((k + 2) * channels * 2 + 8 * k)
     return bytes_case(
         f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared",
-        size,
+        tokens * ((k + 2) * channels * 2 + 8 * k),
         inputs,
         {"dsa": dsa.combine_experts, "torch": _torch},
         baselines={"torch"},
