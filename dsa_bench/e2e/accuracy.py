@@ -131,8 +131,7 @@ def _values(differences: Sequence[Difference], name: str) -> torch.Tensor:
 
 def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval:
     """Return the mean of values [N], or mean(values) / mean(over), and its 95% interval by the paired bootstrap."""
-    generator = torch.Generator().manual_seed(0)
-    samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0))
     means, mean = values[samples].mean(1), values.mean()
     if over is not None:
         means, mean = means / over[samples].mean(1), mean / over.mean()

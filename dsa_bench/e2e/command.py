@@ -20,9 +20,8 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.private_files import private_folder
 from dsa.runtime.variants import Variant
 from dsa_bench.harness.calls import free
-from dsa_layers.cache.cache import Cache
+from dsa_layers.compilation import passes
 from dsa_layers.compilation.build import build
-from dsa_layers.compilation.passes import META
 from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.layers import joint_linear
@@ -73,17 +72,27 @@ def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
 
 
 def asked_of(
-    model: CheckpointModel, tokens: int, slots: int, run: Callable[[CheckpointModel, Cache], None], arch: str = "sm_90"
+    model: CheckpointModel,
+    prompts: Iterable[Sequence[tuple[int, int]]],
+    steps: Iterable[tuple[int, ...]],
+    arch: str = "sm_90",
 ) -> set[Variant]:
-    """Return the kernels that `run(model, cache)` asks for, with a model on the meta device.
+    """Return the kernels that passes of a model on the meta device ask for.
 
-    The cache has room for `slots` sequences with `tokens` tokens in all, each a multiple of the page size.
+    prompts: (new, earlier) tokens of each prompt, per pass. steps: (sequences, tokens of each), with drafts also their
+    number, per decoding step.
     """
-    model.init_buffers(META)
+    prompts, steps = list(prompts), list(steps)
+    held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]
+    pages = max(sum(-(-tokens // model.page_size) for tokens in each) for each in held)
+    model.init_buffers(passes.META)
     joint_linear.join(model)
-    cache = model.eval().make_cache(-(-tokens // model.page_size), model.page_size, META, state_slots=slots)
+    cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=max(map(len, held)))
     with asked_variants(arch) as found:
-        run(model, cache)
+        for prompt in prompts:
+            passes.prefill(model, cache, list(prompt))
+        for step in steps:
+            passes.decode(model, cache, *step)
     return with_all_tiles(found)
 
 
@@ -129,5 +138,12 @@ def by_stack(
 def pass_row(model: str, run: str, tokens: int, ms: float) -> Row:
     """Return {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure"} of a pass."""
     rate = tokens / ms * 1e3
-    row = {"shape": f"{model} {run}", "model": model, "run": run, "tokens": tokens}
-    return row | {"ms": ms, "tokens/s": rate, "figure": f"{rate:.0f} tokens/s"}
+    return {
+        "shape": f"{model} {run}",
+        "model": model,
+        "run": run,
+        "tokens": tokens,
+        "ms": ms,
+        "tokens/s": rate,
+        "figure": f"{rate:.0f} tokens/s",
+    }

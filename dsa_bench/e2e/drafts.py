@@ -1,8 +1,6 @@
 """The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,8 +21,6 @@ from dsa_bench.e2e.full_depth import (
 from dsa_bench.e2e.runs import Cached, fill, filled
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
 from dsa_bench.harness.case import copy
-from dsa_layers.cache.cache import Cache
-from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
@@ -81,8 +77,7 @@ class DraftedDecoding:
         arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
         step = _RepeatedDraft(*arguments, capture=False)
         fill(step.cache)
-        taken = [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences]
-        step(self._sequences, taken, self._states)
+        step(self._sequences, [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences], self._states)
         return _graph_ms(step.again)
 
 
@@ -149,43 +144,33 @@ def rows(
     def of_stack(name: str, model: CheckpointModel, runs: Sequence[tuple[int, int]]) -> Iterator[Row]:
         for count, of_count in groupby(runs, lambda run: run[0]):
             plain, _ = _measured(name, model, count, 0)
-            tell(f"{name}, {count} sequences: {plain.ms:.2f} ms")
+            tell(f"{name}, {count} sequences: {plain['ms']:.2f} ms")
             for _, drafts in of_count:
                 verify, draft_ms = _measured(name, model, count, drafts)
                 row = _row(name, count, drafts, plain, verify, draft_ms)
-                tell(f"{row['shape']}: {verify.ms:.2f} + {draft_ms:.2f} ms, {row['figure']}")
+                tell(f"{row['shape']}: {verify['ms']:.2f} + {draft_ms:.2f} ms, {row['figure']}")
                 yield row
 
     return by_stack(models, todo, make, of_stack, tell)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Figures for all published layers. depths: the milliseconds from which ms is computed."""
-
-    ms: float
-    bytes: float
-    touched: float
-    depths: Depths
-
-
-def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[_Pass, float | None]:
-    """Measure a pass over a token and `drafts` drafts per sequence, and with drafts the drafter's milliseconds."""
+def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[Row, float | None]:
+    """Measure a pass over a token and `drafts` drafts per sequence: its figures for all published layers. Return them
+    and with drafts the drafter's milliseconds."""
     run = DraftedDecoding(model, count, CONTEXT, drafts)
     ms = Depths(*map(run.pass_ms, depths(model)))
     cached, read = cached_bytes(model, count, CONTEXT), []
     for layers in depths(model):
         with first_layers(model, layers):
             read.append(pass_bytes(model, run.touched, cached))
-    draft_ms = run.drafting_ms() if drafts else None
-    touched = sum(run.touched) / len(run.touched)
-    return _Pass(full_depth(name, ms), full_depth(name, Depths(*read)), touched, ms), draft_ms
+    found = {"ms": full_depth(name, ms), "bytes": full_depth(name, Depths(*read)), "depths": list(ms)}
+    found["touched"] = sum(run.touched) / len(run.touched)
+    return found, run.drafting_ms() if drafts else None
 
 
-def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float) -> Row:
-    ms, per_round = verify.ms + draft_ms, tokens_a_round(drafts)
-    gained = gain(plain.ms, verify.ms, draft_ms, drafts)
-    run = run_of(count, drafts)
+def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: float) -> Row:
+    run, ms, per_round = run_of(count, drafts), verify["ms"] + draft_ms, tokens_a_round(drafts)
+    gained = gain(plain["ms"], verify["ms"], draft_ms, drafts)
     return {
         "shape": f"{name} {run}",
         "model": name,
@@ -195,10 +180,10 @@ def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_
         "layers": published_layers(name),
         "draft_ms": draft_ms,
         "copy": copy(),
-        "plain": vars(plain) | {"depths": list(plain.depths)},
-        "verify": vars(verify) | {"depths": list(verify.depths)},
-        "of_copy": [one.bytes / copy() * 1e3 / one.ms for one in (plain, verify)],
-        "over_bytes": verify.ms / plain.ms / (verify.bytes / plain.bytes),
+        "plain": plain,
+        "verify": verify,
+        "of_copy": [one["bytes"] / copy() * 1e3 / one["ms"] for one in (plain, verify)],
+        "over_bytes": verify["ms"] / plain["ms"] / (verify["bytes"] / plain["bytes"]),
         "tokens_a_round": per_round,
         "ms": ms,
         "gain": gained,
@@ -211,14 +196,11 @@ def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
     """Return the kernels that the rows ask for, also those that are done; sorted."""
-
-    def steps(drafts: Sequence[int], model: CheckpointModel, cache: Cache) -> None:
-        for count in sequences:
-            for number in drafts:
-                passes.decode(model, cache, count, CONTEXT, number)
-
-    most = max(sequences)
     return in_order(
-        asked_of(skeleton(name, drafter=True), most * CONTEXT, most, partial(steps, (0, *DRAFTS[name])))
+        asked_of(
+            skeleton(name, drafter=True),
+            [],
+            [(count, CONTEXT, number) for count in sequences for number in (0, *DRAFTS[name])],
+        )
         for name in models
     )

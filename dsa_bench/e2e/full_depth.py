@@ -46,15 +46,11 @@ def full_depth(name: str, found: Depths) -> float:
     """
     file, fields = STACKS[name]
     published = published_config(file)
-    layers, alike = published["num_hidden_layers"], _like_the_first(published)
+    layers = published["num_hidden_layers"]
+    ratios = published.get("compress_ratios")
+    alike = ratios[:layers].count(0) if ratios else published["first_k_dense_replace"]
     rest = (found.whole - found.first) / (fields["num_hidden_layers"] - 1)
     return found.ends + alike * (found.first - found.ends) + (layers - alike) * rest
-
-
-def _like_the_first(published: dict) -> int:
-    if "compress_ratios" in published:
-        return published["compress_ratios"][: published["num_hidden_layers"]].count(0)
-    return published["first_k_dense_replace"]
 
 
 @contextmanager
@@ -112,8 +108,7 @@ def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[
 
 def cached_bytes(model: CheckpointModel, count: int, context: int) -> list[int]:
     """Bytes of `count` sequences of `context` tokens in each layer's cache."""
-    pages = count * -(-context // model.page_size)
-    cache = model.make_cache(pages, device="meta", state_slots=count)
+    cache = model.make_cache(count * -(-context // model.page_size), device="meta", state_slots=count)
     return [_held(cache.layer(i)) for i in range(len(layers_of(model)))]
 
 

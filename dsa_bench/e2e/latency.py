@@ -17,7 +17,6 @@ from dsa.runtime.variants import Variant
 from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
 from dsa_bench.e2e.runs import parts_of_prompts
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
-from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel, Model
 from dsa_layers.generation.captured_step import power_of_two
@@ -66,8 +65,11 @@ def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[
     vocabulary = model.config.vocab_size
     prompts = [[(i + position) % vocabulary for position in range(n)] for i, n in enumerate(lengths)]
     params = [SamplingParams(max_tokens=new)] * sizes.sequences + [SamplingParams(max_tokens=1)]
-    count = sizes.sequences + 1
-    return Generator(model, cache_tokens=tokens, max_sequences=count, prefill_chunk=chunk), prompts, params
+    return (
+        Generator(model, cache_tokens=tokens, max_sequences=sizes.sequences + 1, prefill_chunk=chunk),
+        prompts,
+        params,
+    )
 
 
 def _lengths(sizes: Sizes) -> list[int]:
@@ -109,22 +111,14 @@ def asked(
     models: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
     """Return the kernels that the rows ask for, sorted."""
-    most = sizes.context + _new_tokens(min(chunks), sizes)
-
-    def all_passes(model: CheckpointModel, cache: Cache) -> None:
-        for chunk in chunks:
-            different = list(dict.fromkeys(_work(chunk, sizes)))
-            for number in passes.growing(len(different), 1.5):  # passes after many tokens ask for the same kernels
-                passes.prefill(model, cache, list(different[number - 1]))
-        for count in {power_of_two(n) for n in range(1, sizes.sequences + 1)}:
-            for context in (sizes.context, most):
-                passes.decode(model, cache, count, context)
-
-    tokens = sum(_lengths(sizes))
-    return in_order(
-        asked_of(model, tokens + sizes.sequences * model.page_size, sizes.sequences + 1, all_passes)
-        for model in map(skeleton, models)
-    )
+    most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
+    for chunk in chunks:
+        different = list(dict.fromkeys(_work(chunk, sizes)))
+        # Passes after many tokens ask for the same kernels.
+        prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
+    counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
+    steps = [(count, context) for count in counts for context in (sizes.context, most)]
+    return in_order(asked_of(skeleton(name), prompts, steps) for name in models)
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:

@@ -13,8 +13,6 @@ from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import Prompts, decode
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
-from dsa_layers.cache.cache import Cache
-from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.parallel.ranks import ALONE
 
@@ -131,24 +129,5 @@ def asked(
 ) -> list[Variant]:
     """Return the kernels that the rows ask for, also those that are done; sorted."""
     context = max(lengths)
-    prompts = [(CHUNK, begin) for begin in range(0, context, CHUNK)]
-    return in_order(asked_by(skeleton(name), prompts, sequences, context) for name in models)
-
-
-def asked_by(
-    model: CheckpointModel, prompts: Sequence[tuple[int, int]], sequences: Sequence[int], context: int
-) -> set[Variant]:
-    """Return the kernel variants that a model on the meta device asks for.
-
-    It prefills each (new, earlier) tokens of `prompts`, and decodes each number of sequences of `sequences` after
-    `context` tokens.
-    """
-
-    def all_passes(model: CheckpointModel, cache: Cache) -> None:
-        for prompt in prompts:
-            passes.prefill(model, cache, [prompt])
-        for count in sequences:
-            passes.decode(model, cache, count, context)
-
-    most, page = max(sequences, default=1), model.page_size
-    return asked_of(model, most * -(-context // page) * page, most, all_passes)
+    prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
+    return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

@@ -18,9 +18,7 @@ from dsa_bench.e2e.runs import Model, Run, decode, prefill
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_bench.e2e.trace import collectives_share, events_of
-from dsa_layers.cache.cache import Cache
 from dsa_layers.checkpoint.gpu_plan import plan
-from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.published import published_config
 from dsa_layers.parallel.cuts import cuts_of
@@ -85,17 +83,16 @@ def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]
     model = skeleton(name)
     split(model, ranks, blocks=True)
 
-    def all_passes(model: CheckpointModel, cache: Cache) -> None:
-        with without_collectives(model, ranks):
-            for case in todo:
-                if case.name.startswith("decode"):
-                    passes.decode(model, cache, case.tokens, CONTEXT)
-                    continue
-                # The last passes of a long prompt ask for the same kernels.
-                for begin in {*range(0, min(case.tokens, 8 * CHUNK), CHUNK), max(case.tokens - CHUNK, 0)}:
-                    passes.prefill(model, cache, [(min(CHUNK, case.tokens - begin), begin)])
-
-    return asked_of(model, max(case.held for case in todo), 1024, all_passes)
+    prompts, steps = [], []
+    for case in todo:
+        if case.name.startswith("decode"):
+            steps.append((case.tokens, CONTEXT))
+            continue
+        # The last passes of a long prompt ask for the same kernels.
+        begins = {*range(0, min(case.tokens, 8 * CHUNK), CHUNK), max(case.tokens - CHUNK, 0)}
+        prompts += [[(min(CHUNK, case.tokens - begin), begin)] for begin in begins]
+    with without_collectives(model, ranks):
+        return asked_of(model, prompts, steps)
 
 
 def shape(model: str, case: str, gpus: int, one: bool = False) -> str:
@@ -164,16 +161,27 @@ def part_rows(
             with without_collectives(model, ranks):
                 ms = timed(model, case, clock).median().item()
             tell(f"{name} {case.name}, {most} layers, one of {gpus}: {ms:.2f} ms")
-            figures = {"shard_ms": ms, "memory": clock.peak(), "ms": ms, "figure": f"{ms:.2f} ms in silence"}
-            yield _case(name, case, gpus, most, one=True) | figures
+            yield _case(name, case, gpus, most, one=True) | {
+                "shard_ms": ms,
+                "memory": clock.peak(),
+                "ms": ms,
+                "figure": f"{ms:.2f} ms in silence",
+            }
         del model
         free()
 
 
 def _case(name: str, case: Case, gpus: int, layers: int, one: bool = False) -> Row:
     """Return what a row says of a case."""
-    row = {"shape": shape(name, case.name, gpus, one), "model": name, "run": case.name, "gpus": gpus, "layers": layers}
-    return row | {"published_layers": published_layers(name), "tokens": case.tokens}
+    return {
+        "shape": shape(name, case.name, gpus, one),
+        "model": name,
+        "run": case.name,
+        "gpus": gpus,
+        "layers": layers,
+        "published_layers": published_layers(name),
+        "tokens": case.tokens,
+    }
 
 
 def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
@@ -203,8 +211,11 @@ def _of_model(
     compared = [case for case in todo if case.repeats]
     few, one_gpu, few_ms = 0, {}, {}
     if compared:
-        held = max(case.held for case in compared)
-        few = min(layers_that_fit(name, 1, clock.free(), held), MOST_COMPARED, layers or MOST_COMPARED)
+        few = min(
+            layers_that_fit(name, 1, clock.free(), max(case.held for case in compared)),
+            MOST_COMPARED,
+            layers or MOST_COMPARED,
+        )
     for some, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
         model = part_of_stack(name, some, clock, tell, **with_layers(name, few))
         for case in compared:

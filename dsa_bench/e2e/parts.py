@@ -69,8 +69,7 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
         if ts is None:
             raise ValueError(f"{event['name']}: the trace has no launch of this kernel")
         # Ranges are nested: the last range that began before the launch and has not ended is the innermost.
-        around = (name for _, end, name in reversed(ranges[: bisect_right(starts, ts)]) if ts <= end)
-        part = next(around, REST)
+        part = next((name for _, end, name in reversed(ranges[: bisect_right(starts, ts)]) if ts <= end), REST)
         total[part] = total.get(part, 0.0) + us / 1000
     return total
 

@@ -127,10 +127,6 @@ def _scores(peer: _Peer, q, kv, weights, starts, ends, clean_logits=False, max_s
     return found
 
 
-def _plan(peer: _Peer, lengths, page_size, sms):
-    return peer.module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
-
-
 def _paged_scores(peer: _Peer, q, cache, weights, lengths, *rest):
     arguments = cache, weights, lengths[:, None], *rest
     if peer.build == deep_gemm.OLD:
@@ -153,8 +149,7 @@ def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **p
     starts = getattr(scores, "begins", starts)
     if theirs is None:
         return ours(scores, k, lengths=lengths, starts=starts, **paging)
-    at_zero = starts is None or getattr(scores, "at_zero", False)
-    return to_slots(theirs(scores, k, lengths, starts, at_zero), **paging)
+    return to_slots(theirs(scores, k, lengths, starts, starts is None or getattr(scores, "at_zero", False)), **paging)
 
 
 def _vllm_topk(
@@ -230,8 +225,7 @@ def _window_sparse(
     peer: _Peer, q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None
 ):
     keys = torch.cat((kv, compressed))
-    entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
-    lists = _lists(torch.cat((window_indices, entries), 1))
+    lists = _lists(torch.cat((window_indices, torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))), 1))
     out, _, lse = _prefill(peer, q, keys, lists[:, None], *softmax)
     return out, lse
 
@@ -281,7 +275,9 @@ _GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Op]], ...] = (
         deep_gemm.BUILDS,
         {
             "fp8_mqa_logits": _scores,
-            "get_paged_mqa_logits_metadata": _plan,
+            "get_paged_mqa_logits_metadata": lambda peer, lengths, *sizes: peer.module.get_paged_mqa_logits_metadata(
+                lengths[:, None], *sizes
+            ),
             "fp8_paged_mqa_logits": _paged_scores,
             "fp8_gemm_nt": _linear,
         },

@@ -26,6 +26,7 @@ LONG, LONG_REPEATS = 40000, 3  # prompts with more tokens in all are timed less 
 MOST_DIFFERENCE = 0.3  # unrelated logits have a difference of 1; one token with other experts had 0.1
 # Passes take milliseconds, so with few repeats one disturbance of the host would dominate.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20
+NO_PEERS = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference")) | {"peers": []}
 
 
 def rows(
@@ -48,15 +49,15 @@ def rows(
     failed      {what: why} of libraries that are installed and could not be used
     """
 
-    def todo(name: str) -> list[tuple[str, int, Callable[[Model], Run], int]]:
-        return [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
-
     def of_stack(
         name: str, model: Model, runs: Sequence[tuple[str, int, Callable[[Model], Run], int]]
     ) -> Iterator[Row]:
         compile_products((m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model))
         for run, tokens, make, repeats in runs:
             yield from _measured(name, run, tokens, model, partial(make, model), repeats)
+
+    def todo(name: str) -> list[tuple[str, int, Callable[[Model], Run], int]]:
+        return [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
 
     return by_stack(models, todo, stack, of_stack, quiet)
 
@@ -93,9 +94,8 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
 
 def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
     """Time our pass and the peers' by turns, so that clocks and heat affect both in the same way."""
-    row: Row = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
-    replaced, logits = replacement(), []
-    row |= {"peers": [], "failed": replaced.failed}
+    replaced, logits, calls = replacement(), [], {"ms": ours.timed}
+    row: Row = NO_PEERS | {"failed": replaced.failed}
     if replaced.ops:
         theirs = ours.again()
 
@@ -113,13 +113,12 @@ def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
         except Exception as error:  # a peer may raise anything, and must not end other runs
             row["failed"] = {**replaced.failed, "the pass": f"failed: {reason(error)}"}
         else:
-            row |= bench({"ms": ours.timed, "peer_ms": timed}, repeats=repeats)
+            calls["peer_ms"] = timed
             row |= {"peers": replaced.libraries, "peer": ", ".join(replaced.libraries), "peer_parts": peer_parts}
-            row["ratio"] = row["peer_ms"] / row["ms"]
-    if row["peer_ms"] is None:
-        row |= bench({"ms": ours.timed}, repeats=repeats)
+    row |= bench(calls, repeats=repeats)
     row["parts"] = gpu_ms(model, lambda: logits.append(ours.launched()))
     if row["peer_ms"] is not None:
+        row["ratio"] = row["peer_ms"] / row["ms"]
         row |= _judged(row, *logits)
     return row
 
@@ -130,5 +129,4 @@ def _judged(row: Row, theirs: torch.Tensor, ours: torch.Tensor) -> Row:
     if difference < MOST_DIFFERENCE:
         return {"difference": difference}
     found = f"failed: its logits differ by {difference:.3g}, where ties make at most {MOST_DIFFERENCE}"
-    none = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
-    return none | {"peers": [], "failed": {**row["failed"], "the pass": found}}
+    return NO_PEERS | {"failed": {**row["failed"], "the pass": found}}

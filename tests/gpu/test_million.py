@@ -8,8 +8,7 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff, poison_free_memory
-from dsa_bench.e2e import million
-from dsa_bench.e2e.command import compile_ahead, quiet
+from dsa_bench.e2e.command import asked_of, compile_ahead, quiet
 from dsa_bench.e2e.runs import Prompts
 from dsa_bench.e2e.stacks import skeleton, stack
 from dsa_layers.families.rotary import make_rotary
@@ -26,7 +25,7 @@ def small_stack(name):
     """With its kernels compiled in parallel before: one after the other, in the passes, they would take minutes."""
     sizes = SMALL | FEWER[name]
     prompts = [(8192, begin) for begin in range(0, TOKENS, 2**17)] + [(8192, TOKENS - 8192), (300, TOKENS - 300)]
-    asked = partial(million.asked_by, skeleton(name, **sizes), prompts, [1], TOKENS)
+    asked = partial(asked_of, skeleton(name, **sizes), [[prompt] for prompt in prompts], [(1, TOKENS)])
     compile_ahead(asked, quiet)
     return stack(name, "cuda", **sizes)
 
