@@ -1,11 +1,11 @@
 """Rows of whole passes as printed lines and as CSV."""
 
-import csv
 from collections.abc import Iterable
 from pathlib import Path
 
 from dsa_bench.e2e.command import Row
 from dsa_bench.e2e.parts import PARTS
+from dsa_bench.harness.table import write_lines
 
 
 def head() -> str:
@@ -39,12 +39,11 @@ def printed(rows: Iterable[Row]) -> list[Row]:
 
 def write_csv(rows: list[Row], path: Path) -> None:
     """Write a line per run. Without peers, their cells are empty."""
-    with path.open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
-        writer.writerow(["model", "run", "tokens/s", "ms", *ours, "peers' ms", *peers])
-        for row in rows:
-            theirs = row["peer_parts"] or dict.fromkeys(PARTS, "")
-            cells = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
-            peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
-            writer.writerow([row["model"], row["run"], row["tokens/s"], row["ms"], *cells[0], peer_ms, *cells[1]])
+    ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
+    lines = [["model", "run", "tokens/s", "ms", *ours, "peers' ms", *peers]]
+    for row in rows:
+        theirs = row["peer_parts"] or dict.fromkeys(PARTS, "")
+        times = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
+        peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
+        lines.append([row["model"], row["run"], row["tokens/s"], row["ms"], *times[0], peer_ms, *times[1]])
+    write_lines(lines, path)

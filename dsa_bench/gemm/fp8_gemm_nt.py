@@ -153,5 +153,13 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         shares = f"{flop / seconds / fp8_gemm():.0%} of FP8 GEMM, {size / seconds / copy():.0%} of copy"
         return f"{flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {shares}"
 
-    options = {"graph": rows <= SHORT, "repeats": 15, "agree": agree_on_some, "check": as_reference(calls[0], 1e-5)}
-    return Case(name, {"dsa": calls}, figure, peers, **options)
+    return Case(
+        name,
+        {"dsa": calls},
+        figure,
+        peers,
+        graph=rows <= SHORT,
+        repeats=15,
+        agree=agree_on_some,
+        check=as_reference(calls[0], 1e-5),
+    )

@@ -74,10 +74,8 @@ def ncu_report(rows: list[dict[str, str]]) -> str:
 
 
 def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
+    digits = text.replace(",", "")
+    return float(digits) if digits[:1].isdigit() else None
 
 
 def main(op: str) -> None:

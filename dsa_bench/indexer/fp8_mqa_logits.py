@@ -47,8 +47,7 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
     q, kv, weights = e4m3(queries, heads, dim), (e4m3(keys, dim), scales(keys)), f32(queries, heads)
     starts, ends = causal_ranges(queries, keys)
     arguments = (q, kv, weights, starts, ends)
-    options = {"clean_logits": clean, "accumulators": getattr(torch, accumulators)}
-    scores = partial(dsa.fp8_mqa_logits, *arguments, **options)
+    scores = partial(dsa.fp8_mqa_logits, *arguments, clean_logits=clean, accumulators=getattr(torch, accumulators))
 
     def seen(rows: slice) -> torch.Tensor:
         return torch.arange(keys, device=ends.device) < ends[rows, None]

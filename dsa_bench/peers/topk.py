@@ -44,7 +44,7 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
 def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     """{name: (library, function that makes a call)} of all that take this number of rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
-        "vllm prefill": (VLLM, _prefill),
+        "vllm prefill": (VLLM, lambda lengths: partial(_prefill, torch.zeros_like(lengths))),
         "vllm decode": (VLLM, lambda lengths: _decode),
     }
     if k in SELECTED:
@@ -54,7 +54,10 @@ def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     if k == _SGLANG_K:
         found["sglang"] = SGLANG, lambda lengths: _sglang
     if k <= _DEEPSELECT_K:
-        found[DEEPSELECT.name] = DEEPSELECT, _deepselect
+        found[DEEPSELECT.name] = (
+            DEEPSELECT,
+            lambda lengths: partial(_deepselect, DEEPSELECT.load(), dsa.num_sms(lengths.device)),
+        )
     return found
 
 
@@ -63,14 +66,10 @@ def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: tor
     return partial(into, out, partial(make(lengths), scores, lengths, out))
 
 
-def _prefill(lengths: torch.Tensor) -> TopK:
-    starts = torch.zeros_like(lengths)
-
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        sizes = len(scores), scores.stride(0), 1, out.shape[1]
-        torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
-
-    return topk
+def _prefill(starts: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    """starts: zeros, at least as many as rows."""
+    sizes = len(scores), scores.stride(0), 1, out.shape[1]
+    torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
 
 
 def _decode(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
@@ -79,24 +78,17 @@ def _decode(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> N
 
 def _with_workspace(operator: str, lengths: torch.Tensor) -> TopK:
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=lengths.device)
-
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        getattr(torch.ops._C, operator)(scores, lengths, out, workspace, out.shape[1], scores.shape[1])
-
-    return topk
+    return lambda scores, lengths, out: getattr(torch.ops._C, operator)(
+        scores, lengths, out, workspace, out.shape[1], scores.shape[1]
+    )
 
 
 def _sglang(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
     torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
 
 
-def _deepselect(lengths: torch.Tensor) -> TopK:
-    module, sms = DEEPSELECT.load(), dsa.num_sms(lengths.device)
-
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        k = out.shape[1]
-        capacity = module.capacity_for(k)
-        ctas = module.choose_cluster_size(*scores.shape, capacity, sms)
-        module.deepselect_topk(scores, lengths, k, capacity=capacity, cluster_size=ctas, indices=out)
-
-    return topk
+def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    k = out.shape[1]
+    capacity = module.capacity_for(k)
+    ctas = module.choose_cluster_size(*scores.shape, capacity, sms)
+    module.deepselect_topk(scores, lengths, k, capacity=capacity, cluster_size=ctas, indices=out)

@@ -52,14 +52,13 @@ class _Inputs:
     def fa2(self) -> tuple[Call, Call]:
         """FA2's forward and backward, with values padded to the keys' channels."""
         v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
-        flags = {"scale": self.scale}
         forward = partial(
-            torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
+            *(torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False),
+            scale=self.scale,
         )
         out, lse, *_ = forward()
         # The result serves as its gradient: another tensor of this size would not fit in 80 GB.
-        tensors = out, self.q, self.k, v, out, lse, self.sequences, self.scale, True
-        return forward, partial(flash_backward, *tensors)
+        return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
         """The peak memory of forward and backward without the inputs, over the memory of the inputs."""
