@@ -17,7 +17,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e", description=__doc__.splitlines()[0])
     benchmarks = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name in command.NAMES:
-        _add_parser(benchmarks, name)
+        module = command.load(name)
+        about = module.__doc__.split("\n\n")[0].replace("\n", " ")
+        one = benchmarks.add_parser(name, help=about, description=about)
+        for flag, options in module.OPTIONS.items():
+            one.add_argument(flag, **options)
+        if hasattr(module, "asked"):
+            one.add_argument("--compile", action="store_true", help="only compile the kernels, which needs no GPU")
     args = vars(parser.parse_args(arguments))
     name, only_compile = args.pop("name"), args.pop("compile", False)
     if only_compile:
@@ -30,16 +36,6 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     return 0
-
-
-def _add_parser(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> None:
-    module = command.load(name)
-    about = module.__doc__.split("\n\n")[0].replace("\n", " ")
-    parser = benchmarks.add_parser(name, help=about, description=about)
-    for flag, options in module.OPTIONS.items():
-        parser.add_argument(flag, **options)
-    if hasattr(module, "asked"):
-        parser.add_argument("--compile", action="store_true", help="only compile the kernels, which needs no GPU")
 
 
 if __name__ == "__main__":

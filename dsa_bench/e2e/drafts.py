@@ -10,7 +10,6 @@ from dsa.runtime.variants import Variant
 from dsa.testing import bench
 from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
 from dsa_bench.e2e.full_depth import (
-    Depths,
     cached_bytes,
     depths,
     experts_touched,
@@ -158,12 +157,12 @@ def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tup
     """Measure a pass over a token and `drafts` drafts per sequence: its figures for all published layers. Return them
     and with drafts the drafter's milliseconds."""
     run = DraftedDecoding(model, count, CONTEXT, drafts)
-    ms = Depths(*map(run.pass_ms, depths(model)))
+    ms = [run.pass_ms(layers) for layers in depths(model)]
     cached, read = cached_bytes(model, count, CONTEXT), []
     for layers in depths(model):
         with first_layers(model, layers):
             read.append(pass_bytes(model, run.touched, cached))
-    found = {"ms": full_depth(name, ms), "bytes": full_depth(name, Depths(*read)), "depths": list(ms)}
+    found = {"ms": full_depth(name, *ms), "bytes": full_depth(name, *read), "depths": ms}
     found["touched"] = sum(run.touched) / len(run.touched)
     return found, run.drafting_ms() if drafts else None
 

@@ -38,25 +38,6 @@ class Sizes:
     steps: int = 50
 
 
-def rows_of(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iterator[Row]:
-    """Yield {"prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms", "alone_ms_max",
-    "first_token_s"} per `prefill_chunk` of `chunks`.
-
-    ms, ms_max              between two tokens of a decoding sequence during the prefill: median and maximum over all
-                            sequences
-    alone_ms, alone_ms_max  the same after the prefill
-    first_token_s           from the moment when the prompt is next in line to its first token
-    """
-    model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
-    for chunk in chunks:
-        generator, prompts, params = _call(model, chunk, sizes)
-        for steps in (1, sizes.steps):
-            row = _timed(generator, prompts, params, replace(sizes, steps=steps))
-        yield {"prompt": sizes.prompt, "sequences": sizes.sequences, "context": sizes.context} | row
-        del generator
-        free()
-
-
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Make a generator and its prompts. The long prompt is last and ends with its first token; the others decode in all
     passes."""
@@ -135,12 +116,26 @@ def rows(
     device: torch.device | str = "cuda",
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """Yield the rows of all models (`rows_of`), with "shape", "model" and "figure"."""
+    """Yield {"shape", "model", "prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms",
+    "alone_ms_max", "first_token_s", "figure"} per model and `prefill_chunk` of `chunks`.
+
+    ms, ms_max              between two tokens of a decoding sequence during the prefill: median and maximum over all
+                            sequences
+    alone_ms, alone_ms_max  the same after the prefill
+    first_token_s           from the moment when the prompt is next in line to its first token
+    """
 
     def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:
-        for row in rows_of(model, chunks, sizes):
+        model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
+        for chunk in chunks:
+            generator, prompts, params = _call(model, chunk, sizes)
+            for steps in (1, sizes.steps):
+                row = _timed(generator, prompts, params, replace(sizes, steps=steps))
+            del generator
+            free()
             shape = f"{name}, chunks of {row['prefill_chunk']}"
             tell(f"{shape}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
+            row |= {"prompt": sizes.prompt, "sequences": sizes.sequences, "context": sizes.context}
             yield {"shape": shape, "model": name} | row | {"figure": f"{row['ms']:.1f} ms between tokens"}
 
     return by_stack(models, lambda name: chunks, partial(stack, device=device), of_stack, tell)

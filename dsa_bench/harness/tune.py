@@ -74,7 +74,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
     # Classes may share kernels.
     todo = {
-        (*arguments, config): None
+        (*arguments, config): plan.candidates[config]
         for name, shapes in plan.classes.items()
         for config in candidates[name]
         for arguments in shapes.shapes.values()
@@ -84,8 +84,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     # Processes, because the DSL compiles in one thread; spawned, because CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        work = {arguments: pool.submit(_compile, plan.candidates[arguments[-1]], arguments) for arguments in todo}
-        compiled = {arguments: future.result() for arguments, future in work.items()}
+        compiled = dict(zip(todo, pool.map(_compile, todo.values(), todo)))
 
     path = output or tuning.path_of(op, arch)
     path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first data

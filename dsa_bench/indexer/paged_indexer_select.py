@@ -13,7 +13,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, agree_selected, bytes_rate, fresh
 from dsa_bench.indexer.fp8_paged_mqa_logits import DIM, paged_inputs
-from dsa_bench.peers import scores_and_topk
+from dsa_bench.peers import topk
 
 # sequences, keys per sequence, queries per sequence, heads, k
 SHAPES = [
@@ -38,7 +38,7 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
         f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}",
         {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]},
         bytes_rate(size),
-        scores_and_topk.select_paged([(*i, keys) for i in inputs], k),
+        topk.select_paged([(*i, keys) for i in inputs], k),
         graph=True,
         agree=agree,
     )

@@ -9,7 +9,6 @@ import dsa
 from dsa_bench.e2e import drafts
 from dsa_bench.e2e.drafts import DraftedDecoding, gain, run_of, tokens_a_round
 from dsa_bench.e2e.full_depth import (
-    Depths,
     cached_bytes,
     depths,
     experts_touched,
@@ -149,10 +148,10 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
         return 5.0 + sum(COSTS[kind] for kind in kinds[:count])
 
     model, layers = skeleton(name), published_layers(name)
-    found = Depths(*(cost(model, count) for count in depths(model)))
+    found = [cost(model, count) for count in depths(model)]
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
     # V4 has 21 layers of ratio 4 and 20 of ratio 128, which count as 20.5 of each.
-    assert full_depth(name, found) == expected - (1.0 if name == "V4-Flash" else 0.0)
+    assert full_depth(name, *found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 
 @by_stack
