@@ -38,8 +38,11 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     tune.add_argument(
         "--output", type=options.path, help="write the winners here (default: the data that the op loads)"
     )
-    most = f"at most {options.OF_A_CPU} for each CPU"
-    tune.add_argument("--jobs", type=options.of_cpus, help=f"compiling processes, {most} (default: one a core)")
+    tune.add_argument(
+        "--jobs",
+        type=options.of_cpus,
+        help=f"compiling processes, at most {options.OF_A_CPU} for each CPU (default: one a core)",
+    )
 
 
 def _bench(args: argparse.Namespace) -> int:

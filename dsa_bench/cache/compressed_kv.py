@@ -61,8 +61,10 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> dict[str
         return apart
 
     inputs = (kv, gate, ape, weight, cos, sin, cache, slots, cu, starts, state, state_slots)
-    in_one = partial(into, cache, partial(dsa.write_compressed_kv, *inputs, overlap=overlap))
-    return {"dsa": in_one, "separate": separately}
+    return {
+        "dsa": partial(into, cache, partial(dsa.write_compressed_kv, *inputs, overlap=overlap)),
+        "separate": separately,
+    }
 
 
 def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:

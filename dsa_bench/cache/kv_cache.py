@@ -66,22 +66,27 @@ def _calls(tokens: int, what: str, layout: str) -> dict[str, Call]:
     pages, kv, slots = empty_pages(tokens, layout), bf16(tokens, DIMS[layout]), shuffled_slots(tokens)
     if what == "write":
         # Two caches, because the contents are compared.
-        plain = partial(_torch_write, kv, empty_pages(tokens, layout), slots)
-        return {"dsa": partial(into, pages, partial(dsa.write_kv_cache, kv, pages, slots)), "torch": plain}
+        return {
+            "dsa": partial(into, pages, partial(dsa.write_kv_cache, kv, pages, slots)),
+            "torch": partial(_torch_write, kv, empty_pages(tokens, layout), slots),
+        }
     dsa.write_kv_cache(kv, pages, slots)
-    ours = partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16)
-    return {"dsa": ours, "torch": partial(_torch_read, pages, slots)}
+    return {
+        "dsa": partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16),
+        "torch": partial(_torch_read, pages, slots),
+    }
 
 
 def case(tokens: int, what: str, layout: str) -> Case:
     size = tokens * (2 * DIMS[layout] + BYTES[layout] + 8)
 
-    read = partial(dsa.read_kv_cache, dtype=torch.bfloat16)
     return Case(
         f"{what} {tokens} tokens, {layout}",
         fresh_calls(size, partial(_calls, tokens, what, layout)),
         bytes_rate(size),
         graph=True,
         baselines={"torch"},
-        agree=same_contents(read, torch.arange(tokens, device="cuda")) if what == "write" else agree,
+        agree=same_contents(partial(dsa.read_kv_cache, dtype=torch.bfloat16), torch.arange(tokens, device="cuda"))
+        if what == "write"
+        else agree,
     )

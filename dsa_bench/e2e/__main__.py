@@ -5,6 +5,7 @@ Prints a line of JSON per row, and the time of each step to standard error. Wher
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     if reason := backends.why_no_kernels():
         parser.error(f"a benchmark needs a GPU with kernels: {reason}")
     try:
-        command.print_rows(command.compiled_rows(name, **args))
+        for row in command.compiled_rows(name, **args):
+            print(json.dumps(row), flush=True)
     except ValueError as error:
         parser.error(str(error))
     return 0

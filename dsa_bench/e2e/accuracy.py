@@ -135,5 +135,4 @@ def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval
     means, mean = values[samples].mean(1), values.mean()
     if over is not None:
         means, mean = means / over[samples].mean(1), mean / over.mean()
-    ends = means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype))
-    return [mean.item(), *ends.tolist()]
+    return [mean.item(), *means.quantile(means.new_tensor([0.025, 0.975])).tolist()]

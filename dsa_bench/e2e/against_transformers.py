@@ -77,8 +77,15 @@ def _rows(layers: int, lengths: Sequence[int], clock: Clock, tell: Tell, changes
                 tell(shape)
                 ms, gib = _measured(partial(times, model, ids, tokens), clock)
                 eager.setdefault((run, tokens), ms)
-                row = {"shape": shape, "way": way, "run": run, "layers": layers, "tokens": tokens, "ms": ms, "gib": gib}
-                yield row | compared(ms, gib, eager[run, tokens])
+                yield {
+                    "shape": shape,
+                    "way": way,
+                    "run": run,
+                    "layers": layers,
+                    "tokens": tokens,
+                    "ms": ms,
+                    "gib": gib,
+                } | compared(ms, gib, eager[run, tokens])
 
 
 def compared(ms: float | None, gib: float, eager_ms: float | None) -> Row:

@@ -7,7 +7,6 @@ The module dsa_bench.e2e.NAME of a benchmark (`NAMES`) has
 """
 
 import importlib
-import json
 import os
 import sys
 import time
@@ -52,11 +51,6 @@ def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
     if hasattr(module, "asked"):
         compile_ahead(partial(module.asked, **options), tell)
     yield from rows
-
-
-def print_rows(rows: Iterable[Row]) -> None:
-    for row in rows:
-        print(json.dumps(row), flush=True)
 
 
 def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:

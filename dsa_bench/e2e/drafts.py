@@ -73,8 +73,9 @@ class DraftedDecoding:
     def drafting_ms(self) -> float:
         """Time the drafter's passes after a pass that accepted all drafts and one more token: the drafter's layer and
         the head per new draft."""
-        arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
-        step = _RepeatedDraft(*arguments, capture=False)
+        step = _RepeatedDraft(
+            self._model.drafter, self._cache, self._drafts, self._step.padding, self._device, capture=False
+        )
         fill(step.cache)
         step(self._sequences, [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences], self._states)
         return _graph_ms(step.again)

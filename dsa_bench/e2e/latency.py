@@ -43,8 +43,7 @@ def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[
     passes."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
-    vocabulary = model.config.vocab_size
-    prompts = [[(i + position) % vocabulary for position in range(n)] for i, n in enumerate(lengths)]
+    prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
     params = [SamplingParams(max_tokens=new)] * sizes.sequences + [SamplingParams(max_tokens=1)]
     return (
         Generator(model, cache_tokens=tokens, max_sequences=sizes.sequences + 1, prefill_chunk=chunk),

@@ -167,7 +167,16 @@ def _vllm_topk(
         and (cooperates or starts is None or columns >= _PERSISTENT_COLUMNS)
     ):
         select = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
-        select(scores, lengths, out, _kept(_workspaces, scores.device, _workspace, scores.device), k, columns)
+        select(
+            scores,
+            lengths,
+            out,
+            _kept(
+                _workspaces, scores.device, partial(torch.zeros, topk.WORKSPACE_BYTES, dtype=torch.uint8), scores.device
+            ),
+            k,
+            columns,
+        )
     elif starts is None:
         torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, rows, stride, 1, k)
     else:
@@ -175,15 +184,11 @@ def _vllm_topk(
     return out
 
 
-def _workspace(device: torch.device) -> torch.Tensor:
-    return torch.zeros(topk.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
 def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
     """Return values[key], which the first call makes. A graph would own its memory, so a capture keeps nothing."""
     if key in values:
         return values[key]
-    made = make(device)
+    made = make(device=device)
     if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         values[key] = made
     return made
@@ -200,8 +205,8 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
         return _one_length(*by_sequence, causal, scale).transpose(1, 2).flatten(0, 1), None
     values = v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - values))
-    most_queries = min(most_keys, len(q))
-    out, lse, *_ = _flash_attention(q, k, v, cu_q, cu_k, most_queries, most_keys, 0.0, causal, False, scale=scale)
+    most = min(most_keys, len(q)), most_keys
+    out, lse, *_ = _flash_attention(q, k, v, cu_q, cu_k, *most, 0.0, causal, False, scale=scale)
     return out[..., :values], lse
 
 

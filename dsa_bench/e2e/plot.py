@@ -22,10 +22,12 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
             whole = sum(row["parts"].values())
             longest = _stack(axis.barh, place - 0.2, widths(row["parts"], whole), 0.36)
             if row["peer_parts"]:
-                theirs = _stack(axis.barh, place + 0.2, widths(row["peer_parts"], whole), 0.36, alpha=0.5)
-                longest = max(longest, theirs)
-            text = f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s"
-            axis.text(longest + 0.02, place, text, fontsize=7, va="center")
+                longest = max(
+                    longest, _stack(axis.barh, place + 0.2, widths(row["peer_parts"], whole), 0.36, alpha=0.5)
+                )
+            axis.text(
+                longest + 0.02, place, f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s", fontsize=7, va="center"
+            )
         _runs(axis, shown)
         axis.set_title(model)
         axis.margins(x=0.3)
@@ -97,8 +99,9 @@ def _by(rows: Sequence[Row], name: str) -> dict[Any, list[Row]]:
 
 def _axes(lines: int, columns: int, width: float, height: float) -> Any:
     """width, height: inches of an axis."""
-    size = (width * columns, height * lines)
-    return pyplot().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    return pyplot().subplots(
+        lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
+    )
 
 
 def _runs(axis: Any, rows: Sequence[Row]) -> None:
@@ -119,14 +122,25 @@ def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
     """Draw a column of parts per row, with the time of the whole run above the column."""
     for place, row in enumerate(rows):
         top = _stack(axis.bar, place, [row["parts"][part] for part in PARTS], 0.7)
-        text = f"{row['ms'] / 1000:.2f} s in all" if row["workspace"] is not None else f"{row['ms']:.2f} ms"
-        axis.text(place, top, text, fontsize=8, ha="center", va="bottom")
+        axis.text(
+            place,
+            top,
+            f"{row['ms'] / 1000:.2f} s in all" if row["workspace"] is not None else f"{row['ms']:.2f} ms",
+            fontsize=8,
+            ha="center",
+            va="bottom",
+        )
     axis.set_xticks(range(len(rows)), names)
     axis.margins(y=0.1)
     axis.set_ylabel("kernels' time, ms")
 
 
 def _save(figure: Any, labels: Sequence[str], path: Path) -> None:
-    handles = [pyplot().Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(labels))]
-    figure.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=len(labels))
+    figure.legend(
+        [pyplot().Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(labels))],
+        labels,
+        fontsize=9,
+        loc="outside lower center",
+        ncols=len(labels),
+    )
     save(figure, path)

@@ -83,8 +83,7 @@ def _runs(
 def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:
     try:
         torch.manual_seed(0)
-        ours = make()
-        measured = _with_peers(model, ours, repeats)
+        measured = _with_peers(model, make(), repeats)
     except torch.OutOfMemoryError:
         return
     finally:
@@ -128,5 +127,9 @@ def _judged(row: Row, theirs: torch.Tensor, ours: torch.Tensor) -> Row:
     difference = calc_diff(theirs, ours)
     if difference < MOST_DIFFERENCE:
         return {"difference": difference}
-    found = f"failed: its logits differ by {difference:.3g}, where ties make at most {MOST_DIFFERENCE}"
-    return NO_PEERS | {"failed": {**row["failed"], "the pass": found}}
+    return NO_PEERS | {
+        "failed": {
+            **row["failed"],
+            "the pass": f"failed: its logits differ by {difference:.3g}, where ties make at most {MOST_DIFFERENCE}",
+        }
+    }

@@ -28,11 +28,6 @@ def matrix(parts: torch.Tensor) -> torch.Tensor:
     return parts.float().sum(0)
 
 
-def _agree(theirs: torch.Tensor | Inputs, ours: torch.Tensor) -> None:
-    """A peer's result may be partial sums, with the sums of the squares."""
-    agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours)
-
-
 def case(tokens: int, d: int) -> Case:
     def inputs() -> Inputs:
         return bf16(tokens, 4, d), bf16(3, OUTPUTS, 4 * d)
@@ -44,5 +39,6 @@ def case(tokens: int, d: int) -> Case:
         {"dsa": dsa.hyper_mix, "torch": product},
         lambda inputs: peers.project((x, matrix(parts)) for x, parts in inputs),
         baselines={"torch"},
-        agree=_agree,
+        # A peer's result may be partial sums, with the sums of the squares.
+        agree=lambda theirs, ours: agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours),
     )

@@ -130,8 +130,11 @@ def tuning() -> Tuning:
                 {(rows, columns, channels, None, None): ("bfloat16",)},
                 choice.modelled(*sizes),
             )
-    candidates = dict.fromkeys(few.CONFIGS, few.compile_fp8_gemm_few_rows)
-    return Tuning(candidates | dict.fromkeys(many.ONE_MATRIX_CONFIGS, many.compile_fp8_gemm), classes)
+    return Tuning(
+        dict.fromkeys(few.CONFIGS, few.compile_fp8_gemm_few_rows)
+        | dict.fromkeys(many.ONE_MATRIX_CONFIGS, many.compile_fp8_gemm),
+        classes,
+    )
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:

@@ -34,8 +34,10 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     # Random bytes with any sign, exponents for 1/4 to 1 and any fraction: Gaussian numbers take long to generate.
     w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
     w.add_(w & 0x10, alpha=7).add_(0x28)
-    scale = torch.full((experts, 2 * inner // 128, channels // 128), channels**-0.5, device="cuda")
-    b = w.view(torch.float8_e4m3fn), scale
+    b = (
+        w.view(torch.float8_e4m3fn),
+        torch.full((experts, 2 * inner // 128, channels // 128), channels**-0.5, device="cuda"),
+    )
 
     def gathered() -> Scaled:
         return q.view(torch.uint8)[rows].view(q.dtype), s[rows]

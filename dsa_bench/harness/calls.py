@@ -80,8 +80,7 @@ class Peers:
 
     def renamed(self, name: str) -> "Peers":
         """Rename all peers. name: {} stands for the present name."""
-        calls, failed = ({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed))
-        return Peers(calls, failed)
+        return Peers(*({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed)))
 
     def then(self, step: Callable[[Any], object]) -> "Peers":
         """Apply `step` to the result of each call."""

@@ -78,10 +78,6 @@ def _number(text: str) -> float | None:
     return float(digits) if digits[:1].isdigit() else None
 
 
-def main(op: str) -> None:
-    module = load(op)
-    _call(module.case(*module.SHAPES[0]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    module = load(sys.argv[1])
+    _call(module.case(*module.SHAPES[0]))

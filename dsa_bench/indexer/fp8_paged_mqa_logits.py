@@ -70,8 +70,10 @@ def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
 
 def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call:
     plan = dsa.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms("cuda"))
-    arguments = (q, cache, weights, lengths, table, plan, columns)
-    return partial(dsa.fp8_paged_mqa_logits, *arguments, accumulators=getattr(torch, accumulators))
+    return partial(
+        *(dsa.fp8_paged_mqa_logits, q, cache, weights, lengths, table, plan, columns),
+        accumulators=getattr(torch, accumulators),
+    )
 
 
 def _plan_case(batch: int) -> Case:

@@ -55,8 +55,12 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accum
     def in_two() -> torch.Tensor:
         for first in range(0, queries, size):
             part = slice(first, first + size)
-            given = q[part], kv, weights[part], starts[part], ends[part]
-            scores = dsa.fp8_mqa_logits(*given, clean_logits=False, max_seqlen_k=keys, **precision)
+            scores = dsa.fp8_mqa_logits(
+                *(q[part], kv, weights[part], starts[part], ends[part]),
+                clean_logits=False,
+                max_seqlen_k=keys,
+                **precision,
+            )
             dsa.topk_indices(scores, k, lengths=ends[part], out=out[part])
         return out
 

@@ -60,8 +60,13 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
         bits = dsa.selection_bits(lists, starts, keys)
         calls = {"dsa": [partial(attend, selected=bits, dense_keys=TOP_K)]}
         if (heads, d, dv) == V32:
-            absorbed = bf16(queries, heads, 576), bf16(rows, 1, 576), lists[:, None], scale, 512
-            calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *absorbed, None, (indices >= 0).sum(-1).int())]
+            calls[ABSORBED] = [
+                partial(
+                    dsa.flash_mla_sparse_fwd,
+                    *(bf16(queries, heads, 576), bf16(rows, 1, 576), lists[:, None], scale, 512),
+                    topk_length=(indices >= 0).sum(-1).int(),
+                )
+            ]
     # cuDNN's result has a dimension of sequences, and heads before tokens.
     return Case(
         name,

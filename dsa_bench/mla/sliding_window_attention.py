@@ -35,8 +35,14 @@ def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> d
     for _ in range(count):
         q, kv = bf16(batch, queries, heads, FLASH_D) / 10, bf16(batch, keys, 1, FLASH_D) / 10
         arguments = (q, *2 * (kv.expand(-1, -1, heads, -1),), None, None, queries, keys, 0.0, False, False)
-        window = {"window_size_left": WINDOW - 1, "window_size_right": 0}
-        calls.append(partial(torch.ops.aten._flash_attention_forward, *arguments, **window))
+        calls.append(
+            partial(
+                torch.ops.aten._flash_attention_forward,
+                *arguments,
+                window_size_left=WINDOW - 1,
+                window_size_right=0,
+            )
+        )
     try:
         calls[0]()
     except RuntimeError:

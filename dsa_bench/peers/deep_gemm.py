@@ -72,14 +72,13 @@ def _new_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table,
 
 def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
     visible = visible_keys(lengths, q.shape[1])
-    arguments = (q, pages, weights, visible, table, _plan(module, visible, pages.shape[1])(), columns)
-    return partial(module.fp8_paged_mqa_logits, *arguments, clean_logits=False)
+    plan = _plan(module, visible, pages.shape[1])()
+    return partial(module.fp8_paged_mqa_logits, q, pages, weights, visible, table, plan, columns, clean_logits=False)
 
 
 def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
     """The number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths [B]."""
-    steps = torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
-    return lengths[:, None] + steps
+    return lengths[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
@@ -135,8 +134,9 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
     q, s = (x.unflatten(0, (count, ALIGNMENT)) for x in _spread(a, rows, count * ALIGNMENT))
     out = torch.empty(count, ALIGNMENT, b[0].shape[1], dtype=torch.bfloat16, device=q.device)
     operand, expected = (q, module.get_mn_major_tma_aligned_tensor(s)), max(1, -(-len(a[0]) // count))
-    call = partial(module.m_grouped_fp8_gemm_nt_masked, operand, b, out, sizes, expected)
-    return partial(into, (out.flatten(0, 1), rows), call)
+    return partial(
+        into, (out.flatten(0, 1), rows), partial(module.m_grouped_fp8_gemm_nt_masked, operand, b, out, sizes, expected)
+    )
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

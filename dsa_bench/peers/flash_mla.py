@@ -44,8 +44,9 @@ def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
 
 def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) -> Peers:
     """Make the calls of both builds. heads: before padding."""
-    makes = {library: partial(make, library) for library in BUILDS}
-    return Peers.of(makes, inputs, "{}, padded to 64" if heads % 64 else "{}")
+    return Peers.of(
+        {library: partial(make, library) for library in BUILDS}, inputs, "{}, padded to 64" if heads % 64 else "{}"
+    )
 
 
 def _padded(inputs: Sequence, dim: int) -> tuple:

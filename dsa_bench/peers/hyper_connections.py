@@ -40,8 +40,9 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
     products = torch.empty(splits, tokens, len(matrix), device=streams.device)
     squares = torch.empty(splits, tokens, device=streams.device)
-    arguments = (streams.flatten(1), matrix, products, squares, splits)
-    return (products, squares), partial(module.tf32_hc_prenorm_gemm, *arguments)
+    return (products, squares), partial(
+        module.tf32_hc_prenorm_gemm, streams.flatten(1), matrix, products, squares, splits
+    )
 
 
 @peer(TILE)
@@ -72,8 +73,8 @@ def expand(module: ModuleType, y, streams, post, comb) -> Call:
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
     """Return the new streams and the call that writes them."""
     out = torch.empty_like(streams)
-    batch_of_one = (y[None], streams[None], post[None, ..., None], comb[None], out[None])
-    return out, partial(module.mhc.mhc_post_fwd, *batch_of_one)
+    # A batch of one.
+    return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])
 
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))

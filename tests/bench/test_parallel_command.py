@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dsa_bench.e2e import parallel
-from dsa_bench.e2e.parallel_rows import shape
+from dsa_bench.e2e.parallel import shape
 from tests.bench import parallel_command
 
 

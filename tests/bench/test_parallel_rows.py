@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from dsa_bench.e2e.parallel_rows import RESERVE, asked, asked_of_part, cases, layers_that_fit, names, shape
+from dsa_bench.e2e.parallel import RESERVE, asked, asked_of_part, cases, layers_that_fit, names, shape
+from dsa_bench.e2e.parts import collectives_share
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, skeleton, with_layers
-from dsa_bench.e2e.trace import collectives_share
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.parallel.ranks import Ranks
