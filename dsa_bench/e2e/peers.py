@@ -167,16 +167,10 @@ def _vllm_topk(
         and (cooperates or starts is None or columns >= _PERSISTENT_COLUMNS)
     ):
         select = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
-        select(
-            scores,
-            lengths,
-            out,
-            _kept(
-                _workspaces, scores.device, partial(torch.zeros, topk.WORKSPACE_BYTES, dtype=torch.uint8), scores.device
-            ),
-            k,
-            columns,
+        workspace = _kept(
+            _workspaces, scores.device, partial(torch.zeros, topk.WORKSPACE_BYTES, dtype=torch.uint8), scores.device
         )
+        select(scores, lengths, out, workspace, k, columns)
     elif starts is None:
         torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, rows, stride, 1, k)
     else:
