@@ -2,10 +2,7 @@
 
 import argparse
 import importlib.util
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
@@ -13,7 +10,6 @@ from dsa_layers.arguments import shown
 
 # Benchmarks that are not of one op, and why they have no profile.
 WHOLES = {"e2e": "e2e splits every row by part", "host": "host times calls, not kernels"}
-Writer = Callable[[list[dict[str, Any]], Path], None]
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,8 +38,11 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     tune.add_argument(
         "--output", type=options.path, help="write the winners here (default: the data that the op loads)"
     )
-    most = f"at most {options.OF_A_CPU} for each CPU"
-    tune.add_argument("--jobs", type=options.of_cpus, help=f"compiling processes, {most} (default: one a core)")
+    tune.add_argument(
+        "--jobs",
+        type=options.of_cpus,
+        help=f"compiling processes, at most {options.OF_A_CPU} for each CPU (default: one a core)",
+    )
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -55,18 +54,22 @@ def _bench(args: argparse.Namespace) -> int:
         from dsa_bench.harness import profile
 
         print(profile.both_tables(args.op))
-    elif args.op == "e2e":
+        return 0
+    if args.op == "e2e":
         from dsa_bench.e2e import plot, report, table
 
-        _write(args, table.printed(report.rows()), table.write_csv, plot.write_passes)
+        rows, draw = table.printed(report.rows()), plot.write_passes
     else:
         from dsa_bench.harness import case, host, plot, table
 
-        rows = [*host.rows()] if args.op == "host" else case.run(args.op)
+        rows, draw = [*host.rows()] if args.op == "host" else case.run(args.op), partial(plot.write_png, args.op)
         table.print_table(args.op, rows)
         if args.op == "linear_layers":
             print(case.load(args.op).summary(rows))
-        _write(args, rows, table.write_csv, partial(plot.write_png, args.op))
+    if args.csv:
+        table.write_csv(rows, args.csv)
+    if args.png:
+        draw(rows, args.png)
     return 0
 
 
@@ -79,13 +82,6 @@ def _check_outputs(args: argparse.Namespace) -> None:
     options.check_output("--png", args.png)
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png: needs matplotlib: pip install matplotlib")
-
-
-def _write(args: argparse.Namespace, rows: list[dict[str, Any]], csv: Writer, png: Writer) -> None:
-    if args.csv:
-        csv(rows, args.csv)
-    if args.png:
-        png(rows, args.png)
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -1,8 +1,11 @@
 """Empty pages of the MLA caches, and the size of a token in them."""
 
+from collections.abc import Callable
+
 import torch
 
 import dsa
+from dsa_bench.harness.case import agree
 
 PAGE = 64
 # Layout -> channels of a latent, bytes per token.
@@ -28,3 +31,8 @@ def shuffled_slots(tokens: int) -> torch.Tensor:
     """Slots as in a serving cache: pages in random order, consecutive tokens within a page."""
     order = torch.randperm(-(-tokens // PAGE), device="cuda")
     return (order[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[:tokens]
+
+
+def same_contents(read: Callable[..., object], slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return a comparison of what `read` finds in these slots of two caches."""
+    return lambda theirs, ours: agree(*(read(pages, slots) for pages in (theirs, ours)))

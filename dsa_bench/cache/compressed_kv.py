@@ -5,9 +5,8 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.cache._pages import PAGE, empty_bytes
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import angles, f32
+from dsa_bench.cache._pages import PAGE, empty_bytes, same_contents
+from dsa_bench.harness.case import Call, Case, angles, bytes_rate, f32, fresh_calls, into
 
 # new tokens per sequence, sequences; channels, tokens per block, the cache's layout
 SHAPES = [
@@ -47,13 +46,10 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> dict[str
     def separately() -> torch.Tensor:
         if tokens == 1:
             state[:, start % n, 0], state[:, start % n, 1] = kv, gate + ape[start % m]
-            k, z = state.unbind(2)
-            if overlap:
-                k, z = (torch.cat((x[:, :m, :d], x[:, m:, d:]), 1) for x in (k, z))
+            blocks = [(x[:, :m], x[:, -m:]) for x in state.unbind(2)]
         else:
-            k, z = kv.unflatten(0, (-1, m)), (gate.unflatten(0, (-1, m)) + ape)
-            if overlap:
-                k, z = (torch.cat((x[:, :, :d].roll(1, 0), x[:, :, d:]), 1) for x in (k, z))
+            blocks = [(x.roll(1, 0), x) for x in (kv.unflatten(0, (-1, m)), gate.unflatten(0, (-1, m)) + ape)]
+        k, z = (torch.cat((past[..., :d], x[..., d:]), 1) if overlap else x for past, x in blocks)
         entry = (z.softmax(1) * k).sum(1)
         row = entry * torch.rsqrt(entry.square().mean(-1, keepdim=True) + 1e-6) * weight
         row = dsa.apply_rotary(row, cos[rows], sin[rows], interleaved=True, dims="last")
@@ -65,26 +61,25 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> dict[str
         return apart
 
     inputs = (kv, gate, ape, weight, cos, sin, cache, slots, cu, starts, state, state_slots)
-
-    def in_one() -> torch.Tensor:
-        dsa.write_compressed_kv(*inputs, overlap=overlap)
-        return cache
-
-    return {"dsa": in_one, "separate": separately}
+    return {
+        "dsa": partial(into, cache, partial(dsa.write_compressed_kv, *inputs, overlap=overlap)),
+        "separate": separately,
+    }
 
 
 def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
     c = 2 * d if m == 4 else d
     read = tokens * sequences * 2 * c * 4 if tokens > 1 else sequences * (2 * m if m == 4 else m) * 2 * d * 4
     size = read + tokens * sequences // (m if tokens > 1 else 1) * (584 if layout == "v4" else d + 4)
-    calls = fresh_calls(size, partial(_calls, tokens, sequences, d, m, layout), most=16)
 
-    def agree_on_pages(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        # A prompt's first entry has no block before it; the separate operations use the last block there.
-        first = 1 if tokens > 1 else 0
-        slots = torch.arange(first, sequences * tokens // m if tokens > 1 else sequences, device=ours.device)
-        read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
-        agree(*(read(pages, slots) for pages in (theirs, ours)))
-
-    name = f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=agree_on_pages)
+    # A prompt's first entry has no block before it; the separate operations use the last block there.
+    first, entries = (1, sequences * tokens // m) if tokens > 1 else (0, sequences)
+    read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
+    return Case(
+        f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}",
+        fresh_calls(size, partial(_calls, tokens, sequences, d, m, layout), most=16),
+        bytes_rate(size),
+        graph=True,
+        baselines={"separate"},
+        agree=same_contents(read, torch.arange(first, entries, device="cuda")),
+    )

@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import PAGE, shuffled_slots
-from dsa_bench.harness.case import Call, Case, bytes_rate, fresh
-from dsa_bench.harness.inputs import e4m3
+from dsa_bench.harness.case import Call, Case, bytes_rate, e4m3, fresh
 
 # tokens; direction
 SHAPES = [(131072, "read"), (8192, "read"), (131072, "write"), (8192, "write")]

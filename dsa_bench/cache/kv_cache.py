@@ -7,9 +7,8 @@ import torch
 
 import dsa
 from dsa.reference import per_token_cast_to_fp8
-from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, same_contents, shuffled_slots
+from dsa_bench.harness.case import Call, Case, agree, bf16, bytes_rate, fresh_calls, into
 
 # tokens; direction; the cache's layout. Rows are bf16.
 SHAPES = [
@@ -29,11 +28,6 @@ def _planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = pages.shape[:2]
     rows = pages.as_strided((*shape, 576), (pages.stride(0), 576, 1))
     return rows, pages.as_strided((*shape, 8), (pages.stride(0), 8, 1), PAGE * 576)
-
-
-def _write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    dsa.write_kv_cache(kv, pages, slots)
-    return pages
 
 
 def _torch_write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -72,19 +66,19 @@ def _calls(tokens: int, what: str, layout: str) -> dict[str, Call]:
     pages, kv, slots = empty_pages(tokens, layout), bf16(tokens, DIMS[layout]), shuffled_slots(tokens)
     if what == "write":
         # Two caches, because the contents are compared.
-        plain = partial(_torch_write, kv, empty_pages(tokens, layout), slots)
-        return {"dsa": partial(_write, kv, pages, slots), "torch": plain}
+        return {
+            "dsa": partial(into, pages, partial(dsa.write_kv_cache, kv, pages, slots)),
+            "torch": partial(_torch_write, kv, empty_pages(tokens, layout), slots),
+        }
     dsa.write_kv_cache(kv, pages, slots)
-    ours = partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16)
-    return {"dsa": ours, "torch": partial(_torch_read, pages, slots)}
+    return {
+        "dsa": partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16),
+        "torch": partial(_torch_read, pages, slots),
+    }
 
 
 def case(tokens: int, what: str, layout: str) -> Case:
     size = tokens * (2 * DIMS[layout] + BYTES[layout] + 8)
-
-    def agree_on_pages(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        slots = torch.arange(tokens, device=ours.device)
-        agree(*(dsa.read_kv_cache(pages, slots, dtype=torch.bfloat16) for pages in (theirs, ours)))
 
     return Case(
         f"{what} {tokens} tokens, {layout}",
@@ -92,5 +86,7 @@ def case(tokens: int, what: str, layout: str) -> Case:
         bytes_rate(size),
         graph=True,
         baselines={"torch"},
-        agree=agree_on_pages if what == "write" else agree,
+        agree=same_contents(partial(dsa.read_kv_cache, dtype=torch.bfloat16), torch.arange(tokens, device="cuda"))
+        if what == "write"
+        else agree,
     )

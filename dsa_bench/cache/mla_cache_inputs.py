@@ -7,8 +7,7 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import angles, bf16, f32
+from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls, into
 
 # tokens; the cache's layout; whether the rows are returned as well
 SHAPES = [
@@ -30,9 +29,7 @@ def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
     # Two caches, because the contents are compared.
     cache, apart = (empty_pages(tokens, layout) for _ in range(2))
 
-    def in_one() -> Results:
-        dsa.write_mla_cache(kv, gain, cos, sin, cache, slots, out=out)
-        return cache, out
+    write = partial(dsa.write_mla_cache, kv, gain, cos, sin, cache, slots, out=out)
 
     def separately() -> Results:
         x = kv[:, :NORMED].float()
@@ -41,14 +38,19 @@ def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
         dsa.write_kv_cache(row, apart, slots)
         return apart, dsa.read_kv_cache(apart, slots, dtype=kv.dtype) if keep else None
 
-    return {"dsa": in_one, "separate": separately}
+    return {"dsa": partial(into, (cache, out), write), "separate": separately}
 
 
 def case(tokens: int, layout: str, keep: bool) -> Case:
     size = tokens * (2 * DIMS[layout] * (2 if keep else 1) + BYTES[layout] + 4 * ROTATED + 8)
-    calls = fresh_calls(size, partial(_calls, tokens, layout, keep))
-    name = f"{tokens} tokens, {layout}{', rows kept' if keep else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=_agree)
+    return Case(
+        f"{tokens} tokens, {layout}{', rows kept' if keep else ''}",
+        fresh_calls(size, partial(_calls, tokens, layout, keep)),
+        bytes_rate(size),
+        graph=True,
+        baselines={"separate"},
+        agree=_agree,
+    )
 
 
 def _agree(theirs: Results, ours: Results) -> None:

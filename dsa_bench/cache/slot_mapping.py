@@ -33,6 +33,11 @@ def case(what: str, sequences: int, tokens: int) -> Case:
         return table, bounds, lengths, sequences * tokens, page_size
 
     options = {"ratio": RATIO if what == "entries" else 1, "ring": what == "ring"}
-    functions = {"dsa": partial(dsa.slot_mapping, **options), "torch": partial(reference.slot_mapping, **options)}
-    name = f"{what}, {sequences} sequences of {tokens}"
-    return bytes_case(name, 8 * sequences * tokens, inputs, functions, most=16, baselines={"torch"})
+    return bytes_case(
+        f"{what}, {sequences} sequences of {tokens}",
+        8 * sequences * tokens,
+        inputs,
+        {"dsa": partial(dsa.slot_mapping, **options), "torch": partial(reference.slot_mapping, **options)},
+        most=16,
+        baselines={"torch"},
+    )

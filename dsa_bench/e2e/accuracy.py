@@ -1,14 +1,12 @@
 """Errors of whole passes with trained weights: our kernels and the peers' against the references in fp32.
 
-usage: python -m dsa_bench.e2e.accuracy [CHECKPOINT...]
+usage: python -m dsa_bench.e2e accuracy [CHECKPOINT...]
 
 CHECKPOINT is a model that examples/train_indexer.py wrote; the default is the model that comes with dsa. The peers need
 at least 32 index heads and 64 attention heads. This model has them:
 
     python examples/train_indexer.py OUT --seconds 200 40 30 --batch 16 8 8 \\
         --config '{"num_attention_heads": 64, "index_n_heads": 32, "index_topk": 512}'
-
-Prints a line of JSON per row (`rows`).
 
 Every sequence of the held-out text is one pass. The references compute the expected logits in fp32, with the same
 weights and the same quantisation of activations, index keys and caches. The error of a sequence is
@@ -17,15 +15,13 @@ sequences. An interval holds the middle 95% of the means of RESAMPLES random sam
 replacement (paired bootstrap).
 """
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 import dsa
-from dsa_bench.e2e.command import Row, need_a_gpu, print_rows
+from dsa_bench.e2e.command import Row, Tell, quiet
 from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
@@ -37,11 +33,15 @@ from dsa_layers.layers.score_accumulators import set_score_accumulators
 RESAMPLES = 10_000
 PEERS = "peers"
 KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
+OPTIONS = {"checkpoints": {"nargs": "*", "type": Path, "default": [SHIPPED_MODEL], "metavar": "CHECKPOINT"}}
 Interval = list[float]  # the mean and the ends of its 95% interval
 
 
 def rows(
-    checkpoints: Sequence[Path] = (SHIPPED_MODEL,), most: int | None = None, device: torch.device | str = "cuda"
+    checkpoints: Sequence[Path] = (SHIPPED_MODEL,),
+    most: int | None = None,
+    device: torch.device | str = "cuda",
+    tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield {"shape", "model", "kernels", "sequences", "tokens", "loss", "loss_difference", "error", "divergence",
     "same_first", "over_peers", "figure"} per checkpoint and kernels: ours, with fp16 and with fp32 accumulation of the
@@ -56,6 +56,7 @@ def rows(
     model
     """
     for checkpoint in checkpoints:
+        tell(str(checkpoint))
         model = load_model(checkpoint, device=device, progress=False)
         config = model.config
         length, label = config.max_position_embeddings, f"{config.num_attention_heads} heads"
@@ -130,26 +131,8 @@ def _values(differences: Sequence[Difference], name: str) -> torch.Tensor:
 
 def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval:
     """Return the mean of values [N], or mean(values) / mean(over), and its 95% interval by the paired bootstrap."""
-    generator = torch.Generator().manual_seed(0)
-    samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0))
     means, mean = values[samples].mean(1), values.mean()
     if over is not None:
         means, mean = means / over[samples].mean(1), mean / over.mean()
-    ends = means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype))
-    return [mean.item(), *ends.tolist()]
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.accuracy", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="*", type=Path, default=[SHIPPED_MODEL], metavar="CHECKPOINT")
-    args = parser.parse_args(arguments)
-    need_a_gpu(parser)
-    try:
-        print_rows(rows(args.checkpoints))
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return [mean.item(), *means.quantile(means.new_tensor([0.025, 0.975])).tolist()]

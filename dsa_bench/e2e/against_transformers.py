@@ -1,53 +1,35 @@
 """transformers' DeepSeek-V3.2 with eager attention, and the same layers on dsa's ops: time, memory, and the length at
 which eager attention runs out of memory. Eager attention's scores and masks grow with the square of the length.
 
-usage: python -m dsa_bench.e2e.against_transformers [--layers N] [--tokens N...]
-
 The layers are the model's first layers, which have dense MLPs, with real sizes and random weights in bf16. A prompt is
 one pass without a cache. A decoding step is one token after a context, which both models read in chunks.
 """
 
-import argparse
-import gc
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from dsa_bench.e2e.command import need_a_gpu
+from dsa_bench.e2e.clock import Clock
+from dsa_bench.e2e.command import Row, Tell, free, quiet
 from dsa_layers import options
+from dsa_layers.parallel.ranks import ALONE
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
 CHUNK = 512  # tokens; with eager attention such a pass fits in memory at all lengths
 REPEATS, STEPS = 3, 8
+EAGER = "eager"
+OPTIONS = {
+    "--layers": {"type": options.positive, "default": 2, "metavar": "N", "help": "default: %(default)s"},
+    "--tokens": {"type": options.positive, "nargs": "+", "default": TOKENS, "help": f"default: {TOKENS}"},
+}
 
 
-@dataclass(frozen=True)
-class Row:
-    """way: "eager", "dsa" or "dsa, FP8 index scores". run: "prompt" or "step". ms: the median, or None where memory did
-    not suffice. gib: peak memory without the model."""
-
-    way: str
-    run: str
-    tokens: int
-    ms: float | None
-    gib: float
-
-    def text(self, eager: "Row | None" = None) -> str:
-        """Return the row in words, with the speed-up over the row `eager`."""
-        if self.ms is None:
-            return "out of memory"
-        ratio = "" if eager in (None, self) or eager.ms is None else f", {eager.ms / self.ms:.2f}x"
-        return f"{self.ms:.2f} ms, {self.gib:.1f} GiB{ratio}"
-
-
-def make_model(layers: int, device: str, **changes: Any) -> torch.nn.Module:
+def make_model(layers: int, device: torch.device | str, **changes: Any) -> torch.nn.Module:
     from transformers import AutoModel, DeepseekV32Config
 
     fields = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "vocab_size": 1024, "pad_token_id": None}
@@ -56,39 +38,66 @@ def make_model(layers: int, device: str, **changes: Any) -> torch.nn.Module:
         return AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
+def rows(
+    layers: int = 2, tokens: Sequence[int] = TOKENS, clock: Clock | None = None, tell: Tell = quiet, **changes: Any
+) -> Iterator[Row]:
+    """Yield {"shape", "way", "run", "layers", "tokens", "ms", "gib", "ratio", "figure"} of each way in turn, of prompts
+    and of steps after contexts of these numbers of tokens.
+
+    way    "eager", "dsa" or "dsa, FP8 index scores"
+    run    "prompt" or "step"
+    ms     the median, or None where memory did not suffice
+    gib    peak memory without the model
+    ratio  eager attention's ms / ms; None where either is None
+
+    changes: fields of the model's configuration. Raises ValueError without transformers.
+    """
+    if find_spec("transformers") is None:
+        raise ValueError("the benchmark needs transformers: pip install transformers")
+    return _rows(layers, tokens, clock or Clock(ALONE, torch.device("cuda")), tell, changes)
+
+
 @torch.no_grad()
-def rows(model: torch.nn.Module, lengths: Sequence[int]) -> Iterator[Row]:
-    """Measure all ways in turn. Afterwards the model runs on dsa's ops."""
+def _rows(layers: int, lengths: Sequence[int], clock: Clock, tell: Tell, changes: dict[str, Any]) -> Iterator[Row]:
     from dsa_layers.hf import accelerate
 
+    model = make_model(layers, clock.device, **changes)
     ways: dict[str, Callable[[], Any]] = {
-        "eager": lambda: None,
+        EAGER: lambda: None,
         "dsa": lambda: accelerate(model),
         "dsa, FP8 index scores": lambda: accelerate(model, fp8_indexer=True),
     }
-    device = next(model.parameters()).device
-    ids = torch.randint(model.config.vocab_size, (1, max(lengths) + 1 + STEPS), device=device)
+    ids = torch.randint(model.config.vocab_size, (1, max(lengths) + 1 + STEPS), device=clock.device)
+    eager: dict[tuple[str, int], float | None] = {}
     for way, begin in ways.items():
         begin()
-        for tokens in lengths:
-            yield Row(way, "prompt", tokens, *_measured(partial(_prompt, model, ids[:, :tokens]), device))
-        for tokens in lengths:
-            yield Row(way, "step", tokens, *_measured(partial(_steps, model, ids, tokens), device))
+        for run, times in {"prompt": _prompt, "step": _steps}.items():
+            for tokens in lengths:
+                shape = f"{way}: {run} of {tokens} tokens"
+                tell(shape)
+                ms, gib = _measured(partial(times, model, ids, tokens), clock)
+                eager.setdefault((run, tokens), ms)
+                yield {
+                    "shape": shape,
+                    "way": way,
+                    "run": run,
+                    "layers": layers,
+                    "tokens": tokens,
+                    "ms": ms,
+                    "gib": gib,
+                } | compared(ms, gib, eager[run, tokens])
 
 
-def table(found: Sequence[Row]) -> str:
-    """Return a line per run and length: each way's time and memory, and its speed-up over eager attention."""
-    ways = [*dict.fromkeys(row.way for row in found)]
-    lines = [f"{'':<8}{'tokens':>8}" + "".join(f"{way:>36}" for way in ways)]
-    for run, tokens in dict.fromkeys((row.run, row.tokens) for row in found):
-        eager, *others = (row for row in found if (row.run, row.tokens) == (run, tokens))
-        cells = "".join(f"{row.text(eager):>36}" for row in (eager, *others))
-        lines.append(f"{run:<8}{tokens:>8}{cells}")
-    return "\n".join(lines)
+def compared(ms: float | None, gib: float, eager_ms: float | None) -> Row:
+    """Return {"ratio", "figure"}, the speed-up over eager attention and all figures in words."""
+    if ms is None:
+        return {"ratio": None, "figure": "out of memory"}
+    ratio = None if eager_ms is None else eager_ms / ms
+    return {"ratio": ratio, "figure": f"{ms:.2f} ms, {gib:.1f} GiB" + ("" if ratio is None else f", {ratio:.2f}x")}
 
 
-def _prompt(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
-    times = [_ms(partial(model, ids, use_cache=False), ids.device) for _ in range(1 + REPEATS)]
+def _prompt(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float]:
+    times = [_ms(partial(model, ids[:, :tokens], use_cache=False), ids.device) for _ in range(1 + REPEATS)]
     return times[1:]  # the first pass compiles kernels
 
 
@@ -96,29 +105,22 @@ def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float
     from dsa_layers.hf.paged_layer import CACHE
 
     cache = None
-    for first in range(0, tokens, CHUNK):
-        chunk = ids[:, first : min(first + CHUNK, tokens)]
+    for chunk in ids[:, :tokens].split(CHUNK, dim=1):
         cache = getattr(model(chunk, **{CACHE: cache}, use_cache=True), CACHE)
     columns = ids[:, tokens : tokens + 1 + STEPS].split(1, dim=1)
     return [_ms(partial(model, token, **{CACHE: cache}), ids.device) for token in columns][1:]
 
 
-def _measured(run: Callable[[], list[float]], device: torch.device) -> tuple[float | None, float]:
+def _measured(times: Callable[[], list[float]], clock: Clock) -> tuple[float | None, float]:
     """Return median milliseconds and peak GiB."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    before = _peak(device)
+    free()
+    clock.forget_peak()
+    held = clock.held()
     try:
-        ms = statistics.median(run())
+        ms = statistics.median(times())
     except torch.OutOfMemoryError:
         ms = None
-    return ms, (_peak(device) - before) / 2**30
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return ms, (clock.peak() - held) / 2**30
 
 
 def _ms(call: Callable[[], Any], device: torch.device) -> float:
@@ -128,24 +130,3 @@ def _ms(call: Callable[[], Any], device: torch.device) -> float:
     call()
     wait()
     return 1e3 * (time.perf_counter() - began)
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.against_transformers")
-    parser.add_argument("--layers", type=options.positive, default=2, metavar="N", help="default: %(default)s")
-    lengths = " ".join(map(str, TOKENS))
-    parser.add_argument("--tokens", type=options.positive, nargs="+", default=TOKENS, help=f"default: {lengths}")
-    args = parser.parse_args(arguments)
-    need_a_gpu(parser)
-    if importlib.util.find_spec("transformers") is None:
-        parser.error("the benchmark needs transformers: pip install transformers")
-    found = []
-    for row in rows(make_model(args.layers, "cuda"), args.tokens):
-        found.append(row)
-        print(f"{row.way}: {row.run} of {row.tokens} tokens: {row.text()}", flush=True)
-    print(f"\n{args.layers} layers of DeepSeek-V3.2, bf16, {torch.cuda.get_device_name()}\n{table(found)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

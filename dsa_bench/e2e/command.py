@@ -1,85 +1,55 @@
-"""Shared by the commands of whole passes: options, kernels compiled in advance, and a line of JSON per row."""
+"""Shared by the benchmarks of whole passes: kernels compiled in advance, rows of several stacks, and a line per step.
 
-import argparse
-import gc
-import json
+The module dsa_bench.e2e.NAME of a benchmark (`NAMES`) has
+  OPTIONS  {flag: the arguments of `add_argument`}; `rows` and `asked` have a parameter for each
+  rows     (options, tell) -> its rows
+  asked    options -> the kernels that the rows ask for, if they are compiled in advance
+"""
+
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
-import torch
-
-from dsa.runtime import backends
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
-from dsa_layers.cache.cache import Cache
+from dsa_bench.harness.calls import free
+from dsa_layers.compilation import passes
 from dsa_layers.compilation.build import build
-from dsa_layers.compilation.passes import META
 from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.layers import joint_linear
 
+NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "parallel")
 Row = dict[str, Any]
 Tell = Callable[[str], None]
+Run = TypeVar("Run")
 
 
-def parser(name: str, doc: str, models: Iterable[str]) -> argparse.ArgumentParser:
-    """Make the parser of `python -m dsa_bench.e2e.NAME`, with the options that all of these commands have."""
-    made = argparse.ArgumentParser(prog=f"python -m dsa_bench.e2e.{name}", description=doc.splitlines()[0])
-    made.add_argument("--models", nargs="+", choices=[*models], default=[*models], help="default: all")
-    made.add_argument("--compile", action="store_true", help="only compile the kernels, which needs no GPU")
-    return made
+def load(name: str) -> ModuleType:
+    """Import the module of a benchmark."""
+    return importlib.import_module(f"dsa_bench.e2e.{name}")
 
 
-def need_a_gpu(parser: argparse.ArgumentParser) -> None:
-    if reason := backends.why_no_kernels():
-        parser.error(f"a benchmark needs a GPU with kernels: {reason}")
+def of_models(models: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The option of a benchmark of several models."""
+    return {"--models": {"nargs": "+", "choices": [*models], "default": [*models], "help": "default: all"}}
 
 
-def main_of_models(
-    options: argparse.ArgumentParser,
-    arguments: Sequence[str],
-    asked: Callable[[Sequence[str]], Collection[Variant]],
-    rows: Callable[..., Iterator[Row]],
-) -> int:
-    """Run a command whose only options are those of `parser`: `asked` and `rows` take the models' names."""
-    args = options.parse_args(arguments)
-    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
-
-
-def run(
-    parser: argparse.ArgumentParser,
-    only_compile: bool,
-    asked: Callable[[], Collection[Variant]],
-    rows: Callable[..., Iterator[Row]],
-) -> int:
-    """Print the rows, or only compile their kernels."""
-    if only_compile:
-        compile_ahead(asked, seconds_told())
-        return 0
-    need_a_gpu(parser)
-    print_rows(compiled(asked, rows))
-    return 0
-
-
-def compiled(
-    asked: Callable[[], Collection[Variant]], rows: Callable[..., Iterator[Row]], **options: Any
-) -> Iterator[Row]:
-    """Compile the kernels that rows ask for in parallel, then yield `rows(tell=..., **options)`.
+def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
+    """Compile the kernels that a benchmark asks for in parallel, then yield its rows.
 
     Compiled one after the other within the timed passes, the kernels would take most of the time.
     """
-    tell = seconds_told()
-    compile_ahead(asked, tell)
-    yield from rows(tell=tell, **options)
-
-
-def print_rows(rows: Iterable[Row]) -> None:
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    module, tell = load(name), seconds_told()
+    rows = module.rows(**options, tell=tell)
+    if hasattr(module, "asked"):
+        compile_ahead(partial(module.asked, **options), tell)
+    yield from rows
 
 
 def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
@@ -95,17 +65,27 @@ def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
 
 
 def asked_of(
-    model: CheckpointModel, tokens: int, slots: int, run: Callable[[CheckpointModel, Cache], None], arch: str = "sm_90"
+    model: CheckpointModel,
+    prompts: Iterable[Sequence[tuple[int, int]]],
+    steps: Iterable[tuple[int, ...]],
+    arch: str = "sm_90",
 ) -> set[Variant]:
-    """Return the kernels that `run(model, cache)` asks for, with a model on the meta device.
+    """Return the kernels that passes of a model on the meta device ask for.
 
-    The cache has room for `slots` sequences with `tokens` tokens in all, each a multiple of the page size.
+    prompts: (new, earlier) tokens of each prompt, per pass. steps: (sequences, tokens of each), with drafts also their
+    number, per decoding step.
     """
-    model.init_buffers(META)
+    prompts, steps = list(prompts), list(steps)
+    held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]
+    pages = max(sum(-(-tokens // model.page_size) for tokens in each) for each in held)
+    model.init_buffers(passes.META)
     joint_linear.join(model)
-    cache = model.eval().make_cache(-(-tokens // model.page_size), model.page_size, META, state_slots=slots)
+    cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=max(map(len, held)))
     with asked_variants(arch) as found:
-        run(model, cache)
+        for prompt in prompts:
+            passes.prefill(model, cache, list(prompt))
+        for step in steps:
+            passes.decode(model, cache, *step)
     return with_all_tiles(found)
 
 
@@ -131,7 +111,32 @@ def quiet(step: str) -> None:
     """Print nothing."""
 
 
-def free() -> None:
-    """Free what is no longer referenced, and the GPU memory that torch caches."""
-    gc.collect()
-    torch.cuda.empty_cache()
+def by_stack(
+    names: Iterable[str],
+    todo: Callable[[str], Sequence[Run]],
+    make: Callable[[str], CheckpointModel],
+    rows: Callable[[str, CheckpointModel, Sequence[Run]], Iterator[Row]],
+    tell: Tell,
+) -> Iterator[Row]:
+    """Yield the rows of the runs of each stack in turn. A stack without runs is not made."""
+    for name in names:
+        if runs := todo(name):
+            model = make(name)
+            tell(f"{name}: model made")
+            yield from rows(name, model, runs)
+            del model
+            free()
+
+
+def pass_row(model: str, run: str, tokens: int, ms: float) -> Row:
+    """Return {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure"} of a pass."""
+    rate = tokens / ms * 1e3
+    return {
+        "shape": f"{model} {run}",
+        "model": model,
+        "run": run,
+        "tokens": tokens,
+        "ms": ms,
+        "tokens/s": rate,
+        "figure": f"{rate:.0f} tokens/s",
+    }

@@ -3,7 +3,7 @@ and from the collectives of fewer GPUs."""
 
 from collections.abc import Sequence
 
-from dsa_bench.e2e.parallel_rows import Row
+from dsa_bench.e2e.parallel import Row
 
 
 def computed(silent: Row, measured: Sequence[Row]) -> float | None:

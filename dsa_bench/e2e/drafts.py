@@ -1,24 +1,15 @@
-"""The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes.
+"""The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes."""
 
-usage: python -m dsa_bench.e2e.drafts [--models MODEL...] [--compile]
-
-Prints a line of JSON per row (`rows`), and the time of each step to standard error. Kernels are compiled before, in
-parallel; --compile does only that and needs no GPU.
-"""
-
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from dsa.runtime.variants import Variant
-from dsa.testing import bench, copy_bandwidth
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa.testing import bench
+from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
 from dsa_bench.e2e.full_depth import (
-    Depths,
     cached_bytes,
     depths,
     experts_touched,
@@ -26,10 +17,9 @@ from dsa_bench.e2e.full_depth import (
     full_depth,
     pass_bytes,
 )
-from dsa_bench.e2e.runs import Cached, fill
+from dsa_bench.e2e.runs import Cached, fill, filled
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
-from dsa_layers.cache.cache import Cache
-from dsa_layers.compilation import passes
+from dsa_bench.harness.case import copy
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
@@ -39,7 +29,7 @@ ACCEPTANCE = 0.85  # of a draft whose predecessors are accepted; the papers repo
 SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
 REPEATS = 20
-SPARE = 1  # page and state slot for padding sequences
+OPTIONS = of_models(STACKS)
 
 
 def tokens_a_round(drafts: int, acceptance: float = ACCEPTANCE) -> float:
@@ -52,8 +42,8 @@ def gain(plain_ms: float, verify_ms: float, draft_ms: float, drafts: int, accept
     return tokens_a_round(drafts, acceptance) * plain_ms / (verify_ms + draft_ms)
 
 
-def shape(model: str, count: int, drafts: int) -> str:
-    return f"{model} decode {count} x {CONTEXT}, {drafts} draft{'s' if drafts > 1 else ''}"
+def run_of(count: int, drafts: int) -> str:
+    return f"decode {count} x {CONTEXT}, {drafts} draft{'s' if drafts > 1 else ''}"
 
 
 class DraftedDecoding:
@@ -65,13 +55,10 @@ class DraftedDecoding:
 
     def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
         self._model, self._drafts, self._device = model, drafts, next(model.parameters()).device
-        pages = -(-context // model.page_size)
-        self._cache = model.make_cache(count * pages + SPARE, device=self._device, state_slots=count + SPARE)
-        fill(self._cache)
-        allocate, slots = self._cache.allocator.allocate, self._cache.state_slots.allocate(count)
+        self._cache, places = filled(model, count, context)
         # The last token of the sequence in slot s is 1 + s.
-        guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for slot in slots]
-        self._sequences = [Cached(allocate(pages), slot, context - drafts, some) for slot, some in zip(slots, guesses)]
+        guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for _, slot in places]
+        self._sequences = [Cached(*place, context - drafts, some) for place, some in zip(places, guesses)]
         self._step = _RepeatedDecode(model, self._cache, drafts=drafts, capture=False)
         with experts_touched() as found:
             results = self._step(self._sequences)
@@ -86,11 +73,11 @@ class DraftedDecoding:
     def drafting_ms(self) -> float:
         """Time the drafter's passes after a pass that accepted all drafts and one more token: the drafter's layer and
         the head per new draft."""
-        arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
-        step = _RepeatedDraft(*arguments, capture=False)
+        step = _RepeatedDraft(
+            self._model.drafter, self._cache, self._drafts, self._step.padding, self._device, capture=False
+        )
         fill(step.cache)
-        taken = [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences]
-        step(self._sequences, taken, self._states)
+        step(self._sequences, [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences], self._states)
         return _graph_ms(step.again)
 
 
@@ -120,7 +107,7 @@ def _graph_ms(call: Callable[[], Any]) -> float:
 
 
 def rows(
-    names: Sequence[str] = tuple(STACKS),
+    models: Sequence[str] = tuple(STACKS),
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
     device: torch.device | str = "cuda",
@@ -144,68 +131,59 @@ def rows(
 
     Times are GPU times. They include neither sampling nor the host's work between passes.
     """
-    copy = None
-    for name in names:
-        todo = [(n, k) for n in sorted(sequences) for k in DRAFTS[name] if shape(name, n, k) not in done]
-        if not todo:
-            continue
-        if copy is None:
-            copy = copy_bandwidth()
-            free()
-            tell(f"a copy: {copy / 1e9:.0f} GB/s")
-        model = stack(name, device, drafter=True)
-        tell(f"{name}: model made")
-        for count in dict.fromkeys(n for n, _ in todo):
-            plain, _ = _measured(name, model, count, 0)
-            tell(f"{name}, {count} sequences: {plain.ms:.2f} ms")
-            for drafts in (k for n, k in todo if n == count):
-                verify, draft_ms = _measured(name, model, count, drafts)
-                row = _row(name, count, drafts, plain, verify, draft_ms, copy)
-                tell(f"{row['shape']}: {verify.ms:.2f} + {draft_ms:.2f} ms, {row['figure']}")
-                yield row
-        del model
+
+    def todo(name: str) -> list[tuple[int, int]]:
+        runs = [(count, drafts) for count in sorted(sequences) for drafts in DRAFTS[name]]
+        return [run for run in runs if f"{name} {run_of(*run)}" not in done]
+
+    def make(name: str) -> CheckpointModel:
+        tell(f"a copy: {copy() / 1e9:.0f} GB/s")  # measured before a model takes the memory
         free()
+        return stack(name, device, drafter=True)
+
+    def of_stack(name: str, model: CheckpointModel, runs: Sequence[tuple[int, int]]) -> Iterator[Row]:
+        for count, of_count in groupby(runs, lambda run: run[0]):
+            plain, _ = _measured(name, model, count, 0)
+            tell(f"{name}, {count} sequences: {plain['ms']:.2f} ms")
+            for _, drafts in of_count:
+                verify, draft_ms = _measured(name, model, count, drafts)
+                row = _row(name, count, drafts, plain, verify, draft_ms)
+                tell(f"{row['shape']}: {verify['ms']:.2f} + {draft_ms:.2f} ms, {row['figure']}")
+                yield row
+
+    return by_stack(models, todo, make, of_stack, tell)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Figures for all published layers. depths: the milliseconds from which ms is computed."""
-
-    ms: float
-    bytes: float
-    touched: float
-    depths: Depths
-
-
-def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[_Pass, float | None]:
-    """Measure a pass over a token and `drafts` drafts per sequence, and with drafts the drafter's milliseconds."""
+def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[Row, float | None]:
+    """Measure a pass over a token and `drafts` drafts per sequence: its figures for all published layers. Return them
+    and with drafts the drafter's milliseconds."""
     run = DraftedDecoding(model, count, CONTEXT, drafts)
-    ms = Depths(*map(run.pass_ms, depths(model)))
+    ms = [run.pass_ms(layers) for layers in depths(model)]
     cached, read = cached_bytes(model, count, CONTEXT), []
     for layers in depths(model):
         with first_layers(model, layers):
             read.append(pass_bytes(model, run.touched, cached))
-    draft_ms = run.drafting_ms() if drafts else None
-    touched = sum(run.touched) / len(run.touched)
-    return _Pass(full_depth(name, ms), full_depth(name, Depths(*read)), touched, ms), draft_ms
+    found = {"ms": full_depth(name, *ms), "bytes": full_depth(name, *read), "depths": ms}
+    found["touched"] = sum(run.touched) / len(run.touched)
+    return found, run.drafting_ms() if drafts else None
 
 
-def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float, copy: float) -> Row:
-    shown, ms, per_round = shape(name, count, drafts), verify.ms + draft_ms, tokens_a_round(drafts)
-    gained = gain(plain.ms, verify.ms, draft_ms, drafts)
+def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: float) -> Row:
+    run, ms, per_round = run_of(count, drafts), verify["ms"] + draft_ms, tokens_a_round(drafts)
+    gained = gain(plain["ms"], verify["ms"], draft_ms, drafts)
     return {
-        "shape": shown,
+        "shape": f"{name} {run}",
         "model": name,
-        "run": shown.removeprefix(f"{name} "),
+        "run": run,
         "sequences": count,
         "drafts": drafts,
         "layers": published_layers(name),
         "draft_ms": draft_ms,
-        "copy": copy,
-        "plain": vars(plain) | {"depths": list(plain.depths)},
-        "verify": vars(verify) | {"depths": list(verify.depths)},
-        "of_copy": [one.bytes / copy * 1e3 / one.ms for one in (plain, verify)],
-        "over_bytes": verify.ms / plain.ms / (verify.bytes / plain.bytes),
+        "copy": copy(),
+        "plain": plain,
+        "verify": verify,
+        "of_copy": [one["bytes"] / copy() * 1e3 / one["ms"] for one in (plain, verify)],
+        "over_bytes": verify["ms"] / plain["ms"] / (verify["bytes"] / plain["bytes"]),
         "tokens_a_round": per_round,
         "ms": ms,
         "gain": gained,
@@ -214,29 +192,15 @@ def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_
     }
 
 
-def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted."""
-
-    def steps(drafts: Sequence[int], model: CheckpointModel, cache: Cache) -> None:
-        for count in sequences:
-            for number in drafts:
-                passes.decode(model, cache, count, CONTEXT, number)
-
-    most = max(sequences)
+def asked(
+    models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
+) -> list[Variant]:
+    """Return the kernels that the rows ask for, also those that are done; sorted."""
     return in_order(
-        asked_of(skeleton(name, drafter=True), most * CONTEXT, most, partial(steps, (0, *DRAFTS[name])))
-        for name in names
+        asked_of(
+            skeleton(name, drafter=True),
+            [],
+            [(count, CONTEXT, number) for count in sequences for number in (0, *DRAFTS[name])],
+        )
+        for name in models
     )
-
-
-def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Compile the kernels of all rows in parallel, then yield the rows. done: as in `rows`."""
-    return compiled(asked, rows, done=done)
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_models(parser("drafts", __doc__, STACKS), arguments, asked, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

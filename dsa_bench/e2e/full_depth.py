@@ -6,7 +6,7 @@ A decoding pass reads the weights, of the experts only those with tokens, and th
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,21 +24,14 @@ SORTING = ("route_by_table", "route_to_experts", "sort_by_expert")
 LOOKED_UP = "tid2eid"  # V4's table; a token reads one row
 
 
-class Depths(NamedTuple):
-    """A figure of a stack without layers, with only the first layer, and with all layers."""
-
-    ends: float
-    first: float
-    whole: float
-
-
 def depths(model: CheckpointModel) -> tuple[int, int, int]:
-    """The number of layers at each depth."""
+    """The numbers of layers: none, the first, and all."""
     return 0, 1, len(layers_of(model))
 
 
-def full_depth(name: str, found: Depths) -> float:
-    """ends + F * (first - ends) + (N - F) * (whole - first) / (n - 1), for milliseconds or bytes.
+def full_depth(name: str, ends: float, first: float, whole: float) -> float:
+    """ends + F * (first - ends) + (N - F) * (whole - first) / (n - 1), for milliseconds or bytes of a
+    stack without layers, with only the first layer, and with all layers.
 
     The first of a stack's n layers has the kind of the first F of the published model's N layers, which have no experts
     (V3.2, GLM-5) or attend only to windows (V4). Each remaining layer counts as the mean of the stack's remaining
@@ -46,15 +39,11 @@ def full_depth(name: str, found: Depths) -> float:
     """
     file, fields = STACKS[name]
     published = published_config(file)
-    layers, alike = published["num_hidden_layers"], _like_the_first(published)
-    rest = (found.whole - found.first) / (fields["num_hidden_layers"] - 1)
-    return found.ends + alike * (found.first - found.ends) + (layers - alike) * rest
-
-
-def _like_the_first(published: dict) -> int:
-    if "compress_ratios" in published:
-        return published["compress_ratios"][: published["num_hidden_layers"]].count(0)
-    return published["first_k_dense_replace"]
+    layers = published["num_hidden_layers"]
+    ratios = published.get("compress_ratios")
+    alike = ratios[:layers].count(0) if ratios else published["first_k_dense_replace"]
+    rest = (whole - first) / (fields["num_hidden_layers"] - 1)
+    return ends + alike * (first - ends) + (layers - alike) * rest
 
 
 @contextmanager
@@ -112,8 +101,7 @@ def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[
 
 def cached_bytes(model: CheckpointModel, count: int, context: int) -> list[int]:
     """Bytes of `count` sequences of `context` tokens in each layer's cache."""
-    pages = count * -(-context // model.page_size)
-    cache = model.make_cache(pages, device="meta", state_slots=count)
+    cache = model.make_cache(count * -(-context // model.page_size), device="meta", state_slots=count)
     return [_held(cache.layer(i)) for i in range(len(layers_of(model)))]
 
 

@@ -33,13 +33,12 @@ def held_out_files(checkpoint: Path) -> Iterator[Path]:
     try:
         data = json.loads(metrics.read_text(encoding="utf-8"))["data"]
         names = [name for source in (data, *data["packages"]) for name in source["held_out_files"]]
-        if any(not isinstance(name, str) or not PurePosixPath(name).suffix == ".py" for name in names):
-            raise ValueError("names of Python files are accepted")
+        for path in map(PurePosixPath, names):
+            if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"names of Python files within a library are accepted, not {str(path)[:200]!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"checkpoint: {metrics} must list held-out files, got {problem}") from None
-    if wrong := [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
-        raise ValueError(f"checkpoint: {metrics} must list files within a library, got {wrong[0][:200]!r}")
     folders = [Path(sysconfig.get_path("stdlib")), *map(Path, sys.path)]
     for name in names:
         found = next((folder / name for folder in folders if (folder / name).is_file()), None)

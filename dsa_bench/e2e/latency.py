@@ -1,26 +1,22 @@
 """The time between tokens of decoding sequences while the engine prefills a long prompt.
 
-usage: python -m dsa_bench.e2e.latency [--models MODEL...] [--compile]
-
-Prints a line of JSON per model and chunk size (`rows`). Each runs twice, and the second run counts: the first captures
-decoding passes. Kernels are compiled before, in parallel; --compile does only that and needs no GPU.
+There is a row per model and chunk size. Each runs twice, and the second run counts: the first captures decoding passes.
 """
 
-import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from dsa.runtime.variants import Variant
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
+from dsa_bench.e2e.runs import parts_of_prompts
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
-from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel, Model
 from dsa_layers.generation.captured_step import power_of_two
@@ -28,6 +24,7 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 
 CHUNKS = (2048, 8192)
+OPTIONS = of_models(STACKS)
 
 
 @dataclass(frozen=True)
@@ -41,35 +38,18 @@ class Sizes:
     steps: int = 50
 
 
-def rows_of(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iterator[Row]:
-    """Yield {"prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms", "alone_ms_max",
-    "first_token_s"} per `prefill_chunk` of `chunks`.
-
-    ms, ms_max              between two tokens of a decoding sequence during the prefill: median and maximum over all
-                            sequences
-    alone_ms, alone_ms_max  the same after the prefill
-    first_token_s           from the moment when the prompt is next in line to its first token
-    """
-    model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
-    for chunk in chunks:
-        generator, prompts, params = _call(model, chunk, sizes)
-        for steps in (1, sizes.steps):
-            row = _timed(generator, prompts, params, replace(sizes, steps=steps))
-        yield {"prompt": sizes.prompt, "sequences": sizes.sequences, "context": sizes.context} | row
-        del generator
-        gc.collect()
-
-
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Make a generator and its prompts. The long prompt is last and ends with its first token; the others decode in all
     passes."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
-    vocabulary = model.config.vocab_size
-    prompts = [[(i + position) % vocabulary for position in range(n)] for i, n in enumerate(lengths)]
+    prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
     params = [SamplingParams(max_tokens=new)] * sizes.sequences + [SamplingParams(max_tokens=1)]
-    count = sizes.sequences + 1
-    return Generator(model, cache_tokens=tokens, max_sequences=count, prefill_chunk=chunk), prompts, params
+    return (
+        Generator(model, cache_tokens=tokens, max_sequences=sizes.sequences + 1, prefill_chunk=chunk),
+        prompts,
+        params,
+    )
 
 
 def _lengths(sizes: Sizes) -> list[int]:
@@ -108,69 +88,53 @@ def _timed(
 
 
 def asked(
-    names: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
+    models: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
     """Return the kernels that the rows ask for, sorted."""
-    most = sizes.context + _new_tokens(min(chunks), sizes)
-
-    def all_passes(model: CheckpointModel, cache: Cache) -> None:
-        for chunk in chunks:
-            different = list(dict.fromkeys(_work(chunk, sizes)))
-            for number in passes.growing(len(different), 1.5):  # passes after many tokens ask for the same kernels
-                passes.prefill(model, cache, list(different[number - 1]))
-        for count in {power_of_two(n) for n in range(1, sizes.sequences + 1)}:
-            for context in (sizes.context, most):
-                passes.decode(model, cache, count, context)
-
-    models = map(skeleton, names)
-    tokens = sum(_lengths(sizes))
-    return in_order(
-        asked_of(model, tokens + sizes.sequences * model.page_size, sizes.sequences + 1, all_passes) for model in models
-    )
+    most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
+    for chunk in chunks:
+        different = list(dict.fromkeys(_work(chunk, sizes)))
+        # Passes after many tokens ask for the same kernels.
+        prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
+    counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
+    steps = [(count, context) for count in counts for context in (sizes.context, most)]
+    return in_order(asked_of(skeleton(name), prompts, steps) for name in models)
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
     """Return (new, earlier) tokens of each prompt in each pass, in the generator's order."""
-    found, of_pass = [], []
-    for length in _lengths(sizes):
-        cached = 0
-        while cached < length:
-            new = min(length - cached, chunk - sum(n for n, _ in of_pass))
-            of_pass.append((new, cached))
-            cached += new
-            if sum(n for n, _ in of_pass) == chunk:
-                found.append(tuple(of_pass))
-                of_pass = []
-    return [*found, tuple(of_pass)] if of_pass else found
+    lengths = _lengths(sizes)
+    passes_over = (parts_of_prompts(lengths, begin, begin + chunk) for begin in range(0, sum(lengths), chunk))
+    return [tuple((new, cached) for _, new, cached in parts) for parts in passes_over]
 
 
 def rows(
-    names: Sequence[str] = tuple(STACKS),
+    models: Sequence[str] = tuple(STACKS),
     chunks: Sequence[int] = CHUNKS,
     sizes: Sizes = Sizes(),
     device: torch.device | str = "cuda",
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """Yield the rows of all models (`rows_of`), with "shape", "model" and "figure"."""
-    for name in names:
-        model = stack(name, device)
-        tell(f"{name}: model made")
-        for row in rows_of(model, chunks, sizes):
+    """Yield {"shape", "model", "prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms",
+    "alone_ms_max", "first_token_s", "figure"} per model and `prefill_chunk` of `chunks`.
+
+    ms, ms_max              between two tokens of a decoding sequence during the prefill: median and maximum over all
+                            sequences
+    alone_ms, alone_ms_max  the same after the prefill
+    first_token_s           from the moment when the prompt is next in line to its first token
+    """
+
+    def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:
+        model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
+        for chunk in chunks:
+            generator, prompts, params = _call(model, chunk, sizes)
+            for steps in (1, sizes.steps):
+                row = _timed(generator, prompts, params, replace(sizes, steps=steps))
+            del generator
+            free()
             shape = f"{name}, chunks of {row['prefill_chunk']}"
             tell(f"{shape}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
+            row |= {"prompt": sizes.prompt, "sequences": sizes.sequences, "context": sizes.context}
             yield {"shape": shape, "model": name} | row | {"figure": f"{row['ms']:.1f} ms between tokens"}
-        del model
-        free()
 
-
-def compiled_rows() -> Iterator[Row]:
-    """Compile the kernels of all rows in parallel, then yield the rows."""
-    return compiled(asked, rows)
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_models(parser("latency", __doc__, STACKS), arguments, asked, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return by_stack(models, lambda name: chunks, partial(stack, device=device), of_stack, tell)

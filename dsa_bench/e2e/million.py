@@ -1,66 +1,32 @@
-"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after the prompt.
+"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after the prompt."""
 
-usage: python -m dsa_bench.e2e.million [--models MODEL...] [--compile]
-
-Prints a line of JSON per row (`rows`), and the time of each step to standard error. Kernels are compiled before, in
-parallel; --compile does only that and needs no GPU.
-"""
-
-import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from dsa.runtime.variants import Variant
 from dsa.testing import bench
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, pass_row, quiet
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
-from dsa_bench.e2e.runs import decode
+from dsa_bench.e2e.runs import Prompts, decode
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
-from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.cache.cache import Cache
-from dsa_layers.compilation import passes
-from dsa_layers.families.model import CheckpointModel, Model
+from dsa_layers.families.model import CheckpointModel
 from dsa_layers.parallel.ranks import ALONE
 
 LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
+OPTIONS = of_models(LONG_STACKS)
 STEP_REPEATS = 20
 SHORT = 2  # the first pass that selects; it has few keys, so its memory is activations
 RESERVE = 4 << 30  # bytes: more than a step takes without weights and caches
 WARM = 8  # every eighth pass runs once before the timing, which loads the kernels of all lengths
 
 
-class LongPrompt:
-    """A prompt of `tokens` tokens and its cache. Each pass computes `chunk` tokens, the last pass the rest."""
-
-    def __init__(self, model: Model, tokens: int, chunk: int) -> None:
-        self._model, self.tokens, self.chunk = model, tokens, chunk
-        self._device = next(model.parameters()).device
-        self._pages = range(-(-tokens // model.page_size))
-        self.cache = model.make_cache(len(self._pages), device=self._device, state_slots=1)
-
-    @torch.inference_mode()
-    def compute(self, begin: int) -> torch.Tensor:
-        """Run the pass over the tokens from `begin` on. Returns the logits of its last token."""
-        end = min(begin + self.chunk, self.tokens)
-        batch = prefill_batch([Chunk(end - begin, begin, self._pages, 0)], self.cache.page_size, self._device)
-        tokens = torch.arange(begin, end, device=self._device) % self._model.config.vocab_size
-        return self._model(tokens, batch, self.cache)
-
-
-def prompt_shape(model: str, tokens: int) -> str:
-    return f"{model} prompt {tokens}"
-
-
-def step_shape(model: str, count: int, context: int) -> str:
-    return f"{model} decode {count} x {context}"
-
-
 def rows(
-    names: Sequence[str] = tuple(LONG_STACKS),
+    models: Sequence[str] = tuple(LONG_STACKS),
     lengths: Sequence[int] = LENGTHS,
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
@@ -84,32 +50,36 @@ def rows(
     Caches of decoding sequences hold random numbers. These decide which keys are selected, not how many. Steps whose
     sequences do not fit in memory have no row.
     """
-    for name in names:
-        prompts = [n for n in sorted(lengths) if prompt_shape(name, n) not in done]
-        counts = [n for n in sorted(sequences) if step_shape(name, n, max(lengths)) not in done]
-        if not prompts and not counts:
-            continue
-        model = stack(name, device)
-        clock = clock or Clock(ALONE, torch.device(device))
-        tell(f"{name}: model made")
+    clock = clock or Clock(ALONE, torch.device(device))
+    context = max(lengths)
+
+    def todo(name: str) -> list[tuple[str, int]]:
+        """(run, tokens of a prompt or number of sequences), prompts first."""
+        prompts = [(f"prompt {n}", n) for n in sorted(lengths)]
+        steps = [(f"decode {n} x {context}", n) for n in sorted(sequences)]
+        return [(run, n) for run, n in (*prompts, *steps) if f"{name} {run}" not in done]
+
+    def of_stack(name: str, model: CheckpointModel, runs: Sequence[tuple[str, int]]) -> Iterator[Row]:
+        prompts = {n: run for run, n in runs if run.startswith("prompt")}
         if prompts:
             yield from _prompts(name, model, prompts, clock, tell)
             free()
-        for count in counts:
-            row = _step(name, model, count, max(lengths), clock)
+        for run, count in runs[len(prompts) :]:
+            figures = _step(model, count, context, clock)
             free()
-            if row is None:
+            if figures is None:
                 tell(f"{name}: no memory for {count} sequences")
                 break
-            tell(f"{row['shape']}: {row['ms']:.2f} ms")
-            yield row
-        del model
-        free()
+            tell(f"{name} {run}: {figures['pass_ms']:.2f} ms")
+            yield pass_row(name, run, count, figures["pass_ms"]) | figures
+
+    return by_stack(models, todo, partial(stack, device=device), of_stack, tell)
 
 
-def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], clock: Clock, tell: Tell) -> Iterator[Row]:
-    prompt = LongPrompt(model, max(lengths), CHUNK)
-    begins = range(0, prompt.tokens, CHUNK)
+def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: Clock, tell: Tell) -> Iterator[Row]:
+    """Yield the rows of prompts, from their tokens and names."""
+    prompt = Prompts(model, 1, max(runs), CHUNK)
+    begins = prompt.begins
     for begin in {*begins[:SHORT], *begins[::WARM], begins[-1]}:
         prompt.compute(begin)
     tell(f"{name}: every {WARM}th pass has run once")
@@ -123,20 +93,18 @@ def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], clock: C
         memory = max(memory, clock.peak())
         needed.append(clock.peak() - held)
         tokens = begin + CHUNK
-        if tokens not in lengths:
-            continue
-        times = [clock.ms(*pair) for pair in marks]
-        shape = prompt_shape(name, tokens)
-        tell(f"{shape}: {sum(times) / 1000:.2f} s")
-        yield _row(name, shape, tokens, sum(times)) | {
-            "pass_ms": times[-1],
-            "parts": gpu_ms(model, lambda begin=begin: prompt.compute(begin)),
-            "memory": memory,
-            "workspace": max(needed[SHORT - 1 :]) - needed[SHORT - 1],
-        }
+        if tokens in runs:
+            times = [clock.ms(*pair) for pair in marks]
+            tell(f"{name} {runs[tokens]}: {sum(times) / 1000:.2f} s")
+            yield pass_row(name, runs[tokens], tokens, sum(times)) | {
+                "pass_ms": times[-1],
+                "parts": gpu_ms(model, partial(prompt.compute, begin)),
+                "memory": memory,
+                "workspace": max(needed[SHORT - 1 :]) - needed[SHORT - 1],
+            }
 
 
-def _step(name: str, model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
+def _step(model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
     """Measure a step. Returns None where memory does not suffice."""
     torch.manual_seed(0)
     clock.forget_peak()
@@ -150,59 +118,16 @@ def _step(name: str, model: CheckpointModel, count: int, context: int, clock: Cl
         parts = gpu_ms(model, step.launched)
     except torch.OutOfMemoryError:
         return None
-    row = _row(name, step_shape(name, count, context), count, ms)
-    return row | {"pass_ms": ms, "parts": parts, "memory": clock.peak(), "workspace": None}
-
-
-def _row(name: str, shape: str, tokens: int, ms: float) -> Row:
-    rate = tokens / ms * 1e3
-    return {
-        "shape": shape,
-        "model": name,
-        "run": shape.removeprefix(f"{name} "),
-        "tokens": tokens,
-        "ms": ms,
-        "tokens/s": rate,
-        "figure": f"{rate:.0f} tokens/s",
-    }
+    return {"pass_ms": ms, "parts": parts, "memory": clock.peak(), "workspace": None}
 
 
 def asked(
-    names: Sequence[str] = tuple(LONG_STACKS), lengths: Sequence[int] = LENGTHS, sequences: Sequence[int] = SEQUENCES
+    models: Sequence[str] = tuple(LONG_STACKS),
+    lengths: Sequence[int] = LENGTHS,
+    sequences: Sequence[int] = SEQUENCES,
+    done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted."""
+    """Return the kernels that the rows ask for, also those that are done; sorted."""
     context = max(lengths)
-    prompts = [(CHUNK, begin) for begin in range(0, context, CHUNK)]
-    return in_order(asked_by(skeleton(name), prompts, sequences, context) for name in names)
-
-
-def asked_by(
-    model: CheckpointModel, prompts: Sequence[tuple[int, int]], sequences: Sequence[int], context: int
-) -> set[Variant]:
-    """Return the kernel variants that a model on the meta device asks for.
-
-    It prefills each (new, earlier) tokens of `prompts`, and decodes each number of sequences of `sequences` after
-    `context` tokens.
-    """
-
-    def all_passes(model: CheckpointModel, cache: Cache) -> None:
-        for prompt in prompts:
-            passes.prefill(model, cache, [prompt])
-        for count in sequences:
-            passes.decode(model, cache, count, context)
-
-    most, page = max(sequences, default=1), model.page_size
-    return asked_of(model, most * -(-context // page) * page, most, all_passes)
-
-
-def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Compile the kernels of all rows in parallel, then yield the rows. done: as in `rows`."""
-    return compiled(asked, rows, done=done)
-
-
-def main(arguments: Sequence[str]) -> int:
-    return main_of_models(parser("million", __doc__, LONG_STACKS), arguments, asked, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
+    return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

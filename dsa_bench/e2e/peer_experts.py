@@ -51,20 +51,16 @@ def padded(experts: torch.Tensor, count: int) -> Layout:
     """Lay out the rows of experts [T, k]. M depends only on T and k, so the host does not wait for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
-        return _layout(experts, count, rows, ends)
-
-
-def _layout(experts: torch.Tensor, count: int, rows: torch.Tensor, ends: torch.Tensor) -> Layout:
-    sizes = sizes_of(ends)
-    bounds = ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
-    moved = bounds.roll(1).index_fill(0, bounds.new_zeros(1), 0) - (ends - sizes)
-    places = rows + moved[experts]
-    groups_with_rows = min(count, experts.numel())
-    most = -(-(experts.numel() + groups_with_rows * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
-    tokens = torch.arange(len(experts), device=experts.device)[:, None].expand_as(experts)
-    sources = tokens.new_zeros(most).scatter_(0, places.flatten(), tokens.flatten())
-    groups = torch.searchsorted(bounds, torch.arange(most, device=experts.device), right=True)
-    return Layout(places.int(), sources, groups.where(groups < count, -1).int())
+        sizes = sizes_of(ends)
+        bounds = ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
+        moved = bounds.roll(1).index_fill(0, bounds.new_zeros(1), 0) - (ends - sizes)
+        places = rows + moved[experts]
+        groups_with_rows = min(count, experts.numel())
+        most = -(-(experts.numel() + groups_with_rows * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+        tokens = torch.arange(len(experts), device=experts.device)[:, None].expand_as(experts)
+        sources = tokens.new_zeros(most).scatter_(0, places.flatten(), tokens.flatten())
+        groups = torch.searchsorted(bounds, torch.arange(most, device=experts.device), right=True)
+        return Layout(places.int(), sources, groups.where(groups < count, -1).int())
 
 
 class Slots(NamedTuple):
@@ -97,16 +93,14 @@ class Slots(NamedTuple):
 def weight_of(experts: Experts, name: str) -> Scaled:
     """Return a projection's weights in FP8 and their scales."""
     if not experts.fp4:
-        return getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+        return _parameter(experts, name)
     if experts not in _widened:
-        parameters = {each: (getattr(experts, each), getattr(experts, f"{each}_scale_inv")) for each in PROJECTIONS}
-        _widened[experts] = {each: dsa.widen_fp4(*pair) for each, pair in parameters.items()}
+        _widened[experts] = {each: dsa.widen_fp4(*_parameter(experts, each)) for each in PROJECTIONS}
     return _widened[experts][name]
 
 
-def forget(experts: Experts) -> None:
-    """Free the FP8 copy of FP4 weights, if there is one."""
-    _widened.pop(experts, None)
+def _parameter(experts: Experts, name: str) -> Scaled:
+    return getattr(experts, name), getattr(experts, f"{name}_scale_inv")
 
 
 def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
@@ -128,17 +122,13 @@ def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
             return out
 
         prompt = tokens >= LEAST_TOKENS
-        if module is None or not self.fp8 or not bf16 or not (prompt or _steps_on(module, self, tokens)):
+        takes_steps = not self.fp4 and tokens <= MOST_MASKED and hasattr(module, "m_grouped_fp8_gemm_nt_masked")
+        if module is None or not self.fp8 or not bf16 or not (prompt or takes_steps):
             return ours(self, x, experts, weights, shared, residual)
         outputs = _contiguous if prompt or tokens < LEAST_MASKED else _masked
         return dsa.combine_experts(*outputs(module, self, x, experts), weights, shared, residual)
 
     return forward
-
-
-def _steps_on(module: ModuleType, experts: Experts, tokens: int) -> bool:
-    """Whether a step's experts run on the module."""
-    return not experts.fp4 and tokens <= MOST_MASKED and hasattr(module, "m_grouped_fp8_gemm_nt_masked")
 
 
 def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -184,7 +174,6 @@ def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.
 def packed(experts: Experts) -> tuple[marlin.Packed, ...]:
     """Return the layer's gate_up_proj and down_proj in Marlin's layout."""
     if experts not in _packed:
-        forget(experts)
-        names = PROJECTIONS
-        _packed[experts] = tuple(marlin.pack(getattr(experts, n), getattr(experts, f"{n}_scale_inv")) for n in names)
+        _widened.pop(experts, None)  # frees the FP8 copy
+        _packed[experts] = tuple(marlin.pack(*_parameter(experts, name)) for name in PROJECTIONS)
     return _packed[experts]

@@ -37,6 +37,7 @@ Op = Callable[..., Any]
 _NEVER = 2**31  # keys: more than any op takes
 _PERSISTENT_COLUMNS = 65536  # from this width on, the persistent top-k is faster than the top-k for prompts
 _flash_attention = torch.ops.aten._flash_attention_forward
+_workspaces: dict[torch.device, torch.Tensor] = {}
 
 
 @dataclass
@@ -92,7 +93,7 @@ def replacement() -> Replaced:
         found.values.append((Experts, "forward", peer_experts.forward_on(module, on_marlin, Experts.forward)))
     theirs = None
     if found.newest((operators.VLLM,))[0] is not None:
-        theirs, found.ops["topk_indices"] = _TopK(), "vllm"
+        theirs, found.ops["topk_indices"] = _vllm_topk, "vllm"
     if found.ops:
         found.ops["mha_varlen_fwd"] = "torch"
         found.values += [
@@ -116,19 +117,14 @@ class _Peer:
 
 
 def _scores(peer: _Peer, q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
-    # The selection needs the column of a row's first key; 2.8.1's rows begin with the first key.
-    if peer.build == deep_gemm.OLD:
-        found = peer.module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
-        found.begins, found.at_zero = starts, False
+    # The selection needs the column of a row's first key (`begins`); 2.8.1's rows begin with the first key.
+    at_zero = peer.build != deep_gemm.OLD
+    if at_zero:
+        found = peer.module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, max_seqlen_k or len(kv[0]))
     else:
-        most = max_seqlen_k or len(kv[0])
-        found = peer.module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
-        found.begins, found.at_zero = torch.zeros_like(starts), True
+        found = peer.module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
+    found.begins, found.at_zero = torch.zeros_like(starts) if at_zero else starts, at_zero
     return found
-
-
-def _plan(peer: _Peer, lengths, page_size, sms):
-    return peer.module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
 
 
 def _paged_scores(peer: _Peer, q, cache, weights, lengths, *rest):
@@ -148,50 +144,48 @@ def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
     return out
 
 
-def _select(theirs: "_TopK | None", ours: Op, scores, k, *, lengths, starts=None, **paging):
+def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **paging):
     """vLLM's or our selection, from scores of either build of DeepGEMM or ours."""
     starts = getattr(scores, "begins", starts)
     if theirs is None:
         return ours(scores, k, lengths=lengths, starts=starts, **paging)
-    at_zero = starts is None or getattr(scores, "at_zero", False)
-    return to_slots(theirs(scores, k, lengths, starts, at_zero), **paging)
+    return to_slots(theirs(scores, k, lengths, starts, starts is None or getattr(scores, "at_zero", False)), **paging)
 
 
-class _TopK:
+def _vllm_topk(
+    scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None, at_zero: bool
+) -> torch.Tensor:
     """The fastest of vLLM's top-k kernels, by `dsa bench topk_indices`. Two of them take only contiguous rows whose
     keys start in the first column, and a workspace that they leave as they found it."""
+    (rows, columns), stride = scores.shape, scores.stride(0)
+    out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    cooperates = rows <= topk.COOPERATIVE_ROWS
+    if (
+        at_zero
+        and scores.is_contiguous()
+        and k in topk.SELECTED
+        and (cooperates or starts is None or columns >= _PERSISTENT_COLUMNS)
+    ):
+        select = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
+        workspace = _kept(
+            _workspaces, scores.device, partial(torch.zeros, topk.WORKSPACE_BYTES, dtype=torch.uint8), scores.device
+        )
+        select(scores, lengths, out, workspace, k, columns)
+    elif starts is None:
+        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, rows, stride, 1, k)
+    else:
+        torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, out, rows, stride, 1, k)
+    return out
 
-    def __init__(self) -> None:
-        self._workspaces: dict[torch.device, torch.Tensor] = {}
 
-    def __call__(
-        self, scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None, at_zero: bool
-    ) -> torch.Tensor:
-        (rows, columns), stride = scores.shape, scores.stride(0)
-        out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-        cooperates = rows <= topk.COOPERATIVE_ROWS
-        if (
-            at_zero
-            and scores.is_contiguous()
-            and k in topk.SELECTED
-            and (cooperates or starts is None or columns >= _PERSISTENT_COLUMNS)
-        ):
-            select = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
-            select(scores, lengths, out, self._workspace(scores.device), k, columns)
-        elif starts is None:
-            torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, rows, stride, 1, k)
-        else:
-            torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, out, rows, stride, 1, k)
-        return out
-
-    def _workspace(self, device: torch.device) -> torch.Tensor:
-        """Reuse the device's workspace. A workspace made during a capture is not kept: the graph owns its memory."""
-        if device not in self._workspaces:
-            made = torch.zeros(topk.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return made
-            self._workspaces[device] = made
-        return self._workspaces[device]
+def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
+    """Return values[key], which the first call makes. A graph would own its memory, so a capture keeps nothing."""
+    if key in values:
+        return values[key]
+    made = make(device=device)
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        values[key] = made
+    return made
 
 
 def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=None, **selection):
@@ -205,8 +199,8 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
         return _one_length(*by_sequence, causal, scale).transpose(1, 2).flatten(0, 1), None
     values = v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - values))
-    most_queries = min(most_keys, len(q))
-    out, lse, *_ = _flash_attention(q, k, v, cu_q, cu_k, most_queries, most_keys, 0.0, causal, False, scale=scale)
+    most = min(most_keys, len(q)), most_keys
+    out, lse, *_ = _flash_attention(q, k, v, cu_q, cu_k, *most, 0.0, causal, False, scale=scale)
     return out[..., :values], lse
 
 
@@ -230,8 +224,7 @@ def _window_sparse(
     peer: _Peer, q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None
 ):
     keys = torch.cat((kv, compressed))
-    entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
-    lists = _lists(torch.cat((window_indices, entries), 1))
+    lists = _lists(torch.cat((window_indices, torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))), 1))
     out, _, lse = _prefill(peer, q, keys, lists[:, None], *softmax)
     return out, lse
 
@@ -270,18 +263,10 @@ def _decode(peer: _Peer, q, cache, table, lengths, d_v, plan, num_splits=None, *
 
 
 def _plan_of(peer: _Peer, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
-    """Return the plan of a call over selected keys, which depends only on shapes.
-
-    The first such call outside a graph makes it: a graph would own its memory.
-    """
+    """Return the plan of a call over selected keys, which depends only on shapes."""
     tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
     key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
-    if key in peer.plans:
-        return peer.plans[key]
-    made, _ = peer.module.get_mla_metadata()
-    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        peer.plans[key] = made
-    return made
+    return _kept(peer.plans, key, lambda device: peer.module.get_mla_metadata()[0], q.device)
 
 
 _GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Op]], ...] = (
@@ -289,7 +274,9 @@ _GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Op]], ...] = (
         deep_gemm.BUILDS,
         {
             "fp8_mqa_logits": _scores,
-            "get_paged_mqa_logits_metadata": _plan,
+            "get_paged_mqa_logits_metadata": lambda peer, lengths, *sizes: peer.module.get_paged_mqa_logits_metadata(
+                lengths[:, None], *sizes
+            ),
             "fp8_paged_mqa_logits": _paged_scores,
             "fp8_gemm_nt": _linear,
         },

@@ -1,6 +1,6 @@
 """Pictures of whole passes: time by part, time by the length of the context, and several GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,18 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
     """Draw an axis per model. Bars are the kernels' time over ours, stacked by part, with the peers' bars below
     ours."""
     by_model = _by(rows, "model")
-    size = (8 * len(by_model), 1.5 + 0.4 * max(map(len, by_model.values())))
-    figure, axes = _axes(1, len(by_model), size)
+    figure, axes = _axes(1, len(by_model), 8, 1.5 + 0.4 * max(map(len, by_model.values())))
     for axis, (model, shown) in zip(axes[0], by_model.items()):
         for place, row in enumerate(shown):
             whole = sum(row["parts"].values())
-            theirs = row["peer_parts"] or {}
-            _stack(axis, place - 0.2, widths(row["parts"], whole), 1.0)
-            if theirs:
-                _stack(axis, place + 0.2, widths(theirs, whole), 0.5)
-            longest = max(sum(widths(parts, whole)) for parts in (row["parts"], theirs or row["parts"]))
-            text = f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s"
-            axis.text(longest + 0.02, place, text, fontsize=7, va="center")
+            longest = _stack(axis.barh, place - 0.2, widths(row["parts"], whole), 0.36)
+            if row["peer_parts"]:
+                longest = max(
+                    longest, _stack(axis.barh, place + 0.2, widths(row["peer_parts"], whole), 0.36, alpha=0.5)
+                )
+            axis.text(
+                longest + 0.02, place, f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s", fontsize=7, va="center"
+            )
         _runs(axis, shown)
         axis.set_title(model)
         axis.margins(x=0.3)
@@ -44,8 +44,7 @@ def write_parallel(rows: Sequence[Row], path: Path) -> None:
     compared = [row for row in rows if row.get("efficiency") is not None]
     by_gpus, models = _by(compared, "gpus"), list(_by(compared, "model"))
     most = max(len(of_model) for of_gpus in by_gpus.values() for of_model in _by(of_gpus, "model").values())
-    size = (6 * len(models), 0.5 + (1 + 0.45 * most) * len(by_gpus))
-    figure, axes = _axes(len(by_gpus), len(models), size)
+    figure, axes = _axes(len(by_gpus), len(models), 6, 0.5 / len(by_gpus) + 1 + 0.45 * most)
     for line, gpus in zip(axes, sorted(by_gpus)):
         for axis, model in zip(line, models):
             shown = [row for row in by_gpus[gpus] if row["model"] == model]
@@ -65,7 +64,7 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
     """Draw a column per model: above, the last pass of each prompt by part, by its tokens; below, a decoding step by
     part, by the number of sequences."""
     by_model = _by(rows, "model")
-    figure, axes = _axes(2, len(by_model), (6 * len(by_model), 8))
+    figure, axes = _axes(2, len(by_model), 6, 4)
     for column, (model, of_model) in enumerate(by_model.items()):
         above, below = axes[:, column]
         prompts, steps = ([row for row in of_model if (row["workspace"] is None) is step] for step in (False, True))
@@ -98,8 +97,11 @@ def _by(rows: Sequence[Row], name: str) -> dict[Any, list[Row]]:
     return found
 
 
-def _axes(lines: int, columns: int, size: tuple[float, float]) -> Any:
-    return pyplot().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+def _axes(lines: int, columns: int, width: float, height: float) -> Any:
+    """width, height: inches of an axis."""
+    return pyplot().subplots(
+        lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
+    )
 
 
 def _runs(axis: Any, rows: Sequence[Row]) -> None:
@@ -107,29 +109,38 @@ def _runs(axis: Any, rows: Sequence[Row]) -> None:
     axis.invert_yaxis()
 
 
-def _stack(axis: Any, place: float, lengths: Sequence[float], alpha: float) -> None:
-    """Draw a horizontal bar of parts."""
-    left = 0.0
-    for i, width in enumerate(lengths):
-        axis.barh(place, width, 0.36, left, color=f"C{i}", alpha=alpha)
-        left += width
+def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], size: float, alpha: float = 1) -> float:
+    """Draw parts after each other with `Axes.bar` or `Axes.barh`, and return their sum."""
+    end = 0.0
+    for i, length in enumerate(lengths):
+        bar(place, length, size, end, color=f"C{i}", alpha=alpha)
+        end += length
+    return end
 
 
 def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
     """Draw a column of parts per row, with the time of the whole run above the column."""
     for place, row in enumerate(rows):
-        top = 0.0
-        for i, part in enumerate(PARTS):
-            axis.bar(place, row["parts"][part], 0.7, top, color=f"C{i}")
-            top += row["parts"][part]
-        text = f"{row['ms'] / 1000:.2f} s in all" if row["workspace"] is not None else f"{row['ms']:.2f} ms"
-        axis.text(place, top, text, fontsize=8, ha="center", va="bottom")
+        top = _stack(axis.bar, place, [row["parts"][part] for part in PARTS], 0.7)
+        axis.text(
+            place,
+            top,
+            f"{row['ms'] / 1000:.2f} s in all" if row["workspace"] is not None else f"{row['ms']:.2f} ms",
+            fontsize=8,
+            ha="center",
+            va="bottom",
+        )
     axis.set_xticks(range(len(rows)), names)
     axis.margins(y=0.1)
     axis.set_ylabel("kernels' time, ms")
 
 
 def _save(figure: Any, labels: Sequence[str], path: Path) -> None:
-    handles = [pyplot().Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(labels))]
-    figure.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=len(labels))
+    figure.legend(
+        [pyplot().Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(labels))],
+        labels,
+        fontsize=9,
+        loc="outside lower center",
+        ncols=len(labels),
+    )
     save(figure, path)

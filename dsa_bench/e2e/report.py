@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from dsa.testing import bench, calc_diff
-from dsa_bench.e2e.command import Row, free
+from dsa_bench.e2e.command import Row, by_stack, free, pass_row, quiet
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.peers import replacement
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
@@ -26,10 +26,11 @@ LONG, LONG_REPEATS = 40000, 3  # prompts with more tokens in all are timed less 
 MOST_DIFFERENCE = 0.3  # unrelated logits have a difference of 1; one token with other experts had 0.1
 # Passes take milliseconds, so with few repeats one disturbance of the host would dominate.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20
+NO_PEERS = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference")) | {"peers": []}
 
 
 def rows(
-    names: Sequence[str] = tuple(STACKS),
+    models: Sequence[str] = tuple(STACKS),
     prompts: Sequence[tuple[int, int]] = PROMPTS,
     steps: Sequence[tuple[int, int]] = STEPS,
     done: Collection[str] = (),
@@ -47,17 +48,18 @@ def rows(
                 error. A peers' pass with MOST_DIFFERENCE or more, or with NaN, counts as failed
     failed      {what: why} of libraries that are installed and could not be used
     """
-    for name in names:
-        runs = [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
-        if not runs:
-            continue
-        model = stack(name)
-        products = [(m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model)]
-        compile_products(products)
+
+    def of_stack(
+        name: str, model: Model, runs: Sequence[tuple[str, int, Callable[[Model], Run], int]]
+    ) -> Iterator[Row]:
+        compile_products((m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model))
         for run, tokens, make, repeats in runs:
             yield from _measured(name, run, tokens, model, partial(make, model), repeats)
-        del model
-        free()
+
+    def todo(name: str) -> list[tuple[str, int, Callable[[Model], Run], int]]:
+        return [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
+
+    return by_stack(models, todo, stack, of_stack, quiet)
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
@@ -81,23 +83,18 @@ def _runs(
 def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:
     try:
         torch.manual_seed(0)
-        ours = make()
-        measured = _with_peers(model, ours, repeats)
+        measured = _with_peers(model, make(), repeats)
     except torch.OutOfMemoryError:
         return
     finally:
         free()
-    ms = measured.pop("ms")
-    rate = tokens / ms * 1e3
-    row = {"shape": f"{name} {run}", "model": name, "run": run, "tokens": tokens, "ms": ms, "tokens/s": rate}
-    yield row | {"figure": f"{rate:.0f} tokens/s", **measured}
+    yield pass_row(name, run, tokens, measured["ms"]) | measured
 
 
 def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
     """Time our pass and the peers' by turns, so that clocks and heat affect both in the same way."""
-    row: Row = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
-    replaced, logits = replacement(), []
-    row |= {"peers": [], "failed": replaced.failed}
+    replaced, logits, calls = replacement(), [], {"ms": ours.timed}
+    row: Row = NO_PEERS | {"failed": replaced.failed}
     if replaced.ops:
         theirs = ours.again()
 
@@ -115,13 +112,12 @@ def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
         except Exception as error:  # a peer may raise anything, and must not end other runs
             row["failed"] = {**replaced.failed, "the pass": f"failed: {reason(error)}"}
         else:
-            row |= bench({"ms": ours.timed, "peer_ms": timed}, repeats=repeats)
+            calls["peer_ms"] = timed
             row |= {"peers": replaced.libraries, "peer": ", ".join(replaced.libraries), "peer_parts": peer_parts}
-            row["ratio"] = row["peer_ms"] / row["ms"]
-    if row["peer_ms"] is None:
-        row |= bench({"ms": ours.timed}, repeats=repeats)
+    row |= bench(calls, repeats=repeats)
     row["parts"] = gpu_ms(model, lambda: logits.append(ours.launched()))
     if row["peer_ms"] is not None:
+        row["ratio"] = row["peer_ms"] / row["ms"]
         row |= _judged(row, *logits)
     return row
 
@@ -131,6 +127,9 @@ def _judged(row: Row, theirs: torch.Tensor, ours: torch.Tensor) -> Row:
     difference = calc_diff(theirs, ours)
     if difference < MOST_DIFFERENCE:
         return {"difference": difference}
-    found = f"failed: its logits differ by {difference:.3g}, where ties make at most {MOST_DIFFERENCE}"
-    none = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
-    return none | {"peers": [], "failed": {**row["failed"], "the pass": found}}
+    return NO_PEERS | {
+        "failed": {
+            **row["failed"],
+            "the pass": f"failed: its logits differ by {difference:.3g}, where ties make at most {MOST_DIFFERENCE}",
+        }
+    }

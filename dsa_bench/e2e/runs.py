@@ -1,6 +1,6 @@
 """The timed runs of a stack: prompts in passes of a chunk of tokens, and one decoding step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,20 +44,50 @@ class Run:
     again: "Callable[[], Run]"
 
 
-def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
-    """Prefill `count` prompts of `tokens` tokens each in passes over `chunk` tokens. As in engines, a full pass cuts a
-    prompt."""
-    device = next(model.parameters()).device
-    each = -(-tokens // model.page_size)
-    cache = model.make_cache(count * each, device=device, state_slots=count)
-    prompts = torch.arange(count * tokens, device=device) % model.config.vocab_size
+class Prompts:
+    """`count` prompts of `tokens` tokens each, and their cache. Each pass computes `chunk` tokens of the concatenated
+    prompts, the last pass the rest. As in engines, a full pass cuts a prompt."""
+
+    def __init__(self, model: Model, count: int, tokens: int, chunk: int) -> None:
+        self._model, self._lengths, self._chunk = model, [tokens] * count, chunk
+        device = next(model.parameters()).device
+        self._pages = -(-tokens // model.page_size)
+        self.cache = model.make_cache(count * self._pages, device=device, state_slots=count)
+        self._tokens = torch.arange(count * tokens, device=device) % model.config.vocab_size
+
+    @property
+    def begins(self) -> range:
+        """The first token of each pass."""
+        return range(0, len(self._tokens), self._chunk)
 
     @torch.inference_mode()
+    def compute(self, begin: int) -> torch.Tensor:
+        """Run the pass over the tokens from `begin` on. Returns the logits of the last token of each prompt in it."""
+        tokens, pages = self._tokens[begin : begin + self._chunk], self._pages
+        parts = parts_of_prompts(self._lengths, begin, begin + len(tokens))
+        chunks = [Chunk(new, cached, range(i * pages, (i + 1) * pages), i) for i, new, cached in parts]
+        return self._model(tokens, prefill_batch(chunks, self.cache.page_size, tokens.device), self.cache)
+
+
+def parts_of_prompts(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (prompt, new tokens, earlier tokens) of each prompt in a pass over the tokens from `begin` to `end` of the
+    concatenated prompts, which have these lengths."""
+    first = 0
+    for prompt, length in enumerate(lengths):
+        cached = max(begin - first, 0)
+        new = min(end - first, length) - cached
+        if new > 0:
+            yield prompt, new, cached
+        first += length
+
+
+def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
+    """Prefill `count` prompts of `tokens` tokens each in passes over `chunk` tokens."""
+    prompts = Prompts(model, count, tokens, chunk)
+
     def run() -> torch.Tensor:
-        for begin in range(0, count * tokens, chunk):
-            end = min(begin + chunk, count * tokens)
-            chunks = [_chunk(i, tokens, each, begin, end) for i in range(begin // tokens, -(-end // tokens))]
-            logits = model(prompts[begin:end], prefill_batch(chunks, cache.page_size, device), cache)
+        for begin in prompts.begins:
+            logits = prompts.compute(begin)
         return logits
 
     def made() -> Run:
@@ -66,27 +96,24 @@ def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
     return made()
 
 
-def _chunk(prompt: int, tokens: int, pages: int, begin: int, end: int) -> Chunk:
-    """Return the part of a prompt in a pass over the tokens from `begin` to `end` of the concatenated prompts."""
-    first = prompt * tokens
-    cached, until = max(begin - first, 0), min(end - first, tokens)
-    return Chunk(until - cached, cached, range(prompt * pages, (prompt + 1) * pages), prompt)
-
-
 def decode(model: Model, count: int, context: int) -> Run:
     """Decode a token for each of `count` sequences of `context` tokens, as a graph. The caches hold random numbers."""
-    device = next(model.parameters()).device
-    each = -(-context // model.page_size)
-    cache = model.make_cache(count * each + SPARE, device=device, state_slots=count + SPARE)
-    fill(cache)
-    allocate = cache.allocator.allocate
-    sequences = [Cached(allocate(each), state_slot, context) for state_slot in cache.state_slots.allocate(count)]
+    cache, places = filled(model, count, context)
+    sequences = [Cached(*place, context) for place in places]
 
     def made() -> Run:
         graph, python = (DecodeStep(model, cache, capture=capture) for capture in (True, False))
         return Run(lambda: graph(sequences), lambda: python(sequences), made)
 
     return made()
+
+
+def filled(model: Model, count: int, context: int) -> tuple[Cache, list[tuple[list[int], int]]]:
+    """Make a filled cache, and return it with the (pages, state slot) of `count` sequences of `context` tokens."""
+    pages = -(-context // model.page_size)
+    cache = model.make_cache(count * pages + SPARE, device=next(model.parameters()).device, state_slots=count + SPARE)
+    fill(cache)
+    return cache, [(cache.allocator.allocate(pages), slot) for slot in cache.state_slots.allocate(count)]
 
 
 @torch.inference_mode()

@@ -45,19 +45,15 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     ]
     changes += [(module, "ranks", silent) for module in model.modules() if hasattr(module, "ranks")]
     # A rank has no rows for the tokens of other ranks; a pass with only such tokens would compute zeros.
-    embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
-    hooks = [module.register_forward_pre_hook(_tokens_of_this_rank) for module in embeddings]
-    try:
-        with replaced(changes):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with replaced(changes), contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, Embedding):
+                hooks.callback(module.register_forward_pre_hook(_tokens_of_this_rank).remove)
+        yield
 
 
 def _tokens_of_this_rank(embedding: Embedding, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    (tokens,) = arguments
-    return (tokens % embedding.count + embedding.first,)
+    return (arguments[0] % embedding.count + embedding.first,)
 
 
 def _repeat_rows(rows: SharedRows, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:

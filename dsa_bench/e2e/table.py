@@ -1,11 +1,11 @@
 """Rows of whole passes as printed lines and as CSV."""
 
-import csv
 from collections.abc import Iterable
 from pathlib import Path
 
 from dsa_bench.e2e.command import Row
 from dsa_bench.e2e.parts import PARTS
+from dsa_bench.harness.table import write_lines
 
 
 def head() -> str:
@@ -39,28 +39,11 @@ def printed(rows: Iterable[Row]) -> list[Row]:
 
 def write_csv(rows: list[Row], path: Path) -> None:
     """Write a line per run. Without peers, their cells are empty."""
-    with path.open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
-        writer.writerow(["model", "run", "tokens/s", "ms", *ours, "peers' ms", *peers])
-        for row in rows:
-            theirs = row["peer_parts"] or dict.fromkeys(PARTS, "")
-            cells = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
-            peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
-            writer.writerow([row["model"], row["run"], row["tokens/s"], row["ms"], *cells[0], peer_ms, *cells[1]])
-
-
-def parallel_head() -> str:
-    columns = f"{'ms':>10}{'tokens/s':>11}{'GB a GPU':>10}{'collectives':>13}{'efficiency':>12}{'speed-up':>10}"
-    return f"{'model':<9} {'layers':>8} {'run':<18}{columns}"
-
-
-def parallel_line(row: Row) -> str:
-    """Return the line of a model on several GPUs."""
-    layers = f"{row['layers']} of {row['published_layers']}"
-    text = f"{row['model']:<9} {layers:>8} {row['run']:<18}{row['ms']:10.2f}{row['tokens/s']:11.0f}"
-    text += f"{row['memory'] / 1e9:10.1f}"
-    if row["efficiency"] is None:
-        return text
-    text += f"{row['collectives']:13.1%}{row['efficiency']:12.2f}{row['speedup']:10.2f}"
-    return text
+    ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
+    lines = [["model", "run", "tokens/s", "ms", *ours, "peers' ms", *peers]]
+    for row in rows:
+        theirs = row["peer_parts"] or dict.fromkeys(PARTS, "")
+        times = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
+        peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
+        lines.append([row["model"], row["run"], row["tokens/s"], row["ms"], *times[0], peer_ms, *times[1]])
+    write_lines(lines, path)

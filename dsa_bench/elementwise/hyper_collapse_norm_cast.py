@@ -3,8 +3,7 @@
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_case, f32
 
 # tokens, channels of a stream
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 1)]
@@ -17,9 +16,11 @@ def _apart(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def case(tokens: int, d: int) -> Case:
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return bf16(tokens, 4, d), f32(tokens, 24), f32(24), f32(3), f32(d)
 
-    size = tokens * (2 * 5 * d + d + 4 * d // 128 + 4 * (24 + 20)) + 4 * d
-    functions = {"dsa": dsa.hyper_collapse_norm_cast_to_fp8, "apart": _apart}
-    return bytes_case(f"{tokens} tokens, D {d}", size, inputs, functions, yardsticks={"apart"})
+    return bytes_case(
+        f"{tokens} tokens, D {d}",
+        tokens * (2 * 5 * d + d + 4 * d // 128 + 4 * (24 + 20)) + 4 * d,
+        lambda: (bf16(tokens, 4, d), f32(tokens, 24), f32(24), f32(3), f32(d)),
+        {"dsa": dsa.hyper_collapse_norm_cast_to_fp8, "apart": _apart},
+        yardsticks={"apart"},
+    )

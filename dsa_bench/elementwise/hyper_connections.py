@@ -8,8 +8,7 @@ import torch
 import dsa
 from dsa import reference
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix, product
-from dsa_bench.harness.case import Case, Peers, bytes_case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_case, f32
 from dsa_bench.peers import hyper_connections as peers
 
 # op, tokens, channels of a stream
@@ -37,23 +36,15 @@ def _inputs(op: str, tokens: int, d: int) -> Inputs:
     return bf16(tokens, d), streams, *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
 
 
-def _mix_and_collapse(streams: torch.Tensor, parts: torch.Tensor, *rest: torch.Tensor) -> Inputs:
-    return dsa.hyper_collapse(streams, dsa.hyper_mix(streams, parts), *rest)
-
-
-def _product_and_collapse(streams: torch.Tensor, parts: torch.Tensor, *rest: torch.Tensor) -> Inputs:
-    return reference.hyper_collapse(streams, product(streams, parts), *rest)
-
-
-def _project_and_collapse(inputs: list[Inputs]) -> Peers:
-    return peers.project_and_collapse((streams, matrix(parts), *rest) for streams, parts, *rest in inputs)
-
-
 _OPS = {  # ours, the formula in PyTorch, the peers
     "collapse": (dsa.hyper_collapse, reference.hyper_collapse, peers.collapse),
     "expand": (dsa.hyper_expand, reference.hyper_expand, peers.expand),
     "head": (dsa.hyper_head, reference.hyper_head, None),
-    "mix and collapse": (_mix_and_collapse, _product_and_collapse, _project_and_collapse),
+    "mix and collapse": (
+        lambda streams, parts, *rest: dsa.hyper_collapse(streams, dsa.hyper_mix(streams, parts), *rest),
+        lambda streams, parts, *rest: reference.hyper_collapse(streams, product(streams, parts), *rest),
+        lambda inputs: peers.project_and_collapse((x, matrix(parts), *rest) for x, parts, *rest in inputs),
+    ),
 }
 
 

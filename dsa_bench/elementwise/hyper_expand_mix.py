@@ -5,8 +5,7 @@ import torch
 
 import dsa
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
-from dsa_bench.harness.case import Case, Peers, agree, bytes_case
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream; more than 4 tokens run the two separate kernels
@@ -21,21 +20,18 @@ def _apart(*arguments: torch.Tensor) -> Inputs:
     return new, dsa.hyper_mix(new, parts)
 
 
-def _agree(theirs: Inputs, ours: Inputs) -> None:
-    """The peer's second tensor holds partial sums."""
-    new, products = theirs
-    agree((new, products.sum(0)), ours)
-
-
-def _peers(inputs: list[Inputs]) -> Peers:
-    return peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs)
-
-
 def case(tokens: int, d: int) -> Case:
     def inputs() -> Inputs:
         post, comb = (torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
         return bf16(tokens, d), bf16(tokens, 4, d), post, comb, bf16(3, OUTPUTS, 4 * d)
 
-    size = 2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS)
-    functions = {"dsa": dsa.hyper_expand_mix, "apart": _apart}
-    return bytes_case(f"{tokens} tokens, D {d}", size, inputs, functions, _peers, yardsticks={"apart"}, agree=_agree)
+    return bytes_case(
+        f"{tokens} tokens, D {d}",
+        2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS),
+        inputs,
+        {"dsa": dsa.hyper_expand_mix, "apart": _apart},
+        lambda inputs: peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs),
+        yardsticks={"apart"},
+        # The peer's second tensor holds partial sums.
+        agree=lambda theirs, ours: agree((theirs[0], theirs[1].sum(0)), ours),
+    )

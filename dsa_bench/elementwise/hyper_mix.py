@@ -8,8 +8,7 @@ squares, which our collapse does.
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, Peers, agree, bytes_case
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream
@@ -29,19 +28,17 @@ def matrix(parts: torch.Tensor) -> torch.Tensor:
     return parts.float().sum(0)
 
 
-def _agree(theirs: torch.Tensor | Inputs, ours: torch.Tensor) -> None:
-    """A peer's result may be partial sums, with the sums of the squares."""
-    agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours)
-
-
-def _peers(inputs: list[Inputs]) -> Peers:
-    return peers.project((streams, matrix(parts)) for streams, parts in inputs)
-
-
 def case(tokens: int, d: int) -> Case:
     def inputs() -> Inputs:
         return bf16(tokens, 4, d), bf16(3, OUTPUTS, 4 * d)
 
-    size = 2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS
-    name, functions = f"{tokens} tokens, D {d}, bf16", {"dsa": dsa.hyper_mix, "torch": product}
-    return bytes_case(name, size, inputs, functions, _peers, baselines={"torch"}, agree=_agree)
+    return bytes_case(
+        f"{tokens} tokens, D {d}, bf16",
+        2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS,
+        inputs,
+        {"dsa": dsa.hyper_mix, "torch": product},
+        lambda inputs: peers.project((x, matrix(parts)) for x, parts in inputs),
+        baselines={"torch"},
+        # A peer's result may be partial sums, with the sums of the squares.
+        agree=lambda theirs, ours: agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours),
+    )

@@ -8,8 +8,7 @@ import torch
 
 import dsa
 from dsa.reference.elementwise import rms_norm as reference
-from dsa_bench.harness.case import Case, bytes_rate, fresh, over
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_rate, f32, fresh, over
 
 # Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 per
 # token); with gradients V3.2's two, and a small model's.
@@ -22,10 +21,6 @@ SHAPES = [
     *((rows, channels, True, True) for rows, channels in ((16384, 7168), (16384, 1536), (65536, 256))),
 ]
 EPS = 1e-6
-
-
-def _torch_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> Case:
@@ -47,6 +42,13 @@ def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> C
         (x, None if weight is None else weight.detach().to(x.dtype).requires_grad_(gradients)) for x, weight in inputs
     ]
     calls = over(inputs, {"dsa": partial(call, dsa.rms_norm), "formula": partial(call, reference.rms_norm)})
-    calls |= over(narrow, {"torch": partial(call, _torch_norm)})
-    name = f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"torch", "formula"})
+    calls |= over(
+        narrow, {"torch": partial(call, lambda x, *rest: torch.nn.functional.rms_norm(x, x.shape[-1:], *rest))}
+    )
+    return Case(
+        f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}",
+        calls,
+        bytes_rate(size),
+        graph=True,
+        baselines={"torch", "formula"},
+    )

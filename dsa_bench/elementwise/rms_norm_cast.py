@@ -6,8 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, bytes_case, f32
 
 # tokens, channels, whether a residual is added: V3.2's hidden state, its query latent, V4-Flash's hidden state
 SHAPES = [
@@ -34,11 +33,12 @@ def _sum_apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
 
 
 def case(tokens: int, channels: int, summed: bool) -> Case:
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return *(bf16(tokens, channels) for _ in range(2 if summed else 1)), f32(channels)
 
-    size = tokens * channels * (2 * (4 if summed else 2) + 1 + 4 / 128) + 4 * channels
     fused = dsa.add_rms_norm_cast_to_fp8 if summed else dsa.rms_norm_cast_to_fp8
-    functions = {"dsa": partial(fused, eps=EPS), "apart": _sum_apart if summed else _norm_apart}
-    name = f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0"
-    return bytes_case(name, size, inputs, functions, yardsticks={"apart"})
+    return bytes_case(
+        f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0",
+        tokens * channels * (2 * (4 if summed else 2) + 1 + 4 / 128) + 4 * channels,
+        lambda: (*(bf16(tokens, channels) for _ in range(2 if summed else 1)), f32(channels)),
+        {"dsa": partial(fused, eps=EPS), "apart": _sum_apart if summed else _norm_apart},
+        yardsticks={"apart"},
+    )

@@ -3,8 +3,7 @@
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.harness.case import Case, angles, bf16, bytes_case
 
 # tokens, heads: V4-Flash's and V4-Pro's, prefill and decoding
 SHAPES = [(4096, 64), (4096, 128), (128, 64), (1, 64), (1, 128)]
@@ -18,9 +17,11 @@ def _separately(x: torch.Tensor, weight: None, cos: torch.Tensor, sin: torch.Ten
 
 
 def case(tokens: int, heads: int) -> Case:
-    def inputs() -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-        return bf16(tokens, heads, _DIM), None, *angles(tokens, _ROTATED)
 
-    size = 2 * 2 * tokens * heads * _DIM + 2 * 4 * tokens * _ROTATED // 2
-    functions = {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately}
-    return bytes_case(f"{tokens} x {heads} x {_DIM} bf16", size, inputs, functions, yardsticks={SEPARATE})
+    return bytes_case(
+        f"{tokens} x {heads} x {_DIM} bf16",
+        2 * 2 * tokens * heads * _DIM + 2 * 4 * tokens * _ROTATED // 2,
+        lambda: (bf16(tokens, heads, _DIM), None, *angles(tokens, _ROTATED)),
+        {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately},
+        yardsticks={SEPARATE},
+    )

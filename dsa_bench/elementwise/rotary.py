@@ -2,12 +2,9 @@
 
 from functools import partial
 
-import torch
-
 import dsa
 from dsa.reference.elementwise import rotary as reference
-from dsa_bench.harness.case import Case, bytes_rate, fresh, over
-from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.harness.case import Case, angles, bf16, bytes_rate, fresh, over
 
 ROTATED = 64
 # tokens, heads, channels, whether pairs are neighbours, first or last channels, in place: V4's queries and outputs,
@@ -23,14 +20,17 @@ SHAPES = [
 
 
 def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, in_place: bool) -> Case:
-    def one() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return bf16(tokens, heads, channels), *angles(tokens, ROTATED)
 
     kind = {"interleaved": interleaved, "dims": dims}
-    inputs = fresh(2 * tokens * heads * channels, one)
-    ours = [partial(dsa.apply_rotary, *i, **kind, out=i[0] if in_place else None) for i in inputs]
-    calls = {"dsa": ours, **over(inputs, {"formula": partial(reference.apply_rotary, **kind)})}
-    size = 2 * 2 * tokens * heads * (ROTATED if in_place else channels) + 2 * 4 * tokens * ROTATED // 2
+    inputs = fresh(2 * tokens * heads * channels, lambda: (bf16(tokens, heads, channels), *angles(tokens, ROTATED)))
     pairs = "neighbours" if interleaved else "halves"
-    name = f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"formula"})
+    return Case(
+        f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}",
+        {
+            "dsa": [partial(dsa.apply_rotary, *i, **kind, out=i[0] if in_place else None) for i in inputs],
+            **over(inputs, {"formula": partial(reference.apply_rotary, **kind)}),
+        },
+        bytes_rate(2 * 2 * tokens * heads * (ROTATED if in_place else channels) + 2 * 4 * tokens * ROTATED // 2),
+        graph=True,
+        baselines={"formula"},
+    )

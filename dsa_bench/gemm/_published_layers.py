@@ -18,8 +18,7 @@ MODELS = {
 def linear_shapes(model: str) -> list[tuple[int, int]]:
     """(columns, channels) of the FP8 layers of a model that are one matrix each."""
     # GLM-5's FP8 release quantises what DeepSeek-V3.2's does.
-    fields = {"quantization_config": FP8} | published_config(MODELS[model])
-    modules = list(model_of(fields).modules())
+    modules = list(model_of({"quantization_config": FP8} | published_config(MODELS[model])).modules())
     grouped = {module.matrices for module in modules if isinstance(module, GroupedLinear)}
     layers = (module for module in modules if isinstance(module, BlockFP8Linear) and module not in grouped)
     return sorted({tuple(layer.weight.shape) for layer in layers})
@@ -28,5 +27,4 @@ def linear_shapes(model: str) -> list[tuple[int, int]]:
 @cache
 def matrices() -> list[tuple[int, int]]:
     """(columns, channels) of all models' layers, sorted by their channels."""
-    found = {shape for model in MODELS for shape in linear_shapes(model)}
-    return sorted(found, key=lambda shape: shape[::-1])
+    return sorted({shape for model in MODELS for shape in linear_shapes(model)}, key=lambda shape: shape[::-1])

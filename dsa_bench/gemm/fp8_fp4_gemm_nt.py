@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa_bench.gemm.fp8_gemm_nt import agree_on_some
-from dsa_bench.harness.case import Case, copy, plain_rate
-from dsa_bench.harness.inputs import activations
+from dsa_bench.harness.case import Case, activations, copy, plain_rate
 from dsa_bench.peers import deep_gemm
 
 # tokens, columns, channels, experts, experts per token: V4-Flash's gate and up, its down, and V4-Pro's
@@ -23,7 +22,7 @@ _SHORT = 512  # up to so many tokens a call takes about as long as its launches
 
 
 def prepare() -> None:
-    deep_gemm.compile_grouped_products(SHAPES)
+    deep_gemm.compile_products(SHAPES)
 
 
 def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> Case:
@@ -37,15 +36,14 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")
     b = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu), scale
     wide = _widened(packed, exponents), scale
-    calls = {
-        "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
-        _FP8: [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
-    }
     size = deep_gemm.used(ends) * columns * channels * (1 / 2 + 1 / 32) + m * (channels + 2 * columns)
     rate = plain_rate(size, 2 * m * columns * channels)
     return Case(
         f"{tokens} x {columns} x {channels}, {top_k} of {experts} experts",
-        calls,
+        {
+            "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
+            _FP8: [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
+        },
         lambda ms: f"{rate(ms)}; {size / (ms * 1e-3) / copy():.0%} of copy",
         deep_gemm.grouped_product(a, wide, ends).renamed("{}, FP8"),
         graph=tokens <= _SHORT,

@@ -9,9 +9,19 @@ import torch
 
 import dsa
 from dsa.runtime import backends
-from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case, Peers, copy, fp8_gemm
-from dsa_bench.harness.inputs import Scaled, activations, weights
+from dsa_bench.harness.case import (
+    Call,
+    Case,
+    Peers,
+    Scaled,
+    activations,
+    as_reference,
+    close,
+    copy,
+    fp8_gemm,
+    some,
+    weights,
+)
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library
@@ -82,14 +92,14 @@ def products(a: Scaled, matrices: Sequence[Scaled], builds: Sequence[Library] = 
 def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
     """A peer's result may be (padded rows, indices of our rows in them)."""
     out, rows = theirs if isinstance(theirs, tuple) else (theirs, None)
-    some = agreement.some(len(ours))
-    agreement.close(out[some] if rows is None else out[rows[some]], ours[some])
+    compared = some(len(ours))
+    close(out[compared] if rows is None else out[rows[compared]], ours[compared])
 
 
 def prepare() -> None:
     """Compile DeepGEMM's products in parallel. One after the other, they would keep nvcc busy for minutes."""
     deep_gemm.compile_products(shape[:3] for shape in SHAPES if shape[3] is None)
-    deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
+    deep_gemm.compile_products(shape for shape in SHAPES if shape[3] is not None)
 
 
 def weights_like(b: Scaled, rows: int) -> list[Scaled]:
@@ -120,8 +130,11 @@ def tuning() -> Tuning:
                 {(rows, columns, channels, None, None): ("bfloat16",)},
                 choice.modelled(*sizes),
             )
-    candidates = dict.fromkeys(few.CONFIGS, few.compile_fp8_gemm_few_rows)
-    return Tuning(candidates | dict.fromkeys(many.ONE_MATRIX_CONFIGS, many.compile_fp8_gemm), classes)
+    return Tuning(
+        dict.fromkeys(few.CONFIGS, few.compile_fp8_gemm_few_rows)
+        | dict.fromkeys(many.ONE_MATRIX_CONFIGS, many.compile_fp8_gemm),
+        classes,
+    )
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:
@@ -143,6 +156,13 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         shares = f"{flop / seconds / fp8_gemm():.0%} of FP8 GEMM, {size / seconds / copy():.0%} of copy"
         return f"{flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {shares}"
 
-    check = agreement.as_reference(calls[0], 1e-5)
-    options = {"graph": rows <= SHORT, "repeats": 15, "agree": agree_on_some, "check": check}
-    return Case(name, {"dsa": calls}, figure, peers, **options)
+    return Case(
+        name,
+        {"dsa": calls},
+        figure,
+        peers,
+        graph=rows <= SHORT,
+        repeats=15,
+        agree=agree_on_some,
+        check=as_reference(calls[0], 1e-5),
+    )

@@ -6,9 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import some
-from dsa_bench.harness.case import Case, agree, plain_rate
-from dsa_bench.harness.inputs import Scaled, activations
+from dsa_bench.harness.case import Case, Scaled, activations, agree, plain_rate, some
 from dsa_bench.peers import deep_gemm
 
 # tokens, inner channels (half of the product's columns), channels, experts, experts per token, limit
@@ -23,7 +21,7 @@ _SHORT = 512  # up to so many tokens a call takes about as long as its launches
 
 
 def prepare() -> None:
-    deep_gemm.compile_grouped_products(
+    deep_gemm.compile_products(
         (tokens, 2 * inner, channels, experts, top_k) for tokens, inner, channels, experts, top_k, _ in SHAPES
     )
 
@@ -36,8 +34,10 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     # Random bytes with any sign, exponents for 1/4 to 1 and any fraction: Gaussian numbers take long to generate.
     w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
     w.add_(w & 0x10, alpha=7).add_(0x28)
-    scale = torch.full((experts, 2 * inner // 128, channels // 128), channels**-0.5, device="cuda")
-    b = w.view(torch.float8_e4m3fn), scale
+    b = (
+        w.view(torch.float8_e4m3fn),
+        torch.full((experts, 2 * inner // 128, channels // 128), channels**-0.5, device="cuda"),
+    )
 
     def gathered() -> Scaled:
         return q.view(torch.uint8)[rows].view(q.dtype), s[rows]
@@ -45,22 +45,17 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     def cast(gate_up: torch.Tensor) -> Scaled:
         return dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=limit)
 
-    def separate() -> Scaled:
-        return cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))
-
-    def with_cast(product: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        out, places = product
-        return *cast(out), places
-
     fused = partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)
     size = deep_gemm.used(ends) * 2 * inner * channels + tokens * channels + len(rows) * inner
     bound = "" if limit is None else f", limit {limit:g}"
     return Case(
         f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}",
-        {"dsa": [fused], _THREE: [separate]},
+        {"dsa": [fused], _THREE: [lambda: cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))]},
         plain_rate(size, 2 * len(rows) * 2 * inner * channels),
         # DeepGEMM's product has padding between the experts' rows, which is cast too.
-        deep_gemm.grouped_product(gathered(), b, ends).renamed("{}, our cast").then(with_cast),
+        deep_gemm.grouped_product(gathered(), b, ends)
+        .renamed("{}, our cast")
+        .then(lambda product: (*cast(product[0]), product[1])),
         graph=tokens <= _SHORT,
         repeats=15,
         yardsticks={_THREE},

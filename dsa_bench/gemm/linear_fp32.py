@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
 # Rows and channels of matrices: V4-Flash's index weights, compressors of the indexer, of layers without an indexer and
 # with one, and everything of a layer with an indexer; V3.2's index weights.
@@ -25,11 +24,18 @@ def case(tokens: int, rows: int, channels: int) -> Case:
     def product(weight: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
 
-    functions = {
-        "dsa": partial(dsa.linear_fp32, x, scale=_SCALE),
-        "product, scale": lambda weight: product(weight) * _SCALE,
-        "product": product,
-    }
-    name, figure = f"{tokens} tokens x {channels}, {rows} rows", plain_rate(2 * rows * channels)
-    calls = over(fresh_matrices(rows, channels), functions)
-    return Case(name, calls, figure, graph=True, baselines={"product, scale"}, yardsticks={"product"})
+    return Case(
+        f"{tokens} tokens x {channels}, {rows} rows",
+        over(
+            fresh_matrices(rows, channels),
+            {
+                "dsa": partial(dsa.linear_fp32, x, scale=_SCALE),
+                "product, scale": lambda weight: product(weight) * _SCALE,
+                "product": product,
+            },
+        ),
+        plain_rate(2 * rows * channels),
+        graph=True,
+        baselines={"product, scale"},
+        yardsticks={"product"},
+    )

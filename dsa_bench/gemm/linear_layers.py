@@ -12,10 +12,9 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import dsa
-from dsa_bench.gemm._published_layers import matrices
+from dsa_bench.gemm import _published_layers
 from dsa_bench.gemm.fp8_gemm_nt import SHORT, agree_on_some, products, weights_like
-from dsa_bench.harness import inputs
-from dsa_bench.harness.case import Case, plain_rate
+from dsa_bench.harness.case import Case, Scaled, activations, plain_rate, weights
 from dsa_bench.peers import deep_gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
@@ -26,7 +25,7 @@ _PEERS = (deep_gemm.NEW,)
 @cache
 def shapes() -> list[tuple[int, int, int]]:
     """(rows, columns, channels), sorted by matrix."""
-    return [(rows, *shape) for shape in matrices() for rows in ROWS]
+    return [(rows, *shape) for shape in _published_layers.matrices() for rows in ROWS]
 
 
 def __getattr__(name: str) -> Any:
@@ -41,14 +40,13 @@ def prepare() -> None:
 
 
 def case(rows: int, columns: int, channels: int) -> Case:
-    q, s = _activations(channels)
-    a, weights, short = (q[:rows], s[:rows]), _weights(columns, channels), rows <= SHORT
-    weights = weights if short else weights[:1]
+    ((q, s), matrices), short = _operands(columns, channels), rows <= SHORT
+    a, matrices = (q[:rows], s[:rows]), matrices if short else matrices[:1]
     return Case(
         f"{rows} x {columns} x {channels}",
-        {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in weights]},
+        {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in matrices]},
         plain_rate(columns * channels + rows * (channels + 2 * columns), 2 * rows * columns * channels),
-        products(a, weights, _PEERS),
+        products(a, matrices, _PEERS),
         graph=short,
         repeats=7 if short else 4,
         agree=agree_on_some,
@@ -56,15 +54,9 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 
 @lru_cache(1)
-def _activations(channels: int) -> inputs.Scaled:
-    """Rows for the largest shape."""
-    return inputs.activations(max(ROWS), channels)
-
-
-@lru_cache(1)
-def _weights(columns: int, channels: int) -> list[inputs.Scaled]:
-    """Matrices for the smallest number of rows."""
-    return weights_like(inputs.weights(columns, channels), rows=1)
+def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
+    """Rows for the largest shape, and matrices for the smallest number of rows."""
+    return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:

@@ -3,8 +3,7 @@
 from functools import partial
 
 import dsa
-from dsa_bench.harness.case import Case, Peers, bytes_rate, fresh
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, Peers, bf16, bytes_rate, fresh
 from dsa_bench.peers import operators
 
 # tokens, channels, Hadamard, power-of-two scales: activations of V3.2's linears, a prefill chunk's index queries,
@@ -28,7 +27,10 @@ PROBED = [(128, 7168, False, True), (128, 7168, False, False)]
 def case(tokens: int, channels: int, hadamard: bool, use_ue8m0: bool) -> Case:
     size = tokens * channels * (2 + 1 + 4 / 128)
     xs = fresh(size, partial(bf16, tokens, channels), least=1 if size > 400e6 else 2)
-    peers = Peers() if hadamard else operators.cast([(x, use_ue8m0) for x in xs])
-    calls = {"dsa": [partial(dsa.per_token_cast_to_fp8, x, use_ue8m0, hadamard=hadamard) for x in xs]}
-    name = f"{tokens} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{', Hadamard' if hadamard else ''}"
-    return Case(name, calls, bytes_rate(size, us=False), peers, graph=len(xs) > 1)
+    return Case(
+        f"{tokens} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{', Hadamard' if hadamard else ''}",
+        {"dsa": [partial(dsa.per_token_cast_to_fp8, x, use_ue8m0, hadamard=hadamard) for x in xs]},
+        bytes_rate(size, us=False),
+        Peers() if hadamard else operators.cast([(x, use_ue8m0) for x in xs]),
+        graph=len(xs) > 1,
+    )

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import Scaled, angles, bf16
+from dsa_bench.harness.case import Case, Scaled, angles, bf16, bytes_case
 
 # tokens, heads, groups of heads: V4-Flash's and V4-Pro's, prefill and decoding
 SHAPES = [(4096, 64, 8), (4096, 128, 16), (128, 64, 8), (1, 64, 8), (1, 128, 16)]
@@ -17,14 +16,14 @@ _DIM, _ROTATED = 512, 64
 def case(tokens: int, heads: int, groups: int) -> Case:
     places = torch.arange(tokens * groups, dtype=torch.int32, device="cuda").view(groups, tokens).T.reshape(-1, 1)
 
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return bf16(tokens, heads, _DIM), *angles(tokens, _ROTATED)
-
     def separately(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Scaled:
         rotated = dsa.apply_rotary(x, cos, sin, interleaved=True, dims="last")
         return dsa.scatter_cast_to_fp8(rotated.view(tokens * groups, -1), places)
 
-    size = tokens * heads * _DIM * (2 + 1 + 4 / 128)
-    functions = {"dsa": partial(dsa.rotary_cast_to_fp8, groups=groups), SEPARATE: separately}
-    name = f"{tokens} x {heads} x {_DIM} bf16, {groups} groups"
-    return bytes_case(name, size, inputs, functions, yardsticks={SEPARATE})
+    return bytes_case(
+        f"{tokens} x {heads} x {_DIM} bf16, {groups} groups",
+        tokens * heads * _DIM * (2 + 1 + 4 / 128),
+        lambda: (bf16(tokens, heads, _DIM), *angles(tokens, _ROTATED)),
+        {"dsa": partial(dsa.rotary_cast_to_fp8, groups=groups), SEPARATE: separately},
+        yardsticks={SEPARATE},
+    )

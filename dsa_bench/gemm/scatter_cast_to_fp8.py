@@ -6,8 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_rate
-from dsa_bench.harness.inputs import Scaled, bf16
+from dsa_bench.harness.case import Case, Scaled, bf16, bytes_rate
 
 # tokens, channels, experts per token: V3.2's and V4-Flash's mixtures, prefill and decoding
 SHAPES = [(8192, 7168, 8), (8192, 4096, 6), (1024, 7168, 8), (128, 7168, 8), (1, 7168, 8)]
@@ -23,7 +22,10 @@ def _copied(x: torch.Tensor, tokens: torch.Tensor) -> Scaled:
 def case(tokens: int, channels: int, top_k: int) -> Case:
     x, experts = bf16(tokens, channels), torch.rand(tokens, _EXPERTS, device="cuda").argsort(-1)[:, :top_k]
     order, rows, _ = dsa.sort_by_expert(experts, _EXPERTS)
-    calls = {"dsa": [partial(dsa.scatter_cast_to_fp8, x, rows)], COPIED: [partial(_copied, x, order // top_k)]}
-    figure = bytes_rate(tokens * channels * (2 + top_k * (1 + 4 / 128)), us=False)
-    name = f"{tokens} x {channels} bf16, {top_k} of {_EXPERTS} experts"
-    return Case(name, calls, figure, graph=tokens <= 1024, baselines={COPIED})
+    return Case(
+        f"{tokens} x {channels} bf16, {top_k} of {_EXPERTS} experts",
+        {"dsa": [partial(dsa.scatter_cast_to_fp8, x, rows)], COPIED: [partial(_copied, x, order // top_k)]},
+        bytes_rate(tokens * channels * (2 + top_k * (1 + 4 / 128)), us=False),
+        graph=tokens <= 1024,
+        baselines={COPIED},
+    )

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import Scaled, bf16
+from dsa_bench.harness.case import Case, Scaled, bf16, bytes_case
 
 # rows, channels, power-of-two scales, limit: V3.2's 8 and V4-Flash's 6 experts of 4096, 128 and 1 tokens, rows of the
 # shared expert and of a dense layer
@@ -31,10 +30,12 @@ def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, *, limit: f
 
 
 def case(rows: int, channels: int, use_ue8m0: bool, limit: float | None) -> Case:
-    def inputs() -> tuple[torch.Tensor, torch.Tensor, bool]:
-        return *bf16(rows, 2 * channels).chunk(2, -1), use_ue8m0
 
-    functions = {"dsa": partial(dsa.swiglu_cast_to_fp8, limit=limit), "torch": partial(_separate, limit=limit)}
     bound = "" if limit is None else f", limit {limit:g}"
-    name = f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}"
-    return bytes_case(name, rows * channels * (4 + 1 + 4 / 128), inputs, functions, baselines={"torch"})
+    return bytes_case(
+        f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}",
+        rows * channels * (4 + 1 + 4 / 128),
+        lambda: (*bf16(rows, 2 * channels).chunk(2, -1), use_ue8m0),
+        {"dsa": partial(dsa.swiglu_cast_to_fp8, limit=limit), "torch": partial(_separate, limit=limit)},
+        baselines={"torch"},
+    )

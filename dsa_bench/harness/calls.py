@@ -1,10 +1,13 @@
 """Calls that a benchmark times: of one function over several inputs, and of other libraries."""
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Protocol
+
+import torch
 
 Call = Callable[[], object]
 _LINE = 200  # characters of a reason
@@ -22,10 +25,17 @@ def reason(error: BaseException) -> str:
     return lines[0][:_LINE] if lines else type(error).__name__
 
 
-def into(out: object, call: Call) -> object:
-    """Make a call that writes into given tensors, and return the tensors."""
-    call()
+def into(out: object, *calls: Call) -> object:
+    """Make calls that write into given tensors, and return the tensors."""
+    for call in calls:
+        call()
     return out
+
+
+def free() -> None:
+    """Free what is no longer referenced, and the GPU memory that torch caches."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class Loadable(Protocol):
@@ -70,8 +80,7 @@ class Peers:
 
     def renamed(self, name: str) -> "Peers":
         """Rename all peers. name: {} stands for the present name."""
-        calls, failed = ({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed))
-        return Peers(calls, failed)
+        return Peers(*({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed)))
 
     def then(self, step: Callable[[Any], object]) -> "Peers":
         """Apply `step` to the result of each call."""

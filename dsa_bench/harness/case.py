@@ -1,7 +1,8 @@
 """A benchmark case: our calls of one op at one shape, and the peers' calls over the same inputs.
 
-Benchmark modules import all they share from here: `fresh` makes inputs that exceed the L2 cache, `over` makes the calls
-over them, and `bytes_rate` and `flop_rate` make the figure of a memory-bound or compute-bound case.
+Benchmark modules import all they share from here, also random inputs (`inputs`) and comparisons (`agreement`).
+`fresh` makes inputs that exceed the L2 cache, `over` makes the calls over them, and `bytes_rate` and `flop_rate` make
+the figure of a memory-bound or compute-bound case.
 """
 
 import importlib
@@ -14,11 +15,76 @@ from typing import Any, TypeVar
 import torch
 
 from dsa.testing import bench, bf16_gemm_rate, copy_bandwidth, fp8_gemm_rate
-from dsa_bench.harness.agreement import agree
+from dsa_bench.harness.agreement import (
+    RECALL,
+    agree,
+    agree_attention,
+    agree_selected,
+    as_reference,
+    close,
+    first,
+    some,
+)
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call, Peers, over, reason
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.calls import Call, Peers, into, over, reason
+from dsa_bench.harness.inputs import (
+    Scaled,
+    activations,
+    angles,
+    bf16,
+    causal_ranges,
+    e4m3,
+    f32,
+    scales,
+    selected_keys,
+    weights,
+)
 
+__all__ = [
+    "OURS",
+    "RECALL",
+    "Call",
+    "Case",
+    "Figure",
+    "Input",
+    "Peers",
+    "Scaled",
+    "activations",
+    "agree",
+    "agree_attention",
+    "agree_selected",
+    "angles",
+    "as_reference",
+    "benchmarks",
+    "bf16",
+    "bf16_gemm",
+    "bytes_case",
+    "bytes_rate",
+    "causal_ranges",
+    "close",
+    "copies",
+    "copy",
+    "e4m3",
+    "f32",
+    "first",
+    "flop_rate",
+    "fp8_gemm",
+    "fresh",
+    "fresh_calls",
+    "fresh_matrices",
+    "into",
+    "load",
+    "microseconds",
+    "nearer_rate",
+    "over",
+    "plain_rate",
+    "row",
+    "run",
+    "scales",
+    "selected_keys",
+    "some",
+    "weights",
+]
 OURS = "dsa"
 Figure = Callable[[float], str]
 Input = TypeVar("Input")

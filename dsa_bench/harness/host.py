@@ -5,7 +5,6 @@ and small ones where the benchmark lists some for peers. Hosts differ by a facto
 a call of a PyTorch function, for comparisons between machines.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +15,8 @@ import torch
 
 from dsa.ops import op_modules
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import OURS, Case, load, row
+from dsa_bench.harness.calls import Call, free
+from dsa_bench.harness.case import OURS, Case, load, microseconds, row
 
 CALLS, BLOCKS = 40, 15  # calls between two waits for the GPU, and timed blocks
 
@@ -34,25 +33,19 @@ def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """
     if not names:
         x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
-        yield row("torch.add, 8 numbers", host_ms({OURS: partial(torch.add, x, x)}), _figure)
+        yield row("torch.add, 8 numbers", host_ms({OURS: partial(torch.add, x, x)}), microseconds)
     for name in names or ops():
         module = load(name)
         torch.manual_seed(0)
         yield _row(name, module.case(*getattr(module, "PROBED", module.SHAPES)[0]))
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free()
 
 
 def _row(name: str, case: Case) -> dict[str, Any]:
     failed = case.tried()
     left_out = {*case.baselines, *case.yardsticks, *failed}
     calls = {who: each[0] for who, each in case.calls.items() if who not in left_out}
-    return row(f"{name}, {case.name}", host_ms(calls), _figure, failed)
-
-
-def _figure(ms: float) -> str:
-    return f"{ms * 1e3:.1f} us"
+    return row(f"{name}, {case.name}", host_ms(calls), microseconds, failed)
 
 
 def host_ms(calls: Mapping[str, Call]) -> dict[str, float]:

@@ -74,16 +74,10 @@ def ncu_report(rows: list[dict[str, str]]) -> str:
 
 
 def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
-
-
-def main(op: str) -> None:
-    module = load(op)
-    _call(module.case(*module.SHAPES[0]))
+    digits = text.replace(",", "")
+    return float(digits) if digits[:1].isdigit() else None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    module = load(sys.argv[1])
+    _call(module.case(*module.SHAPES[0]))

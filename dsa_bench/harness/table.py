@@ -47,10 +47,13 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     Cells of a name that was not tried are empty. The cell of a name that failed has the reason.
     """
     names = everyone(rows)
+    lines = [["shape", "ms", "figure", *(column for name in names for column in (f"{name} ms", f"{name} ratio"))]]
+    for r in rows:
+        cells = [(of(r, name).get("ms", r["failed"].get(name, "")), of(r, name).get("ratio", "")) for name in names]
+        lines.append([r["shape"], r["ms"], r["figure"], *(cell for pair in cells for cell in pair)])
+    write_lines(lines, path)
+
+
+def write_lines(lines: list[list[Any]], path: Path) -> None:
     with path.open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        columns = [column for name in names for column in (f"{name} ms", f"{name} ratio")]
-        writer.writerow(["shape", "ms", "figure", *columns])
-        for r in rows:
-            cells = [(of(r, name).get("ms", r["failed"].get(name, "")), of(r, name).get("ratio", "")) for name in names]
-            writer.writerow([r["shape"], r["ms"], r["figure"], *(cell for pair in cells for cell in pair)])
+        csv.writer(handle).writerows(lines)

@@ -17,7 +17,6 @@ from dsa.ops import op_module
 from dsa.runtime import backends
 from dsa.runtime.op import OPS, forget_calls
 from dsa.testing import bench
-from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
 
 WORTH = 1.01  # a winner is written where the modelled choice is slower by more than this factor
@@ -67,8 +66,6 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     from dsa.cute import tuning
 
     module = load(op)
-    if not hasattr(module, "tuning"):
-        raise ValueError(f"op: must be one of {', '.join(tunable())}, whose kernels have configurations, got {op!r}")
     gpu = torch.device("cuda", torch.cuda.current_device())
     arch, there = backends.arch_of(gpu), OPS[op].launches
     if arch not in there:
@@ -77,7 +74,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
     # Classes may share kernels.
     todo = {
-        (*arguments, config): None
+        (*arguments, config): plan.candidates[config]
         for name, shapes in plan.classes.items()
         for config in candidates[name]
         for arguments in shapes.shapes.values()
@@ -87,8 +84,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     # Processes, because the DSL compiles in one thread; spawned, because CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        work = {arguments: pool.submit(_compile, plan.candidates[arguments[-1]], arguments) for arguments in todo}
-        compiled = {arguments: future.result() for arguments, future in work.items()}
+        compiled = dict(zip(todo, pool.map(_compile, todo.values(), todo)))
 
     path = output or tuning.path_of(op, arch)
     path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first data
@@ -147,14 +143,14 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
         except AssertionError as error:
             failures[config] = f"wrong: {error}"
     correct = [config for config in registers if config not in failures]
-    times: dict[Any, list[float]] = {config: [] for config in correct}
+    times = []
     for case in cases:
         calls = {
             config: [_under(op, arch, shape_class, config, call) for call in case.calls["dsa"]] for config in correct
         }
-        for config, ms in bench(calls, repeats=case.repeats, graph=case.graph).items():
-            times[config].append(ms)
-    return [Trial(config, registers[config], tuple(ms), cases[0].figure(ms[0])) for config, ms in times.items()] + [
+        times.append(bench(calls, repeats=case.repeats, graph=case.graph))
+    found = {config: tuple(ms[config] for ms in times) for config in correct}
+    return [Trial(config, registers[config], ms, cases[0].figure(ms[0])) for config, ms in found.items()] + [
         Trial(config, "-", failure=failure) for config, failure in failures.items()
     ]
 

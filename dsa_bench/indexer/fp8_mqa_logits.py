@@ -6,9 +6,19 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Case, flop_rate, fp8_gemm
-from dsa_bench.harness.inputs import causal_ranges, e4m3, f32, scales
+from dsa_bench.harness.case import (
+    Case,
+    as_reference,
+    causal_ranges,
+    close,
+    e4m3,
+    f32,
+    first,
+    flop_rate,
+    fp8_gemm,
+    scales,
+    some,
+)
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import cudnn, deep_gemm
 
@@ -37,17 +47,16 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
     q, kv, weights = e4m3(queries, heads, dim), (e4m3(keys, dim), scales(keys)), f32(queries, heads)
     starts, ends = causal_ranges(queries, keys)
     arguments = (q, kv, weights, starts, ends)
-    options = {"clean_logits": clean, "accumulators": getattr(torch, accumulators)}
-    scores = partial(dsa.fp8_mqa_logits, *arguments, **options)
+    scores = partial(dsa.fp8_mqa_logits, *arguments, clean_logits=clean, accumulators=getattr(torch, accumulators))
 
     def seen(rows: slice) -> torch.Tensor:
         return torch.arange(keys, device=ends.device) < ends[rows, None]
 
     def agree(theirs: Any, ours: torch.Tensor) -> None:
         """Compare the pairs in range: cuDNN's rows see one key more, and DeepGEMM 2.8.1 does not write the others."""
-        rows = agreement.some(queries)
-        theirs = agreement.first(theirs).reshape(queries, keys)[rows]
-        agreement.close(theirs[seen(rows)], ours[rows][seen(rows)])
+        rows = some(queries)
+        theirs = first(theirs).reshape(queries, keys)[rows]
+        close(theirs[seen(rows)], ours[rows][seen(rows)])
 
     name = f"{queries} x {keys}, H {heads}, D {dim}, causal, {'cleaned' if clean else 'not cleaned'}"
     name += "" if accumulators == "float32" else f", {accumulators} accumulators"
@@ -58,7 +67,7 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
         deep_gemm.mqa_logits(*arguments, clean) | cudnn.indexer_scores([(q, kv, weights)]),
         repeats=15,
         agree=agree,
-        check=agreement.as_reference(scores, 5e-6, None if clean else lambda expected: seen(slice(None))),
+        check=as_reference(scores, 5e-6, None if clean else lambda expected: seen(slice(None))),
     )
 
 

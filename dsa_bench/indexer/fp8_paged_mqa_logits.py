@@ -7,9 +7,19 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case, bytes_rate, fresh, microseconds
-from dsa_bench.harness.inputs import e4m3, f32, scales
+from dsa_bench.harness.case import (
+    Call,
+    Case,
+    as_reference,
+    bytes_rate,
+    close,
+    e4m3,
+    f32,
+    fresh,
+    microseconds,
+    scales,
+    some,
+)
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 
@@ -60,21 +70,29 @@ def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
 
 def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call:
     plan = dsa.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms("cuda"))
-    arguments = (q, cache, weights, lengths, table, plan, columns)
-    return partial(dsa.fp8_paged_mqa_logits, *arguments, accumulators=getattr(torch, accumulators))
+    return partial(
+        *(dsa.fp8_paged_mqa_logits, q, cache, weights, lengths, table, plan, columns),
+        accumulators=getattr(torch, accumulators),
+    )
 
 
 def _plan_case(batch: int) -> Case:
     lengths = torch.randint(1, 32768, (batch,), dtype=torch.int32, device="cuda")
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
-    calls, peers = {"dsa": [ours] * _PLANS}, deep_gemm.plans(lengths, PAGE, _PLANS)
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
         """Libraries split the work differently; every plan has a row per SM."""
         if theirs.shape != ours.shape:
             raise AssertionError(f"differs: shape {list(theirs.shape)}, where ours is {list(ours.shape)}")
 
-    return Case(f"the plan, B {batch}", calls, microseconds, peers, graph=True, agree=agree)
+    return Case(
+        f"the plan, B {batch}",
+        {"dsa": [ours] * _PLANS},
+        microseconds,
+        deep_gemm.plans(lengths, PAGE, _PLANS),
+        graph=True,
+        agree=agree,
+    )
 
 
 def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "float32") -> Case:
@@ -92,10 +110,10 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
         """Compare the keys that a row sees."""
         *_, lengths, _, columns = inputs[0]
-        rows = agreement.some(len(ours))
+        rows = some(len(ours))
         visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
         seen = torch.arange(columns, device=ours.device) < visible[:, None]
-        agreement.close(theirs[rows][seen], ours[rows][seen])
+        close(theirs[rows][seen], ours[rows][seen])
 
     return Case(
         name,
@@ -105,7 +123,7 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
         graph=True,
         yardsticks={_FP32},
         agree=agree,
-        check=agreement.as_reference(calls["dsa"][0], 5e-6, lambda expected: expected != -torch.inf),
+        check=as_reference(calls["dsa"][0], 5e-6, lambda expected: expected != -torch.inf),
     )
 
 

@@ -6,9 +6,8 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.cache._pages import PAGE, empty_bytes
-from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
-from dsa_bench.harness.inputs import angles, bf16, f32
+from dsa_bench.cache._pages import PAGE, empty_bytes, same_contents
+from dsa_bench.harness.case import Call, Case, angles, bf16, bytes_rate, f32, fresh_calls, into
 
 # tokens; queries (64 heads) or keys
 SHAPES = [(8192, "queries"), (64, "queries"), (8192, "keys"), (64, "keys")]
@@ -31,9 +30,7 @@ def _keys(tokens: int) -> dict[str, Call]:
     cache, apart = (empty_bytes(2 * tokens // PAGE, DIM + 4) for _ in range(2))
     slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
 
-    def in_one() -> torch.Tensor:
-        dsa.write_indexer_keys(k, gain, bias, cos, sin, cache, slots)
-        return cache
+    in_one = partial(into, cache, partial(dsa.write_indexer_keys, k, gain, bias, cos, sin, cache, slots))
 
     def separately() -> torch.Tensor:
         normed = torch.nn.functional.layer_norm(k.float(), (DIM,), gain, bias, 1e-6).to(k.dtype)
@@ -52,10 +49,11 @@ def case(tokens: int, what: str) -> Case:
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if of_queries else ''}, bf16"
     if of_queries:  # our ops rotate and cast
         return Case(name, calls, bytes_rate(size), graph=True, yardsticks={"separate"})
-    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=_agree)
-
-
-def _agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """Compare the contents of the caches."""
-    slots = torch.arange(ours.shape[0] * PAGE, device=ours.device)
-    agree(*(dsa.read_indexer_cache(pages, slots) for pages in (theirs, ours)))
+    return Case(
+        name,
+        calls,
+        bytes_rate(size),
+        graph=True,
+        baselines={"separate"},
+        agree=same_contents(dsa.read_indexer_cache, torch.arange(2 * tokens, device="cuda")),
+    )

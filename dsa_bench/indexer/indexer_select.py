@@ -9,10 +9,8 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import RECALL, agree_selected
-from dsa_bench.harness.case import Case, flop_rate, fp8_gemm
-from dsa_bench.harness.inputs import causal_ranges, e4m3, f32, scales
-from dsa_bench.peers import scores_and_topk
+from dsa_bench.harness.case import RECALL, Case, agree_selected, causal_ranges, e4m3, f32, flop_rate, fp8_gemm, scales
+from dsa_bench.peers import topk
 
 # queries, keys, heads, head dimension, k, scores, accumulators; all causal
 SHAPES = [
@@ -52,13 +50,17 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accum
     arguments = (q, kv, weights, starts, ends)
     precision = {"accumulators": getattr(torch, accumulators)}
     out = torch.empty(queries, k, dtype=torch.int32, device="cuda")
-    size = max(1, scores_and_topk.SCORES // (4 * keys))
+    size = max(1, topk.SCORES // (4 * keys))
 
     def in_two() -> torch.Tensor:
         for first in range(0, queries, size):
             part = slice(first, first + size)
-            given = q[part], kv, weights[part], starts[part], ends[part]
-            scores = dsa.fp8_mqa_logits(*given, clean_logits=False, max_seqlen_k=keys, **precision)
+            scores = dsa.fp8_mqa_logits(
+                *(q[part], kv, weights[part], starts[part], ends[part]),
+                clean_logits=False,
+                max_seqlen_k=keys,
+                **precision,
+            )
             dsa.topk_indices(scores, k, lengths=ends[part], out=out[part])
         return out
 
@@ -68,7 +70,7 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accum
         name,
         {"dsa": [partial(dsa.indexer_select, *arguments, k, **precision)], TWO_OPS: [in_two]},
         flop_rate(2 * int((ends - starts).sum()) * heads * dim, fp8_gemm),
-        scores_and_topk.select(*arguments, k),
+        topk.select_scored(*arguments, k),
         repeats=9,
         yardsticks={TWO_OPS},
         # On a plateau any of the tied keys may be selected.

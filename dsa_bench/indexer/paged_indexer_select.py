@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_selected
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, agree_selected, bytes_rate, fresh
 from dsa_bench.indexer.fp8_paged_mqa_logits import DIM, paged_inputs
-from dsa_bench.peers import scores_and_topk
+from dsa_bench.peers import topk
 
 # sequences, keys per sequence, queries per sequence, heads, k
 SHAPES = [
@@ -30,12 +29,16 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
     size = batch * keys * (DIM + 4)
     lengths = torch.full((batch,), keys, dtype=torch.int32)
     inputs = fresh(size, partial(paged_inputs, lengths, next_n, heads), most=128, total=128 << 20)
-    calls = {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]}
 
     def agree(theirs: Any, ours: torch.Tensor) -> None:
         """Compare with the positions of our keys, because the peers return positions, not slots."""
         agree_selected(theirs, dsa.paged_indexer_select(*inputs[0], keys, k), keys)
 
-    name = f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}"
-    peers = scores_and_topk.select_paged([(*i, keys) for i in inputs], k)
-    return Case(name, calls, bytes_rate(size), peers, graph=True, agree=agree)
+    return Case(
+        f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}",
+        {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]},
+        bytes_rate(size),
+        topk.select_paged([(*i, keys) for i in inputs], k),
+        graph=True,
+        agree=agree,
+    )

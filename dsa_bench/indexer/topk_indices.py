@@ -11,9 +11,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_selected
-from dsa_bench.harness.case import Case, bytes_rate, fresh
-from dsa_bench.harness.inputs import f32
+from dsa_bench.harness.case import Case, agree_selected, bytes_rate, f32, fresh
 from dsa_bench.peers import cudnn, topk
 
 # rows, columns, scores, k
@@ -56,10 +54,6 @@ _SCORES: dict[str, Callable[[int, int], torch.Tensor]] = {
 }
 
 
-def _torch_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.topk(scores, k, dim=-1, sorted=False).indices
-
-
 def case(rows: int, cols: int, kind: str, k: int) -> Case:
     graph, size = rows < 1024, rows * cols * 4
     scores = fresh(size, partial(_SCORES[kind], rows, cols), most=40 if graph else 2)
@@ -70,7 +64,7 @@ def case(rows: int, cols: int, kind: str, k: int) -> Case:
         f"{rows} x {cols}, k {k}, {kind} scores",
         {
             "dsa": [partial(dsa.topk_indices, x, k, lengths=lengths, out=out) for x, out in zip(scores, outs)],
-            "torch.topk": [partial(_torch_topk, x, k) for x in scores],
+            "torch.topk": [lambda x=x: torch.topk(x, k, dim=-1, sorted=False).indices for x in scores],
         },
         bytes_rate(size, us=False),
         topk.select(inputs) | cudnn.topk(inputs),

@@ -3,7 +3,7 @@
 import torch
 
 import dsa
-from dsa_bench.harness.inputs import Scaled, f32
+from dsa_bench.harness.case import Scaled, f32
 
 LATENT = 512
 _LAYERS = 8

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 import dsa
-from dsa_bench.harness.inputs import bf16, selected_keys
+from dsa_bench.harness.case import bf16, selected_keys
 
 D, WINDOW = 512, 128
 SCALE = D**-0.5

@@ -10,9 +10,7 @@ import torch
 import dsa
 from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import Results, Selection, attend
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16, selected_keys
+from dsa_bench.harness.case import Case, agree_attention, bf16, bf16_gemm, flop_rate, selected_keys
 from dsa_bench.peers import flash_mla
 
 # Two fractions, measured in the two layers of an earlier shipped model: the fraction of a selection's keys that not all
@@ -69,9 +67,9 @@ def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES, o
     indices = _indices(keys, selected, queries, overlap)
     inputs = bf16(queries, heads, d) / 10, bf16(keys, 1, d) / 10, indices[:, None].contiguous(), d**-0.5
     yardsticks = {"one by one"} if heads <= max(GROUP_SIZES) else set()
-    name = f"{queries} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
     return Case(
-        name + (f", overlap of {overlap}" if overlap else ""),
+        f"{queries} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
+        + (f", overlap of {overlap}" if overlap else ""),
         {
             "dsa": [partial(dsa.flash_mla_sparse_fwd, *inputs)],
             **{y: [partial(_one_by_one, *inputs)] for y in yardsticks},

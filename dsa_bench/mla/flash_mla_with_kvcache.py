@@ -6,9 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Call, Case, fresh, nearer_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, agree_attention, bf16, fresh, nearer_rate
 from dsa_bench.peers import flash_mla
 
 # sequences, keys per sequence, heads, query tokens
@@ -20,19 +18,13 @@ SHAPES = [
 ]
 PROBED = [(4, 1024, 16, 1), (4, 1024, 128, 2)]
 D, D_V, PAGE = 576, 512, 64
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _inputs(batch: int, keys: int, heads: int, queries: int) -> Inputs:
+def _inputs(batch: int, keys: int, heads: int, queries: int) -> tuple[torch.Tensor, ...]:
     pages = -(-keys // PAGE)
     table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
     lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
     return bf16(batch, queries, heads, D) / 10, bf16(batch * pages, PAGE, 1, D) / 10, table, lengths
-
-
-def _ours(inputs: Inputs) -> Call:
-    plan, _ = dsa.get_mla_metadata()
-    return partial(dsa.flash_mla_with_kvcache, *inputs, D_V, plan, causal=True)
 
 
 def case(batch: int, keys: int, heads: int, queries: int) -> Case:
@@ -40,7 +32,12 @@ def case(batch: int, keys: int, heads: int, queries: int) -> Case:
     cache = batch * keys * D * 2
     inputs = fresh(cache, partial(_inputs, batch, keys, heads, queries), least=1, most=32, total=150e6)
     size = cache + batch * queries * heads * (D + D_V) * 2
-    figure = nearer_rate(size, 2 * batch * keys * heads * queries * (D + D_V))
-    calls, peers = {"dsa": [_ours(i) for i in inputs]}, flash_mla.dense_decode(inputs)
-    name = f"B {batch}, {keys} keys, {heads} heads, s_q {queries}"
-    return Case(name, calls, figure, peers, graph=True, agree=agree_attention)
+    plans = [dsa.get_mla_metadata()[0] for _ in inputs]
+    return Case(
+        f"B {batch}, {keys} keys, {heads} heads, s_q {queries}",
+        {"dsa": [partial(dsa.flash_mla_with_kvcache, *i, D_V, plan, causal=True) for i, plan in zip(inputs, plans)]},
+        nearer_rate(size, 2 * batch * keys * heads * queries * (D + D_V)),
+        flash_mla.dense_decode(inputs),
+        graph=True,
+        agree=agree_attention,
+    )

@@ -9,9 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Call, Case, copies, nearer_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, agree_attention, bf16, copies, nearer_rate
 from dsa_bench.peers import flash_mla
 
 # sequences, heads, query tokens, selected keys, keys per sequence
@@ -29,7 +27,6 @@ SHAPES = [
 ]
 PROBED = [(4, 64, 1, 512, 4096), (2, 128, 2, 2048, 4096), (2, 16, 1, 512, 4096)]
 D, D_V, PAGE, BYTES = 576, 512, 64, 656
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _cache(rows: int) -> torch.Tensor:
@@ -39,16 +36,13 @@ def _cache(rows: int) -> torch.Tensor:
     return block.repeat(-(-rows // 65536), 1, 1, 1)[: rows // PAGE]
 
 
-def _inputs(kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int) -> Inputs:
+def _inputs(
+    kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int
+) -> tuple[torch.Tensor, ...]:
     """Inputs of the sequences whose parts of the cache have the numbers from `first` on."""
     chosen = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
     indices = (chosen + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
     return bf16(batch, queries, heads, D) / 10, kv, indices
-
-
-def _ours(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> Call:
-    plan, _ = dsa.get_mla_metadata()
-    return partial(dsa.flash_mla_with_kvcache, q, kv, None, None, D_V, plan, None, is_fp8_kvcache=True, indices=indices)
 
 
 def case(batch: int, heads: int, queries: int, selected: int, keys: int) -> Case:
@@ -56,7 +50,20 @@ def case(batch: int, heads: int, queries: int, selected: int, keys: int) -> Case
     count = copies(size, least=1, most=32, total=150e6)
     kv = _cache(count * batch * keys)
     inputs = [_inputs(kv, i * batch, batch, heads, queries, selected, keys) for i in range(count)]
-    calls, peers = {"dsa": [_ours(*i) for i in inputs]}, flash_mla.sparse_decode(inputs)
-    figure = nearer_rate(size, 2 * batch * queries * selected * heads * (D + D_V))
-    name = f"B {batch}, {heads} heads, s_q {queries}, k {selected}, {keys} keys"
-    return Case(name, calls, figure, peers, graph=True, agree=agree_attention)
+    return Case(
+        f"B {batch}, {heads} heads, s_q {queries}, k {selected}, {keys} keys",
+        {
+            "dsa": [
+                partial(
+                    *(dsa.flash_mla_with_kvcache, q, kv, None, None, D_V, dsa.get_mla_metadata()[0], None),
+                    is_fp8_kvcache=True,
+                    indices=indices,
+                )
+                for q, kv, indices in inputs
+            ]
+        },
+        nearer_rate(size, 2 * batch * queries * selected * heads * (D + D_V)),
+        flash_mla.sparse_decode(inputs),
+        graph=True,
+        agree=agree_attention,
+    )

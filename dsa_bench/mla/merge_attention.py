@@ -2,11 +2,8 @@
 
 from functools import partial
 
-import torch
-
 import dsa
-from dsa_bench.harness.case import Case, Peers, bytes_rate, fresh
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, Peers, bf16, bytes_rate, f32, fresh
 from dsa_bench.peers import operators
 
 # tokens, heads, branches, with a sink: a prefill chunk, decode batches
@@ -23,15 +20,16 @@ PROBED = [(128, 16, 2, False)]
 D_V = 512
 
 
-def _branches(tokens: int, heads: int, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [bf16(tokens, heads, D_V) for _ in range(count)], [f32(tokens, heads) for _ in range(count)]
-
-
 def case(tokens: int, heads: int, count: int, with_sink: bool) -> Case:
     size = tokens * heads * ((count + 1) * (2 * D_V + 4))
-    inputs = fresh(size, partial(_branches, tokens, heads, count))
+    inputs = fresh(
+        size, lambda: ([bf16(tokens, heads, D_V) for _ in range(count)], [f32(tokens, heads) for _ in range(count)])
+    )
     sink = f32(heads) if with_sink else None
-    peers = operators.merge(inputs) if count == 2 and not with_sink else Peers()
-    calls = {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]}
-    name = f"{tokens} tokens, {heads} heads, {count} branches{', sink' if with_sink else ''}, bf16"
-    return Case(name, calls, bytes_rate(size), peers, graph=True)
+    return Case(
+        f"{tokens} tokens, {heads} heads, {count} branches{', sink' if with_sink else ''}, bf16",
+        {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]},
+        bytes_rate(size),
+        operators.merge(inputs) if count == 2 and not with_sink else Peers(),
+        graph=True,
+    )

@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dsa
-from dsa_bench.harness.case import Call, Case, Peers, agree, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, Peers, agree, bf16, bf16_gemm, flop_rate
 from dsa_bench.peers.package import Library
 
 V32, GLM5 = (128, 192, 128), (64, 256, 256)
@@ -61,16 +60,22 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
         bits = dsa.selection_bits(lists, starts, keys)
         calls = {"dsa": [partial(attend, selected=bits, dense_keys=TOP_K)]}
         if (heads, d, dv) == V32:
-            absorbed = bf16(queries, heads, 576), bf16(rows, 1, 576), lists[:, None], scale, 512
-            calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *absorbed, None, (indices >= 0).sum(-1).int())]
-    figure = flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm)
-    yardsticks = {ABSORBED, CUDNN.name} if selecting else set()
-    return Case(name, calls, figure, peers, yardsticks=yardsticks, agree=_agree)
-
-
-def _agree(theirs: torch.Tensor, ours: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """cuDNN's result has a dimension of sequences, and heads before tokens."""
-    agree(theirs.transpose(1, 2).flatten(0, 1), ours)
+            calls[ABSORBED] = [
+                partial(
+                    dsa.flash_mla_sparse_fwd,
+                    *(bf16(queries, heads, 576), bf16(rows, 1, 576), lists[:, None], scale, 512),
+                    topk_length=(indices >= 0).sum(-1).int(),
+                )
+            ]
+    # cuDNN's result has a dimension of sequences, and heads before tokens.
+    return Case(
+        name,
+        calls,
+        flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm),
+        peers,
+        yardsticks={ABSORBED, CUDNN.name} if selecting else set(),
+        agree=lambda theirs, ours: agree(theirs.transpose(1, 2).flatten(0, 1), ours),
+    )
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:

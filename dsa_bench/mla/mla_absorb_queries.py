@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, plain_rate
-from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.harness.case import Case, angles, bf16, plain_rate
 from dsa_bench.mla._kv_b import LATENT, layers
 
 # tokens, heads, nope, rows per head in kv_b: V3.2's, GLM-5's, and one of eight GPUs' part
@@ -26,9 +25,13 @@ def _apart(q: torch.Tensor, nope: int, cos: torch.Tensor, sin: torch.Tensor, w_u
 def case(tokens: int, heads: int, nope: int, rows: int) -> Case:
     q, (cos, sin) = bf16(tokens, heads, nope + ROPE), angles(tokens, ROPE)
     weights, values = layers(heads, rows, slice(nope))
-    calls = {
-        "dsa": [partial(dsa.mla_absorb_queries, q[..., :nope], q[..., nope:], cos, sin, w) for w in weights],
-        APART: [partial(_apart, q, nope, cos, sin, w) for w in values],
-    }
-    figure = plain_rate(heads * nope * LATENT, of=" of weights")
-    return Case(f"{tokens} tokens, {heads} heads, {nope} x {LATENT}", calls, figure, graph=True, baselines={APART})
+    return Case(
+        f"{tokens} tokens, {heads} heads, {nope} x {LATENT}",
+        {
+            "dsa": [partial(dsa.mla_absorb_queries, q[..., :nope], q[..., nope:], cos, sin, w) for w in weights],
+            APART: [partial(_apart, q, nope, cos, sin, w) for w in values],
+        },
+        plain_rate(heads * nope * LATENT, of=" of weights"),
+        graph=True,
+        baselines={APART},
+    )

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, plain_rate
-from dsa_bench.harness.inputs import Scaled, bf16
+from dsa_bench.harness.case import Case, Scaled, bf16, plain_rate
 from dsa_bench.mla._kv_b import LATENT, layers
 
 # tokens, heads, value channels, rows per head in kv_b: V3.2's, GLM-5's, and one of eight GPUs' part
@@ -24,9 +23,13 @@ def _apart(attended: torch.Tensor, w_uv: torch.Tensor) -> Scaled:
 def case(tokens: int, heads: int, v_dim: int, rows: int) -> Case:
     attended = bf16(tokens, heads, LATENT)
     weights, values = layers(heads, rows, slice(-v_dim, None))
-    calls = {
-        "dsa": [partial(dsa.mla_values_cast_to_fp8, attended, w, v_dim) for w in weights],
-        APART: [partial(_apart, attended, w) for w in values],
-    }
-    figure = plain_rate(heads * v_dim * LATENT, of=" of weights")
-    return Case(f"{tokens} tokens, {heads} heads, {v_dim} x {LATENT}", calls, figure, graph=True, baselines={APART})
+    return Case(
+        f"{tokens} tokens, {heads} heads, {v_dim} x {LATENT}",
+        {
+            "dsa": [partial(dsa.mla_values_cast_to_fp8, attended, w, v_dim) for w in weights],
+            APART: [partial(_apart, attended, w) for w in values],
+        },
+        plain_rate(heads * v_dim * LATENT, of=" of weights"),
+        graph=True,
+        baselines={APART},
+    )

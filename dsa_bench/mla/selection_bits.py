@@ -13,7 +13,9 @@ SHAPES = [(8192, 2048, 8192), (4096, 2048, 131072), (2048, 512, 4096)]
 
 def case(queries: int, k: int, keys: int) -> Case:
     indices = torch.randint(0, keys, (queries, k), dtype=torch.int32, device="cuda")
-    starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
-    calls = {"dsa": [partial(dsa.selection_bits, indices, starts, keys)]}
-    figure = bytes_rate(4 * queries * k + queries * keys // 8)
-    return Case(f"{queries} queries, {k} of {keys} keys", calls, figure, graph=True)
+    return Case(
+        f"{queries} queries, {k} of {keys} keys",
+        {"dsa": [partial(dsa.selection_bits, indices, torch.zeros(queries, dtype=torch.int32, device="cuda"), keys)]},
+        bytes_rate(4 * queries * k + queries * keys // 8),
+        graph=True,
+    )

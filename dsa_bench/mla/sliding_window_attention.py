@@ -12,9 +12,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.case import Call, Case, bf16_gemm, copies, flop_rate, over
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Call, Case, agree_attention, bf16, bf16_gemm, copies, flop_rate, over
 from dsa_bench.mla._windows import SCALE, WINDOW, D, Prompt
 from dsa_bench.peers import flash_mla
 
@@ -37,8 +35,14 @@ def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> d
     for _ in range(count):
         q, kv = bf16(batch, queries, heads, FLASH_D) / 10, bf16(batch, keys, 1, FLASH_D) / 10
         arguments = (q, *2 * (kv.expand(-1, -1, heads, -1),), None, None, queries, keys, 0.0, False, False)
-        window = {"window_size_left": WINDOW - 1, "window_size_right": 0}
-        calls.append(partial(torch.ops.aten._flash_attention_forward, *arguments, **window))
+        calls.append(
+            partial(
+                torch.ops.aten._flash_attention_forward,
+                *arguments,
+                window_size_left=WINDOW - 1,
+                window_size_right=0,
+            )
+        )
     try:
         calls[0]()
     except RuntimeError:

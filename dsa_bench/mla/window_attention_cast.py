@@ -10,8 +10,7 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import Scaled
+from dsa_bench.harness.case import Case, Scaled, bf16_gemm, flop_rate
 from dsa_bench.mla._windows import SCALE, WINDOW, D, Prompt
 from dsa_bench.peers import flash_mla
 
@@ -37,10 +36,18 @@ def case(tokens: int, heads: int, groups: int, selected: int) -> Case:
             return rotate_and_cast(dsa.sliding_window_attention(*packed, SCALE, indices=near))
         return rotate_and_cast(dsa.window_sparse_attention(*packed, compressed, indices, SCALE, window_indices=near))
 
-    arguments = *packed, compressed, indices, cos, sin, groups, SCALE
     return Case(
         f"{tokens} tokens, {heads} heads in {groups} groups, window {WINDOW}, {selected or 'none'} selected",
-        {"dsa": [partial(dsa.window_attention_cast_to_fp8, *arguments, window_indices=near)], "apart": [apart]},
+        {
+            "dsa": [
+                partial(
+                    dsa.window_attention_cast_to_fp8,
+                    *(*packed, compressed, indices, cos, sin, groups, SCALE),
+                    window_indices=near,
+                )
+            ],
+            "apart": [apart],
+        },
         flop_rate(2 * pairs * heads * 2 * D, bf16_gemm),
         flash_mla.sparse_prefill([listed]).then(rotate_and_cast),
         repeats=15,

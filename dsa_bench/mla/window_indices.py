@@ -27,5 +27,11 @@ def _arguments(what: str, count: int) -> tuple:
 def case(what: str, count: int) -> Case:
     op = "window_indices" if what == "indices" else "window_slots"
     name, inputs = f"{what} of {count}, window {WINDOW}", partial(_arguments, what, count)
-    functions = {"dsa": getattr(dsa, op), "torch": getattr(reference, op)}
-    return bytes_case(name, 4 * count * WINDOW, inputs, functions, most=16, baselines={"torch"})
+    return bytes_case(
+        name,
+        4 * count * WINDOW,
+        inputs,
+        {"dsa": getattr(dsa, op), "torch": getattr(reference, op)},
+        most=16,
+        baselines={"torch"},
+    )

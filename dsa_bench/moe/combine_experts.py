@@ -3,8 +3,7 @@
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, bytes_case
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, bf16, bytes_case
 
 # tokens, experts per token, channels: V3.2's and V4-Flash's
 SHAPES = [(tokens, k, channels) for tokens in (4096, 128, 1) for k, channels in ((8, 7168), (6, 4096))]
@@ -20,6 +19,10 @@ def case(tokens: int, k: int, channels: int) -> Case:
         rows = torch.randperm(tokens * k, device="cuda").int().view(tokens, k)
         return bf16(tokens * k, channels), rows, torch.rand(tokens, k, device="cuda"), bf16(tokens, channels)
 
-    size = tokens * ((k + 2) * channels * 2 + 8 * k)
-    name = f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared"
-    return bytes_case(name, size, inputs, {"dsa": dsa.combine_experts, "torch": _torch}, baselines={"torch"})
+    return bytes_case(
+        f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared",
+        tokens * ((k + 2) * channels * 2 + 8 * k),
+        inputs,
+        {"dsa": dsa.combine_experts, "torch": _torch},
+        baselines={"torch"},
+    )

@@ -3,8 +3,7 @@
 from functools import partial
 
 import dsa
-from dsa_bench.harness.case import Case, microseconds
-from dsa_bench.harness.inputs import f32
+from dsa_bench.harness.case import Case, f32, microseconds
 
 # tokens, experts, top_k, groups, groups that stay, scores; "sort" sorts the chosen experts instead
 SHAPES = [
@@ -26,5 +25,6 @@ def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: 
     calls = {"dsa": [call] * 8}
     if scores != "sort":  # the reference of the sort synchronises with the host
         calls["torch"] = [in_torch] * 8
-    name = f"{tokens} tokens, {top_k} of {experts} experts, {scores}"
-    return Case(name, calls, microseconds, graph=True, baselines={"torch"})
+    return Case(
+        f"{tokens} tokens, {top_k} of {experts} experts, {scores}", calls, microseconds, graph=True, baselines={"torch"}
+    )

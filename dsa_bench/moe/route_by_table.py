@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
-from dsa_bench.harness.inputs import bf16
+from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
 # tokens, channels, experts, experts per token: V4-Flash's and V4-Pro's
 SHAPES = [(tokens, *model) for model in ((4096, 256, 6), (7168, 384, 6)) for tokens in (1, 8, 32, 64)]
@@ -29,7 +28,13 @@ def case(tokens: int, channels: int, experts: int, top_k: int) -> Case:
         return named, s / (s.sum(1, keepdim=True) + 1e-20) * _SCALE, *dsa.sort_by_expert(named, experts)
 
     weights = fresh_matrices(experts, channels)
-    ours = [partial(dsa.route_by_table, x, weight, table, ids, scale=_SCALE) for (weight,) in weights]
-    calls = {"dsa": ours, **over(weights, {"formula, sort": formula})}
-    name = f"{tokens} tokens x {channels}, {top_k} of {experts} experts by a table"
-    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, baselines={"formula, sort"})
+    return Case(
+        f"{tokens} tokens x {channels}, {top_k} of {experts} experts by a table",
+        {
+            "dsa": [partial(dsa.route_by_table, x, weight, table, ids, scale=_SCALE) for (weight,) in weights],
+            **over(weights, {"formula, sort": formula}),
+        },
+        plain_rate(2 * experts * channels),
+        graph=True,
+        baselines={"formula, sort"},
+    )

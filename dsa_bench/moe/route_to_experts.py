@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Case, bf16, f32, fresh_matrices, over, plain_rate
 
 # tokens, channels, experts, top_k, groups, groups that stay, scores: V3.2's, V4-Flash's and V4-Pro's
 SHAPES = [
@@ -35,7 +34,13 @@ def case(tokens: int, channels: int, experts: int, top_k: int, groups: int, stay
         return chosen, factors, *dsa.sort_by_expert(chosen, experts)
 
     weights = fresh_matrices(experts, channels)
-    ours = [partial(dsa.route_to_experts, x, weight, bias, top_k, **options) for (weight,) in weights]
-    calls = {"dsa": ours, **over(weights, {APART: separately})}
-    name = f"{tokens} tokens x {channels}, {top_k} of {experts} experts, {scores}"
-    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, yardsticks={APART})
+    return Case(
+        f"{tokens} tokens x {channels}, {top_k} of {experts} experts, {scores}",
+        {
+            "dsa": [partial(dsa.route_to_experts, x, weight, bias, top_k, **options) for (weight,) in weights],
+            **over(weights, {APART: separately}),
+        },
+        plain_rate(2 * experts * channels),
+        graph=True,
+        yardsticks={APART},
+    )

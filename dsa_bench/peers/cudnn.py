@@ -35,8 +35,9 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     """Indices of (scores, lengths, k), with arbitrary ties and with ties to the lowest index."""
     inputs = list(inputs)
-    arbitrary = Peers.of({CUDNN: partial(_topk, False)}, inputs)
-    return arbitrary | Peers.of({CUDNN: partial(_topk, True)}, inputs, "{} deterministic")
+    return Peers.of({CUDNN: partial(_topk, False)}, inputs) | Peers.of(
+        {CUDNN: partial(_topk, True)}, inputs, "{} deterministic"
+    )
 
 
 def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> Call:
@@ -46,5 +47,8 @@ def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> C
 @peer(CUDNN)
 def attention_backward(module: ModuleType, q, kv, indices, scale: float, sink, out, lse, dout) -> Call:
     """(dq, dkv, dsink) of sparse attention, of (q, kv, indices, scale, sink, out, lse, dout)."""
-    tensors = (q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1))
-    return partial(module.DSA.sparse_attention_backward_wrapper, *tensors, softmax_scale=scale)
+    return partial(
+        module.DSA.sparse_attention_backward_wrapper,
+        *(q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1)),
+        softmax_scale=scale,
+    )

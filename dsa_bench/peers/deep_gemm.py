@@ -16,14 +16,15 @@ Facts, on Hopper:
 
 import concurrent.futures
 import contextlib
+import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.harness.calls import Call, Peers, into
 from dsa_bench.peers.package import Library, launch_programmatically
 
 NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
@@ -31,7 +32,7 @@ OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row
 _PROCESSES = 16
-_GROUPED_MEMORY = 0.8  # of the GPU's free memory, for compiling processes, which hold all groups' weights
+_MEMORY = 0.8  # of the GPU's free memory, for compiling processes, which hold all groups' weights
 _ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,17 +40,17 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
     """`fp8_mqa_logits` of both builds. starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never
     cleans."""
+
+    def old(module: ModuleType, *arguments) -> Call:
+        return partial(module.fp8_mqa_logits, *arguments, clean_logits=clean)
+
     inputs = [(q, kv, weights, starts, ends)]
     new = Peers.of({NEW: new_mqa_logits}, inputs, "{}, not cleaned" if clean else "{}")
-    return new | Peers.of({OLD: partial(_old_mqa_logits, clean)}, inputs)
+    return new | Peers.of({OLD: old}, inputs)
 
 
 def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
     return partial(module.fp8_fp4_mqa_logits, (q, None), kv, weights, starts, ends, len(kv[0]))
-
-
-def _old_mqa_logits(clean: bool, module: ModuleType, q, kv, weights, starts, ends) -> Call:
-    return partial(module.fp8_mqa_logits, q, kv, weights, starts, ends, clean_logits=clean)
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
@@ -57,32 +58,27 @@ def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
     timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
-    takes = {NEW: (1, 2, 4), OLD: (1, 2)}
-    makes = {NEW: _new_paged_mqa_logits, OLD: _old_paged_mqa_logits}
-    return Peers.of({library: make for library, make in makes.items() if next_n in takes[library]}, inputs)
+    makes = {NEW: _new_paged_mqa_logits} if next_n in (1, 2, 4) else {}
+    if next_n in (1, 2):
+        makes[OLD] = _old_paged_mqa_logits
+    return Peers.of(makes, inputs)
 
 
 def _new_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
     visible = visible_keys(lengths, q.shape[1])
-    plan = new_plan(module, visible, pages.shape[1], module.get_num_sms())
+    plan = _plan(module, visible, pages.shape[1], tasks_of_two=q.shape[1] == 4)()
     return partial(module.fp8_fp4_paged_mqa_logits, (q, None), pages, weights, visible, table, plan, columns)
 
 
 def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
     visible = visible_keys(lengths, q.shape[1])
-    plan = module.get_paged_mqa_logits_metadata(visible, pages.shape[1], module.get_num_sms())
-    arguments = (q, pages, weights, visible, table, plan, columns)
-    return partial(module.fp8_paged_mqa_logits, *arguments, clean_logits=False)
+    plan = _plan(module, visible, pages.shape[1])()
+    return partial(module.fp8_paged_mqa_logits, q, pages, weights, visible, table, plan, columns, clean_logits=False)
 
 
 def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
     """The number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths [B]."""
-    steps = torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
-    return lengths[:, None] + steps
-
-
-def new_plan(module: ModuleType, visible: torch.Tensor, page: int, sms: int) -> torch.Tensor:
-    return module.get_paged_mqa_logits_metadata(visible, page, sms // (2 if visible.shape[1] == 4 else 1))
+    return lengths[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
@@ -90,8 +86,9 @@ def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
     return Peers.of(dict.fromkeys(BUILDS, _plan), [(lengths[:, None].contiguous(), page)] * copies)
 
 
-def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
-    return partial(module.get_paged_mqa_logits_metadata, visible, page, module.get_num_sms())
+def _plan(module: ModuleType, visible: torch.Tensor, page: int, tasks_of_two: bool = False) -> Call:
+    """tasks_of_two: two SMs share a task."""
+    return partial(module.get_paged_mqa_logits_metadata, visible, page, module.get_num_sms() // (1 + tasks_of_two))
 
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
@@ -102,7 +99,7 @@ def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BU
 def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
     out = torch.empty(len(a[0]), len(b[0]), dtype=torch.bfloat16, device=a[0].device)
     operand = a[0], module.get_mn_major_tma_aligned_tensor(a[1])
-    return partial(_into, out, None, partial(module.fp8_gemm_nt, operand, b, out))
+    return partial(into, (out, None), partial(module.fp8_gemm_nt, operand, b, out))
 
 
 def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[Library] = BUILDS) -> Peers:
@@ -127,7 +124,7 @@ def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) ->
     q, s = _spread(a, rows, len(groups))
     out = torch.empty(len(groups), b[0].shape[1], dtype=torch.bfloat16, device=q.device)
     operand = q, module.get_mn_major_tma_aligned_tensor(s)
-    return partial(_into, out, rows, partial(module.m_grouped_fp8_gemm_nt_contiguous, operand, b, out, groups))
+    return partial(into, (out, rows), partial(module.m_grouped_fp8_gemm_nt_contiguous, operand, b, out, groups))
 
 
 def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
@@ -137,8 +134,9 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
     q, s = (x.unflatten(0, (count, ALIGNMENT)) for x in _spread(a, rows, count * ALIGNMENT))
     out = torch.empty(count, ALIGNMENT, b[0].shape[1], dtype=torch.bfloat16, device=q.device)
     operand, expected = (q, module.get_mn_major_tma_aligned_tensor(s)), max(1, -(-len(a[0]) // count))
-    call = partial(module.m_grouped_fp8_gemm_nt_masked, operand, b, out, sizes, expected)
-    return partial(_into, out.flatten(0, 1), rows, call)
+    return partial(
+        into, (out.flatten(0, 1), rows), partial(module.m_grouped_fp8_gemm_nt_masked, operand, b, out, sizes, expected)
+    )
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -157,70 +155,52 @@ def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
     return q.view(torch.float8_e4m3fn), s
 
 
-def _into(out: torch.Tensor, rows: torch.Tensor | None, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    call()
-    return out, rows
+def compile_products(shapes: Iterable[tuple], device: str = "cuda", builds: Sequence[Library] = BUILDS) -> None:
+    """Compile the products of these (rows, columns, channels), or the grouped products of these (rows before routing,
+    columns, channels, experts, top k), in parallel processes, because each takes nvcc seconds.
 
-
-def compile_products(
-    shapes: Iterable[tuple[int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
-) -> None:
-    """Compile the products of these (rows, columns, channels) in parallel processes, because each takes nvcc seconds.
-
-    Failures are ignored: they occur again in the benchmark, which reports them.
+    Each process holds the weights of all groups, so the GPU's memory bounds the number of processes. Failures are
+    ignored: they occur again in the benchmark, which reports them.
     """
     # Sorted by rows first: matrices of different sizes share no kernel, so no two processes compile the same kernel.
-    _in_processes(_compile, [(*shape, device, builds) for shape in sorted(set(shapes))], _PROCESSES, builds)
-
-
-def compile_grouped_products(
-    shapes: Iterable[tuple[int, int, int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
-) -> None:
-    """Compile grouped products of these (rows before routing, columns, channels, experts, top k).
-
-    Each process holds the weights of all groups, so the GPU's memory bounds the number of processes.
-    """
-    shapes, processes = sorted(set(shapes)), _PROCESSES
-    if device == "cuda" and shapes and torch.cuda.is_available():
-        largest = max(columns * channels * experts for _, columns, channels, experts, _ in shapes)
-        room = _GROUPED_MEMORY * torch.cuda.mem_get_info()[0]
-        processes = max(1, min(_PROCESSES, int(room // (largest + _ROWS_MEMORY))))
-    _in_processes(_compile_grouped, [(*shape, device, builds) for shape in shapes], processes, builds)
-
-
-def _in_processes(
-    function: Callable[..., None], arguments: Sequence[tuple], processes: int, builds: Sequence[Library]
-) -> None:
-    if not arguments or not any(map(_is_there, builds)):
+    shapes = sorted(set(shapes))
+    if not shapes or not Peers.of(dict.fromkeys(builds, lambda module: None), [()]).calls:
         return
+    processes = min(_PROCESSES, len(shapes))
+    if device == "cuda" and torch.cuda.is_available():
+        largest = max(math.prod(shape[1:4]) for shape in shapes)
+        room = _MEMORY * torch.cuda.mem_get_info()[0]
+        processes = max(1, min(processes, int(room // (largest + _ROWS_MEMORY))))
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(processes, len(arguments)), mp_context=context) as pool:
-        for future in [pool.submit(function, *one) for one in arguments]:
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for future in [pool.submit(_compile, device, builds, *shape) for shape in shapes]:
             with contextlib.suppress(Exception):
                 future.result()
 
 
-def _is_there(library: Library) -> bool:
-    with contextlib.suppress(Exception):
-        return library.load() is not None
-    return False
-
-
-def _compile(rows: int, columns: int, channels: int, device: str, builds: Sequence[Library] = BUILDS) -> None:
-    a, b = _unset((rows,), channels, 1, device), _unset((columns,), channels, 128, device)
-    _call_all(product(a, [b], builds), device)
-
-
-def _compile_grouped(
-    rows: int, columns: int, channels: int, experts: int, top_k: int, device: str, builds: Sequence[Library] = BUILDS
+def _compile(
+    device: str, builds: Sequence[Library], rows: int, columns: int, channels: int, experts: int = 0, top_k: int = 1
 ) -> None:
-    ends = routed(rows, experts, top_k, device)
-    operands = _unset((rows * top_k,), channels, 1, device), _unset((experts, columns), channels, 128, device)
+    a = _unset((rows * top_k,), channels, 1, device)
+    b = _unset((experts, columns) if experts else (columns,), channels, 128, device)
     for library in builds:  # one library at a time to limit memory: each makes padded rows
-        _call_all(grouped_product(*operands, ends, [library]), device)
-    del operands
-    if device == "cuda":
-        torch.cuda.empty_cache()
+        if experts:
+            peers = grouped_product(a, b, routed(rows, experts, top_k, device), [library])
+        else:
+            peers = product(a, [b], [library])
+        for (call,) in peers.calls.values():
+            with contextlib.suppress(Exception):
+                call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            del peers
+            torch.cuda.empty_cache()
+
+
+def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
+    """Uninitialised e4m3 values [*shape, channels], and scales of 1 for blocks of `block` rows and 128 channels."""
+    q = torch.empty(*shape, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    return q, torch.ones(*shape[:-1], -(-shape[-1] // block), channels // 128, device=device)
 
 
 def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.Tensor:
@@ -232,17 +212,3 @@ def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.T
 def used(ends: torch.Tensor) -> int:
     """The number of experts with rows."""
     return int((sizes_of(ends) > 0).sum())
-
-
-def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
-    """Uninitialised e4m3 values [*shape, channels], and scales of 1 for blocks of `block` rows and 128 channels."""
-    q = torch.empty(*shape, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    return q, torch.ones(*shape[:-1], -(-shape[-1] // block), channels // 128, device=device)
-
-
-def _call_all(peers: Peers, device: str) -> None:
-    for calls in peers.calls.values():
-        with contextlib.suppress(Exception):
-            calls[0]()
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -33,7 +33,7 @@ def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def dense_decode(inputs: Iterable[Inputs]) -> Peers:
     """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages, block_table, lengths), causal."""
-    return _both(_dense_decode, inputs)
+    return _both(partial(_decode, causal=True), inputs)
 
 
 def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
@@ -44,8 +44,9 @@ def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
 
 def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) -> Peers:
     """Make the calls of both builds. heads: before padding."""
-    makes = {library: partial(make, library) for library in BUILDS}
-    return Peers.of(makes, inputs, "{}, padded to 64" if heads % 64 else "{}")
+    return Peers.of(
+        {library: partial(make, library) for library in BUILDS}, inputs, "{}, padded to 64" if heads % 64 else "{}"
+    )
 
 
 def _padded(inputs: Sequence, dim: int) -> tuple:
@@ -58,13 +59,11 @@ def _sparse_prefill(library: Library, module: ModuleType, q, kv, indices, scale:
     return partial(module.flash_mla_sparse_fwd, q, kv, indices, scale, d_v=D_V, **OPTIONS[library])
 
 
-def _dense_decode(library: Library, module: ModuleType, q, pages, table, lengths) -> Call:
+def _decode(library: Library, module: ModuleType, q, pages, table, lengths, **options) -> Call:
     plan, _ = module.get_mla_metadata()
-    decode, options = module.flash_mla_with_kvcache, OPTIONS[library]
-    return partial(decode, q, pages, table, lengths, D_V, plan, None, causal=True, **options)
+    options |= OPTIONS[library]
+    return partial(module.flash_mla_with_kvcache, q, pages, table, lengths, D_V, plan, None, **options)
 
 
 def _sparse_decode(library: Library, module: ModuleType, q, pages, indices) -> Call:
-    plan, _ = module.get_mla_metadata()
-    options = {"is_fp8_kvcache": True, "indices": indices, **OPTIONS[library]}
-    return partial(module.flash_mla_with_kvcache, q, pages, None, None, D_V, plan, None, **options)
+    return _decode(library, module, q, pages, None, None, is_fp8_kvcache=True, indices=indices)

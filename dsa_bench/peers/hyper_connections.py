@@ -40,25 +40,28 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
     products = torch.empty(splits, tokens, len(matrix), device=streams.device)
     squares = torch.empty(splits, tokens, device=streams.device)
-    arguments = (streams.flatten(1), matrix, products, squares, splits)
-    return (products, squares), partial(module.tf32_hc_prenorm_gemm, *arguments)
+    return (products, squares), partial(
+        module.tf32_hc_prenorm_gemm, streams.flatten(1), matrix, products, squares, splits
+    )
 
 
 @peer(TILE)
 def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
     """(x, post, comb) of (streams, mix, base, scale). The squares are summed outside the timing."""
     squares = streams.float().square().sum((1, 2))
-    return _collapse(module, streams, (mix[None], squares[None]), base, scale)
+    return partial(into, *_collapse(module, streams, (mix[None], squares[None]), base, scale))
 
 
-def _collapse(module: ModuleType, streams: torch.Tensor, sums: Sums, base, scale) -> Call:
+def _collapse(
+    module: ModuleType, streams: torch.Tensor, sums: Sums, base, scale
+) -> tuple[tuple[torch.Tensor, ...], Call]:
+    """Return (x, post, comb) and the call that writes them."""
     tokens, n, channels = streams.shape
     x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
     post, comb = (torch.empty(tokens, size, device=streams.device) for size in (n, n * n))
     tensors = (*sums, scale, base, streams, post, comb, x)
     numbers = (_EPS, _EPS, _EPS, _POST, _ITERATIONS, len(sums[0]))
-    call = partial(module.mhc.mhc_pre_big_fuse_fwd, *tensors, *numbers)
-    return partial(into, (x, post, comb.view(tokens, n, n)), call)
+    return (x, post, comb.view(tokens, n, n)), partial(module.mhc.mhc_pre_big_fuse_fwd, *tensors, *numbers)
 
 
 @peer(TILE)
@@ -70,21 +73,16 @@ def expand(module: ModuleType, y, streams, post, comb) -> Call:
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
     """Return the new streams and the call that writes them."""
     out = torch.empty_like(streams)
-    batch_of_one = (y[None], streams[None], post[None, ..., None], comb[None], out[None])
-    return out, partial(module.mhc.mhc_post_fwd, *batch_of_one)
+    # A batch of one.
+    return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])
 
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
     """(x, post, comb) of (streams, matrix, base, scale)."""
     sums, project = _projection(deep_gemm.NEW.load(), streams, matrix)
-    collapse = _collapse(module, streams, sums, base, scale)
-
-    def call() -> object:
-        project()
-        return collapse()
-
-    return call
+    out, collapse = _collapse(module, streams, sums, base, scale)
+    return partial(into, out, project, collapse)
 
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
@@ -92,10 +90,4 @@ def expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Ca
     """(new streams, partial products) of (y, streams, post, comb, matrix)."""
     new, expand = _expansion(module, y, streams, post, comb)
     (products, _), project = _projection(deep_gemm.NEW.load(), new, matrix)
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        expand()
-        project()
-        return new, products
-
-    return call
+    return partial(into, (new, products), expand, project)

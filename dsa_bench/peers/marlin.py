@@ -64,8 +64,7 @@ def pack(weight: torch.Tensor, scale: torch.Tensor) -> Packed:
         target.copy_(_words(matrix).view_as(target))
     # n = 64 tile + 32 a + 16 b + 8 c + i -> [tile, i, a, c, b].
     permuted = scale.view(torch.uint8).unflatten(1, (-1, 2, 2, 2, 8)).permute(0, 6, 1, 5, 2, 4, 3)
-    scales = permuted.reshape(count, -1, rows).view(torch.float8_e8m0fnu)
-    return Packed(packed.view(torch.int32), scales)
+    return Packed(packed.view(torch.int32), permuted.reshape(count, -1, rows).view(torch.float8_e8m0fnu))
 
 
 def _words(matrix: torch.Tensor) -> torch.Tensor:

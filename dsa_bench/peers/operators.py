@@ -20,9 +20,11 @@ BUILDS = (VLLM, SGLANG)
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
     """(e4m3, scales of 128 channels) of (x, whether scales are powers of two)."""
-    vllm = partial(_cast, "_C.per_token_group_fp8_quant", (False, False))
-    sglang = partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ())
-    return Peers.of({VLLM: vllm, SGLANG: sglang}, inputs)
+    makes = {
+        VLLM: partial(_cast, "_C.per_token_group_fp8_quant", (False, False)),
+        SGLANG: partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ()),
+    }
+    return Peers.of(makes, inputs)
 
 
 def _cast(operator: str, flags: tuple, module: ModuleType, x: torch.Tensor, use_ue8m0: bool) -> Call:
@@ -41,8 +43,7 @@ def _merge_vllm(module: ModuleType, outs, lses) -> Call:
     (a, b), (log_a, log_b) = outs, [x.T.contiguous() for x in lses]
     out, lse = torch.empty_like(a), torch.empty_like(log_a)
     # None: all tokens have both branches.
-    call = partial(torch.ops._C.merge_attn_states, out, lse, a, log_a, b, log_b, None)
-    return partial(into, (out, lse.T), call)
+    return partial(into, (out, lse.T), partial(torch.ops._C.merge_attn_states, out, lse, a, log_a, b, log_b, None))
 
 
 def _merge_sglang(module: ModuleType, outs, lses) -> Call:

@@ -4,14 +4,13 @@ The cases are the benchmarks' cases with the small shapes that they list as PROB
 Libraries that are not installed are named first.
 """
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 import dsa
 from dsa_bench.harness import case as cases
-from dsa_bench.harness.calls import reason
+from dsa_bench.harness.calls import Peers, free, reason
 from dsa_bench.peers import cudnn, deep_gemm, flash_mla, hyper_connections, marlin, operators, topk
 
 LIBRARIES = (
@@ -33,14 +32,9 @@ def probed() -> dict[str, list[tuple]]:
 
 def missing() -> list[str]:
     """Return the names of the libraries that are not installed or cannot be imported, with the reason."""
-    names = []
-    for library in LIBRARIES:
-        try:
-            if library.load() is None:
-                names.append(f"{library.name}: not installed")
-        except Exception as error:
-            names.append(f"{library.name}: failed: {reason(error)}")
-    return names
+    found = Peers.of({library: lambda module: module for library in LIBRARIES}, [()])
+    names = [library.name for library in LIBRARIES if library.name not in found.calls]
+    return [f"{name}: {found.failed.get(name, 'not installed')}" for name in names]
 
 
 def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
@@ -52,9 +46,7 @@ def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
                 yield from _of(op, shape)
             except Exception as error:  # our call or the inputs fail; the other cases go on
                 yield op, str(shape), cases.OURS, f"failed: {reason(error)}"
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free()
 
 
 def _of(op: str, shape: tuple) -> Iterator[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""Top-k of vLLM, SGLang and TokenSpeed: alone, after index scores, and in whole passes.
+"""Top-k of vLLM, SGLang and TokenSpeed: alone, after DeepGEMM's index scores, and in whole passes.
 
 They select from rows whose keys start in the first column, write indices in any order, and write into a given tensor.
 
@@ -8,20 +8,22 @@ also writes the selected scores. It breaks ties arbitrarily but always in the sa
 cluster of up to 8 CTAs splits a row. Each of the 11 pairs of capacity and cluster size is compiled at its first call.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.harness.calls import Call, Peers, into
+from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.operators import SGLANG, VLLM
 from dsa_bench.peers.package import Operators, SourceFile
 
 SELECTED = (512, 1024, 2048)  # keys that vLLM's cooperative and persistent top-k select
 COOPERATIVE_ROWS = 64  # at most
 WORKSPACE_BYTES = 1 << 20  # of these two; only they may write to it
+SCORES = 4 << 30  # bytes of scores at a time; most engines have room for less
 CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # take only contiguous scores
 _SGLANG_K = 2048  # SGLang's top-k takes no other k
 DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
@@ -44,7 +46,7 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
 def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     """{name: (library, function that makes a call)} of all that take this number of rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
-        "vllm prefill": (VLLM, _prefill),
+        "vllm prefill": (VLLM, lambda lengths: partial(_prefill, torch.zeros_like(lengths))),
         "vllm decode": (VLLM, lambda lengths: _decode),
     }
     if k in SELECTED:
@@ -54,28 +56,22 @@ def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     if k == _SGLANG_K:
         found["sglang"] = SGLANG, lambda lengths: _sglang
     if k <= _DEEPSELECT_K:
-        found[DEEPSELECT.name] = DEEPSELECT, _deepselect
+        found[DEEPSELECT.name] = (
+            DEEPSELECT,
+            lambda lengths: partial(_deepselect, DEEPSELECT.load(), dsa.num_sms(lengths.device)),
+        )
     return found
 
 
 def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: torch.Tensor, k: int) -> Call:
-    out, topk = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device), make(lengths)
-
-    def call() -> torch.Tensor:
-        topk(scores, lengths, out)
-        return out
-
-    return call
+    out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
+    return partial(into, out, partial(make(lengths), scores, lengths, out))
 
 
-def _prefill(lengths: torch.Tensor) -> TopK:
-    starts = torch.zeros_like(lengths)
-
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        sizes = len(scores), scores.stride(0), 1, out.shape[1]
-        torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
-
-    return topk
+def _prefill(starts: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    """starts: zeros, at least as many as rows."""
+    sizes = len(scores), scores.stride(0), 1, out.shape[1]
+    torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
 
 
 def _decode(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
@@ -84,24 +80,65 @@ def _decode(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> N
 
 def _with_workspace(operator: str, lengths: torch.Tensor) -> TopK:
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=lengths.device)
-
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        getattr(torch.ops._C, operator)(scores, lengths, out, workspace, out.shape[1], scores.shape[1])
-
-    return topk
+    return lambda scores, lengths, out: getattr(torch.ops._C, operator)(
+        scores, lengths, out, workspace, out.shape[1], scores.shape[1]
+    )
 
 
 def _sglang(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
     torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
 
 
-def _deepselect(lengths: torch.Tensor) -> TopK:
-    module, sms = DEEPSELECT.load(), dsa.num_sms(lengths.device)
+def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    k = out.shape[1]
+    capacity = module.capacity_for(k)
+    ctas = module.choose_cluster_size(*scores.shape, capacity, sms)
+    module.deepselect_topk(scores, lengths, k, capacity=capacity, cluster_size=ctas, indices=out)
 
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        k = out.shape[1]
-        capacity = module.capacity_for(k)
-        ctas = module.choose_cluster_size(*scores.shape, capacity, sms)
-        module.deepselect_topk(scores, lengths, k, capacity=capacity, cluster_size=ctas, indices=out)
 
-    return topk
+def select_scored(q, kv, weights, starts, ends, k: int) -> Peers:
+    """Indices [S, k] of all queries, in any order, from scores of a part of the queries at a time. starts must be 0."""
+    peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
+    for name, (library, make) in those_for(min(len(q), _queries(kv)), k).items():
+        of_both = f"{deep_gemm.NEW.name}, {name}"
+        peers |= Peers.of({deep_gemm.NEW: partial(_in_parts, make)}, inputs, of_both, needs=(library,))
+    return peers
+
+
+def _queries(kv) -> int:
+    return max(1, SCORES // (4 * len(kv[0])))
+
+
+def _in_parts(make: Make, module: ModuleType, q, kv, weights, starts, ends, k: int) -> Call:
+    size = _queries(kv)
+    parts = zip(*(x.split(size) for x in (q, weights, starts, ends)))
+    scores = [deep_gemm.new_mqa_logits(module, q, kv, *others) for q, *others in parts]
+    return _selecting(make, k, scores, ends, size)
+
+
+def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
+    """Indices [B next_n, k], in any order, of (q, pages, weights, lengths [B], block_table, columns). The scores' plan
+    is made outside the timing."""
+    inputs, name = list(inputs), deep_gemm.NEW.name
+    next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
+    peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})
+    lengths = [deep_gemm.visible_keys(given[3], next_n).flatten() for given in inputs]
+    pairs = [([scores], each, len(each)) for scores, each in zip(found.calls.get(name, ()), lengths)]
+    for selector, (library, make) in those_for(len(lengths[0]), k).items() if pairs else ():
+        peers |= Peers.of(
+            {library: lambda module, *pair, make=make: _selecting(make, k, *pair)}, pairs, f"{name}, {selector}"
+        )
+    return peers
+
+
+def _selecting(make: Make, k: int, scores: Sequence[Call], lengths: torch.Tensor, size: int) -> Call:
+    """Select from the scores of `size` rows at a time, into one tensor."""
+    out, select = torch.empty(len(lengths), k, dtype=torch.int32, device=lengths.device), make(lengths)
+    parts = [*zip(scores, lengths.split(size), out.split(size))]
+
+    def call() -> torch.Tensor:
+        for of_part, lengths_of_part, out_of_part in parts:
+            select(of_part(), lengths_of_part, out_of_part)
+        return out
+
+    return call

@@ -22,9 +22,11 @@ def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     calls, flops = {"dsa": [partial(dsa.indexer_topk, *arguments)]}, tokens * (length + 1) * heads * dim
     if heads * length <= 64 * 2048:  # larger products of all heads do not fit in memory
         calls["formula"] = [partial(reference.indexer_topk, *arguments)]
-    name = f"{batch} x {length}, index {heads} x {dim}, top {top_k}"
 
-    def figure(ms: float) -> str:
-        return f"{flops / (ms * 1e-3) / 1e12:.0f} TFLOP/s of visible pairs"
-
-    return Case(name, calls, figure, repeats=5, baselines={"formula"})
+    return Case(
+        f"{batch} x {length}, index {heads} x {dim}, top {top_k}",
+        calls,
+        lambda ms: f"{flops / (ms * 1e-3) / 1e12:.0f} TFLOP/s of visible pairs",
+        repeats=5,
+        baselines={"formula"},
+    )

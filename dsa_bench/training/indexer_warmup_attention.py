@@ -10,8 +10,7 @@ import torch
 
 import dsa
 from dsa.ops.training._packed_attention import flash_backward
-from dsa_bench.harness.case import Call, Case
-from dsa_bench.harness.inputs import bf16, f32
+from dsa_bench.harness.case import Call, Case, bf16, f32
 
 SEQUENCE = 2048
 # heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's heads
@@ -53,14 +52,13 @@ class _Inputs:
     def fa2(self) -> tuple[Call, Call]:
         """FA2's forward and backward, with values padded to the keys' channels."""
         v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
-        flags = {"scale": self.scale}
         forward = partial(
-            torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
+            *(torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False),
+            scale=self.scale,
         )
         out, lse, *_ = forward()
         # The result serves as its gradient: another tensor of this size would not fit in 80 GB.
-        tensors = out, self.q, self.k, v, out, lse, self.sequences, self.scale, True
-        return forward, partial(flash_backward, *tensors)
+        return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
         """The peak memory of forward and backward without the inputs, over the memory of the inputs."""
@@ -93,6 +91,11 @@ def case(which: str, batch: int, *model: int) -> Case:
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 
-    name = f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys, index {index_heads} x {di}"
-    yardsticks = {"FA2 forward", "FA2 backward"}
-    return Case(name, calls, figure, graph=which == "forward", repeats=5, yardsticks=yardsticks)
+    return Case(
+        f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys, index {index_heads} x {di}",
+        calls,
+        figure,
+        graph=which == "forward",
+        repeats=5,
+        yardsticks={"FA2 forward", "FA2 backward"},
+    )

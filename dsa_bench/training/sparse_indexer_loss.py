@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa.ops.training import sparse_indexer_loss as op
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16, f32, selected_keys
+from dsa_bench.harness.case import Case, bf16, bf16_gemm, f32, flop_rate, selected_keys
 
 # pass, keys, d, heads, selected keys: V3.2's and V4's
 SHAPES = [
@@ -40,6 +39,10 @@ def case(which: str, keys: int, d: int, heads: int, selected: int) -> Case:
         of_forward = q_idx, k_idx, w, indices, torch.ones(QUERIES, device="cuda"), d_scores
         ours = partial(op._sparse_indexer_loss_gradient.launch_on, q.device, *of_forward, which != "backward")
         flops = 3 * index_flops
-    name = f"{which}, {QUERIES} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
-    calls, figure = {"dsa": [ours], ATTENTION: [attention]}, flop_rate(flops, bf16_gemm)
-    return Case(name, calls, figure, repeats=10, yardsticks={ATTENTION})
+    return Case(
+        f"{which}, {QUERIES} queries, {keys} keys, d {d}, {heads} heads, k {selected}",
+        {"dsa": [ours], ATTENTION: [attention]},
+        flop_rate(flops, bf16_gemm),
+        repeats=10,
+        yardsticks={ATTENTION},
+    )

@@ -8,8 +8,7 @@ import torch
 
 import dsa
 from dsa.ops.training.sparse_mla_attention import gradients
-from dsa_bench.harness.case import Case, agree, bf16_gemm, flop_rate
-from dsa_bench.harness.inputs import bf16, selected_keys
+from dsa_bench.harness.case import Case, agree, bf16, bf16_gemm, flop_rate, selected_keys
 from dsa_bench.peers import cudnn
 
 # d, heads, selected keys, deterministic
@@ -24,19 +23,21 @@ PROBED = [(512, 64, 512, False)]
 QUERIES, KEYS, D_V = 8192, 8192, 512
 
 
-def _indices(selected: int) -> torch.Tensor:
-    return torch.cat([selected_keys(1024, KEYS, selected) for _ in range(QUERIES // 1024)])[:, None].contiguous()
-
-
 def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
     q, kv = bf16(QUERIES, heads, d) / 10, bf16(KEYS, 1, d) / 10
-    indices, scale, sink = _indices(selected), d**-0.5, torch.zeros(heads, device="cuda")
+    indices = torch.cat([selected_keys(1024, KEYS, selected) for _ in range(QUERIES // 1024)])[:, None].contiguous()
+    scale, sink = d**-0.5, torch.zeros(heads, device="cuda")
     out, _, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, attn_sink=sink)
     inputs = (q, kv, indices, scale, sink, out, lse, torch.randn_like(out))
-    calls, peers = {"dsa": [partial(gradients, *inputs, None, deterministic)]}, cudnn.attention_backward([inputs])
-    figure = flop_rate(2 * QUERIES * selected * heads * (3 * d + 2 * D_V), bf16_gemm)
-    name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{', deterministic' if deterministic else ''}"
-    return Case(name, calls, figure, peers, repeats=5, agree=_agree, reference=False)
+    return Case(
+        f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{', deterministic' if deterministic else ''}",
+        {"dsa": [partial(gradients, *inputs, None, deterministic)]},
+        flop_rate(2 * QUERIES * selected * heads * (3 * d + 2 * D_V), bf16_gemm),
+        cudnn.attention_backward([inputs]),
+        repeats=5,
+        agree=_agree,
+        reference=False,
+    )
 
 
 def _agree(theirs: Any, ours: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from dsa_bench.e2e import one_of_many, parallel_rows, stacks
+from dsa_bench.e2e import parallel, stacks
 from dsa_bench.e2e.clock import Clock
 from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
@@ -35,6 +35,9 @@ class HostClock(Clock):
     def forget_peak(self):
         pass
 
+    def held(self):
+        return 0
+
     def peak(self):
         return max(self.gather(10**9 + self._ranks.rank))
 
@@ -62,23 +65,23 @@ def make_small():
     small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
     for name, (file, fields) in stacks.STACKS.items():
         stacks.STACKS[name] = (file, fields | stacks.with_layers(name, 3))
-    parallel_rows.PROMPTS, parallel_rows.SEQUENCES, parallel_rows.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
-    parallel_rows.CHUNK, parallel_rows.STEP_REPEATS = 70, 1
+    parallel.PROMPTS, parallel.SEQUENCES, parallel.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
+    parallel.CHUNK, parallel.STEP_REPEATS = 70, 1
     shared_rows.SHARED_ROWS = SHARED_ROWS
-    parallel_rows.events_of, parallel_rows.layers_that_fit = events_of, layers_that_fit
+    parallel.events_of, parallel.layers_that_fit = events_of, layers_that_fit
 
 
 def rows(ranks, options):
     """Return (rows, what was told) of a rank."""
     make_small()
     told = []
-    return [*parallel_rows.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
+    return [*parallel.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
 
 
 def rows_of_a_part(ranks, options):
     """Return the rows of one of two GPUs, which this process computes alone."""
     make_small()
-    return [*one_of_many.rows(2, clock=HostClock(ALONE), **options)]
+    return [*parallel.part_rows(2, clock=HostClock(ALONE), **options)]
 
 
 def error_of_other_weights(ranks, options):
@@ -98,19 +101,19 @@ def error_of_other_weights(ranks, options):
 def error_of_other_logits(ranks, options):
     """Return the error where one rank computes different logits."""
     make_small()
-    prefill = parallel_rows.prefill
+    prefill = parallel.prefill
 
     def make(model, **options):
         run = prefill(model, **options)
         return dataclasses.replace(run, timed=lambda: run.timed() + ranks.rank)
 
-    parallel_rows.prefill = make
+    parallel.prefill = make
     return _error(ranks, options)
 
 
 def _error(ranks, options):
     try:
-        list(parallel_rows.rank_rows(ranks, HostClock(ranks), **options))
+        list(parallel.rank_rows(ranks, HostClock(ranks), **options))
     except RuntimeError as error:
         return str(error)
     return None

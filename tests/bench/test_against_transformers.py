@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dsa_bench.e2e import against_transformers as comparison
-from dsa_bench.e2e.against_transformers import Row
 from dsa_layers.hf.paged_layer import CACHE
+from dsa_layers.parallel.ranks import ALONE
+from tests.bench.parallel_ranks import HostClock
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
@@ -20,14 +21,14 @@ SMALL = {
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_has_prompts_and_steps_of_all_lengths(monkeypatch):
     monkeypatch.setattr(comparison, "CHUNK", 7)
-    found = [*comparison.rows(comparison.make_model(2, "cpu", **SMALL), [9, 20])]
+    found = [*comparison.rows(2, [9, 20], HostClock(ALONE), **SMALL)]
     ways = ["eager", "dsa", "dsa, FP8 index scores"]
-    assert [(row.way, row.run, row.tokens) for row in found] == [
+    assert [(row["way"], row["run"], row["tokens"]) for row in found] == [
         (way, run, tokens) for way in ways for run in ("prompt", "step") for tokens in (9, 20)
     ]
-    assert all(row.ms > 0 for row in found)
-    lines = comparison.table(found).splitlines()
-    assert len(lines) == 5 and all(line.count("x") == 2 for line in lines[1:])
+    for row, eager in zip(found, found[:4] * 3):
+        assert row["shape"] == f"{row['way']}: {row['run']} of {row['tokens']} tokens" and row["layers"] == 2
+        assert row["ms"] > 0 and row["gib"] == 1e9 / 2**30 and row["ratio"] == eager["ms"] / row["ms"]
 
 
 def test_all_tokens_of_a_prompt_and_single_tokens_after_it_are_timed():
@@ -40,7 +41,7 @@ def test_all_tokens_of_a_prompt_and_single_tokens_after_it_are_timed():
             return SimpleNamespace(**{CACHE: (cache or 0) + ids.shape[1]})
 
     ids = torch.zeros(1, 2000, dtype=torch.int64)
-    assert len(comparison._prompt(Model(), ids[:, :900])) == comparison.REPEATS
+    assert len(comparison._prompt(Model(), ids, 900)) == comparison.REPEATS
     assert set(calls) == {(900, None, False)}
     calls.clear()
     assert len(comparison._steps(Model(), ids, 1100)) == comparison.STEPS
@@ -52,8 +53,7 @@ def test_a_run_without_enough_memory_is_a_row():
     def run():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    failed = Row("eager", "prompt", 8, *comparison._measured(run, torch.device("cpu")))
-    ours = Row("dsa", "prompt", 8, 2.0, 0.5)
-    cells = [cell.strip() for cell in comparison.table([failed, ours]).splitlines()[1].split("  ") if cell]
-    assert failed.ms is None and cells[-2:] == ["out of memory", "2.00 ms, 0.5 GiB"]
-    assert "2.50x" in comparison.table([Row("eager", "prompt", 8, 5.0, 3.0), ours])
+    ms, gib = comparison._measured(run, HostClock(ALONE))
+    assert ms is None and comparison.compared(ms, gib, 5.0) == {"ratio": None, "figure": "out of memory"}
+    assert comparison.compared(2.0, 0.5, ms) == {"ratio": None, "figure": "2.00 ms, 0.5 GiB"}
+    assert comparison.compared(2.0, 0.5, 5.0) == {"ratio": 2.5, "figure": "2.00 ms, 0.5 GiB, 2.50x"}

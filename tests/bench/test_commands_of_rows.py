@@ -1,41 +1,40 @@
-"""The commands of whole passes: calls that they refuse, a line per row, and the kernels that they compile."""
+"""The command of whole passes: calls that it refuses, a line per row, and the kernels that it compiles."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from dsa_bench.e2e import against_transformers, drafts, latency, million, one_of_many, parallel
+from dsa_bench.e2e import __main__ as whole
+from dsa_bench.e2e import against_transformers, drafts, latency, million
 from dsa_bench.e2e import command as shared
 from dsa_bench.e2e.stacks import skeleton
 from dsa_layers.command.main import main
 from tests.bench.small_stacks import FEWER, SMALL
 
 ROWS = [{"shape": "a"}, {"shape": "b", "ms": 1.5}]
-OF_MODELS = (drafts, latency, million)
 NO_GPU = "a benchmark needs a GPU with kernels: no GPU"
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "reason", "message"),
+    ("arguments", "reason", "message"),
     [
-        (parallel, ["--gpus", "1"], "no GPU", "--gpus: must be at least 2, got 1"),
-        (parallel, ["--gpus", "4"], None, "--gpus: must be at most the 2 that torch sees, got 4"),
-        (parallel, ["--models", "V5"], "no GPU", "argument --models: invalid choice: 'V5'"),
-        (one_of_many, ["--runs", "prefill 5"], "no GPU", "argument --runs: invalid choice: 'prefill 5'"),
-        *((command, [], "no GPU", NO_GPU) for command in (*OF_MODELS, one_of_many, parallel, against_transformers)),
-        (against_transformers, [], None, "the benchmark needs transformers: pip install transformers"),
-        (against_transformers, ["--layers", "0"], None, "argument --layers: must be at least 1, got 0"),
-        (against_transformers, ["--tokens", "8", "x"], None, "argument --tokens: must be an integer, got 'x'"),
+        (["parallel", "--gpus", "1"], None, "--gpus: must be at least 2 and at most the 2 that torch sees, got 1"),
+        (["parallel", "--gpus", "4"], None, "--gpus: must be at least 2 and at most the 2 that torch sees, got 4"),
+        (["parallel", "--models", "V5"], "no GPU", "argument --models: invalid choice: 'V5'"),
+        (["parallel", "--runs", "prefill 5"], "no GPU", "argument --runs: invalid choice: 'prefill 5'"),
+        *(([name], "no GPU", NO_GPU) for name in shared.NAMES),
+        (["against_transformers"], None, "the benchmark needs transformers: pip install transformers"),
+        (["against_transformers", "--layers", "0"], None, "argument --layers: must be at least 1, got 0"),
+        (["against_transformers", "--tokens", "8", "x"], None, "argument --tokens: must be an integer, got 'x'"),
+        (["e2e"], None, "argument NAME: invalid choice: 'e2e'"),
     ],
 )
-def test_wrong_calls_say_what_is_wrong(command, arguments, reason, message, capsys, monkeypatch):
+def test_wrong_calls_say_what_is_wrong(arguments, reason, message, capsys, monkeypatch):
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: reason)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    without_transformers = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
-    monkeypatch.setattr(against_transformers, "importlib", without_transformers)
+    monkeypatch.setattr(against_transformers, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        command.main(arguments)
+        whole.main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -45,18 +44,22 @@ def test_bench_e2e_needs_a_gpu_and_has_no_profile(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "choice"),
-    [*((command, (["V4-Flash"],)) for command in OF_MODELS), (one_of_many, (8, ["V4-Flash"], None, None))],
+    ("name", "others"),
+    [
+        *((name, {}) for name in ("drafts", "latency", "million")),
+        ("parallel", {"gpus": 2, "one": False, "runs": None, "layers": None, "done": []}),
+    ],
 )
-def test_a_command_prints_a_line_per_row_or_only_compiles(command, choice, capsys, monkeypatch, gpu):
-    calls = []
-    monkeypatch.setattr(shared, "compile_ahead", lambda asked, tell: tell("compiled"))
-    monkeypatch.setattr(command, "rows", lambda *arguments, tell: calls.append(arguments) or iter(ROWS))
-    assert command.main(["--models", "V4-Flash"]) == 0
+def test_a_command_prints_a_line_per_row_or_only_compiles(name, others, capsys, monkeypatch, gpu):
+    calls, asked = [], []
+    monkeypatch.setattr(shared, "compile_ahead", lambda asked, tell: asked() or tell("compiled"))
+    monkeypatch.setattr(shared.load(name), "asked", lambda **options: asked.append(options))
+    monkeypatch.setattr(shared.load(name), "rows", lambda *, tell, **options: calls.append(options) or iter(ROWS))
+    assert whole.main([name, "--models", "V4-Flash"]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
-    assert calls == [choice]
-    assert command.main(["--compile"]) == 0 and len(calls) == 1
+    assert calls == asked == [{"models": ["V4-Flash"]} | others]
+    assert whole.main([name, "--compile"]) == 0 and len(calls) == 1 and len(asked) == 2
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ import torch
 
 import dsa
 from dsa_bench.e2e import drafts
-from dsa_bench.e2e.drafts import DraftedDecoding, gain, shape, tokens_a_round
+from dsa_bench.e2e.drafts import DraftedDecoding, gain, run_of, tokens_a_round
 from dsa_bench.e2e.full_depth import (
-    Depths,
     cached_bytes,
     depths,
     experts_touched,
@@ -53,10 +52,9 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
         monkeypatch.setitem(STACKS, name, STACKS[name])
     make_small(STACKS)
     monkeypatch.setattr(drafts, "CONTEXT", CONTEXT)
-    monkeypatch.setattr(drafts, "copy_bandwidth", lambda: COPY)
-    monkeypatch.setattr(drafts, "free", lambda: None)  # frees GPU memory
-    told, done = [], [shape("V3.2", *case) for case in ((1, 1), (1, 3), (3, 2), (3, 3))]
-    done += [shape("GLM-5", 1, 1), shape("GLM-5", 3, 1)]
+    monkeypatch.setattr(drafts, "copy", lambda: COPY)
+    told, done = [], [f"V3.2 {run_of(*case)}" for case in ((1, 1), (1, 3), (3, 2), (3, 3))]
+    done += [f"GLM-5 {run_of(n, 1)}" for n in (1, 3)]
     rows = list(drafts.rows(sequences=[3, 1], device="cpu", done=done, tell=told.append))
     assert json.loads(json.dumps(rows)) == rows
     assert [row["shape"] for row in rows] == [
@@ -150,10 +148,10 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
         return 5.0 + sum(COSTS[kind] for kind in kinds[:count])
 
     model, layers = skeleton(name), published_layers(name)
-    found = Depths(*(cost(model, count) for count in depths(model)))
+    found = [cost(model, count) for count in depths(model)]
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
     # V4 has 21 layers of ratio 4 and 20 of ratio 128, which count as 20.5 of each.
-    assert full_depth(name, found) == expected - (1.0 if name == "V4-Flash" else 0.0)
+    assert full_depth(name, *found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 
 @by_stack

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_bench.harness.calls import Peers
-from dsa_bench.peers import marlin, operators, probe, scores_and_topk, topk
+from dsa_bench.peers import marlin, operators, probe, topk
 from dsa_bench.peers.package import Library, Operators, SourceFile
 
 PAGE = Path(__file__).parents[2] / "docs/reference/peers.md"
@@ -140,7 +140,7 @@ def test_either_engines_operators_work_without_the_others(gone, there, broken, p
         topk.select([(torch.randn(3, 2500), ends, 2048)]),
         operators.cast([(torch.randn(2, 128, dtype=torch.bfloat16), True)]),
         operators.merge([([torch.randn(2, 2, 8)] * 2, [torch.randn(2, 2)] * 2)]),
-        scores_and_topk.select(q, (kv, torch.ones(2500)), torch.ones(3, 32), starts, ends, 2048),
+        topk.select_scored(q, (kv, torch.ones(2500)), torch.ones(3, 32), starts, ends, 2048),
     ):
         assert found.calls and all(there in peer and gone not in peer for peer in found.calls)
         assert all(gone in peer and why == "failed: undefined symbol" for peer, why in found.failed.items())
@@ -155,4 +155,4 @@ def test_scores_and_topk_need_both_libraries(gone, peers, installed, monkeypatch
         else:
             monkeypatch.setitem(sys.modules, name, None)
     zeros = [torch.zeros(1)] * 3
-    assert scores_and_topk.select(torch.zeros(1, 1, 1), (torch.zeros(1, 1), zeros[0]), *zeros, 2048) == Peers()
+    assert topk.select_scored(torch.zeros(1, 1, 1), (torch.zeros(1, 1), zeros[0]), *zeros, 2048) == Peers()

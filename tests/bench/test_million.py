@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dsa.runtime.asked_variants import asked_variants
+from dsa.testing import calc_diff
 from dsa_bench.e2e import million
-from dsa_bench.e2e.million import prompt_shape, step_shape
 from dsa_bench.e2e.parts import PARTS
-from dsa_bench.e2e.runs import prefill
+from dsa_bench.e2e.runs import Prompts, prefill
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
 from dsa_layers.compilation import passes
 from dsa_layers.layers import attention, joint_linear
@@ -71,7 +71,7 @@ def clock(monkeypatch):
 def test_rows_of_prompts_are_the_passes_up_to_their_length(clock):
     """Sequences that do not fit have no row, and neither have rows of an earlier run."""
     told = []
-    done = [prompt_shape("GLM-5.2", 192), step_shape("GLM-5.2", 1, 192)]
+    done = ["GLM-5.2 prompt 192", "GLM-5.2 decode 1 x 192"]
     options = {"lengths": LENGTHS, "sequences": SEQUENCES, "done": done, "device": "cpu"}
     rows = list(million.rows(**options, clock=clock, tell=told.append))
     assert json.loads(json.dumps(rows)) == rows
@@ -96,17 +96,18 @@ def test_caches_that_do_not_fit_are_not_made(clock):
     """There is room for the cache of one sequence and not of three, so the step of three is not tried."""
     cache = stack("GLM-5.2", "cpu").make_cache(3 * 3, device="meta", state_slots=3)
     clock.room = million.RESERVE + cache.nbytes - 1
-    rows = million.rows(["GLM-5.2"], [192], SEQUENCES, [prompt_shape("GLM-5.2", 192)], "cpu", clock)
+    rows = million.rows(["GLM-5.2"], [192], SEQUENCES, ["GLM-5.2 prompt 192"], "cpu", clock)
     assert [row["run"] for row in rows] == ["decode 1 x 192"]
 
 
 @pytest.mark.parametrize("name", LONG_STACKS)
 def test_the_last_pass_has_the_logits_of_the_prompt_in_one_piece(name):
     model = small_stack(name)
-    prompt = million.LongPrompt(model, 150, 64)
-    for begin in (0, 64, 128):
+    prompt = Prompts(model, 1, 150, 64)
+    assert [*prompt.begins] == [0, 64, 128]
+    for begin in prompt.begins:
         logits = prompt.compute(begin)
-    assert torch.equal(logits, prefill(model, 1, 150, 64).timed())
+    assert calc_diff(logits, prefill(model, 1, 150, 150).timed()) < 1e-3
 
 
 SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5.2"])]

@@ -6,11 +6,10 @@ import re
 import pytest
 import torch
 
-from dsa_bench.e2e import one_of_many
-from dsa_bench.e2e.parallel_rows import RESERVE, asked, asked_of_part, cases, layers_that_fit, names, shape
+from dsa_bench.e2e.parallel import RESERVE, asked, asked_of_part, cases, layers_that_fit, names, shape
+from dsa_bench.e2e.parts import collectives_share
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, skeleton, with_layers
-from dsa_bench.e2e.trace import collectives_share
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.parallel.ranks import Ranks
@@ -95,12 +94,12 @@ def test_layers_that_fit():
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
     """Every pass of every part reaches its launches, with the sizes of 2 and of 8 GPUs."""
-    of_two = asked([*STACKS], None, 2)
+    of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
-    assert len(asked(["V3.2"], ["decode 1 x 8192"], 2)) < len(of_two) / 2
-    assert asked(["V3.2"], ["prefill 1048576"], 2) == []
-    assert asked(["GLM-5"], None, 8)
+    assert len(asked(2, ["V3.2"], ["decode 1 x 8192"])) < len(of_two) / 2
+    assert asked(2, ["V3.2"], ["prefill 1048576"]) == []
+    assert asked(8, ["GLM-5"], layers=3)
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
@@ -145,11 +144,11 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
 
 
 def test_one_process_computes_the_rows_of_one_of_many_gpus():
-    done = [one_of_many.shape("V4-Flash", "prefill 40", 2)]
+    done = [shape("V4-Flash", "prefill 40", 2, one=True)]
     (rows,) = in_ranks(1, parallel_ranks.rows_of_a_part, {"models": ["V4-Flash"], "layers": 3, "done": done})
     assert [row["run"] for row in rows] == [run for run in OFTEN if run != "prefill 40"]
     for row in rows:
-        assert row["shape"] == one_of_many.shape("V4-Flash", row["run"], 2) and row["ms"] == row["shard_ms"] > 0
+        assert row["shape"] == shape("V4-Flash", row["run"], 2, one=True) and row["ms"] == row["shard_ms"] > 0
         assert (row["gpus"], row["layers"], row["published_layers"], row["memory"]) == (2, 3, 43, 10**9)
 
 

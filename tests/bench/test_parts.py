@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dsa_bench.e2e.parts import GLUE, PARTS, _announced, by_part, glue
-from dsa_bench.e2e.trace import in_turn
+from dsa_bench.e2e.parts import GLUE, PARTS, _announced, by_part, glue, in_turn
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 

@@ -154,7 +154,7 @@ def test_the_probe_says_what_is_wrong(peers, small, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
-    monkeypatch.setattr(cases.load("merge_attention"), "_branches", lambda *shape: 1 / 0)
+    monkeypatch.setattr(cases.load("merge_attention"), "fresh", lambda *arguments: 1 / 0)
     assert probe.main(["merge_attention", "per_token_cast_to_fp8"]) == 1
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("dsa ") and first.endswith("failed: division by zero")
@@ -185,8 +185,8 @@ def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeyp
         for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
             monkeypatch.setattr(peers[build], name, partial(refuse, build), raising=False)
     deep_gemm.compile_products([(8, 256, 128), (1, 512, 128), (8, 256, 128), (1, 256, 128)], "cpu")
-    deep_gemm.compile_grouped_products([(3, 192, 256, 4, 4)] * 2, "cpu")
-    deep_gemm.compile_grouped_products([(200, 192, 256, 4, 4)], "cpu", (deep_gemm.NEW,))
+    deep_gemm.compile_products([(3, 192, 256, 4, 4)] * 2, "cpu")
+    deep_gemm.compile_products([(200, 192, 256, 4, 4)], "cpu", (deep_gemm.NEW,))
     assert called == [
         *((build, *shape) for shape in ((1, 256), (1, 512), (8, 256)) for build in (NEW, OLD)),
         *((NEW, 512, 192), (NEW, 4, 128, 192), (OLD, 512, 192)),
@@ -197,5 +197,5 @@ def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeyp
 
 def test_without_deep_gemm_nothing_is_compiled(no_peers, in_threads):
     deep_gemm.compile_products([(1, 128, 128)])
-    deep_gemm.compile_grouped_products([(1, 128, 128, 2, 1)])
+    deep_gemm.compile_products([(1, 128, 128, 2, 1)])
     assert in_threads == []

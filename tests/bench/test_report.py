@@ -75,7 +75,7 @@ def test_every_run_but_those_that_do_not_fit_in_memory_has_a_row(machine, no_pee
 
 
 def test_runs_that_are_done_are_left_out_and_models_without_other_runs_are_not_made(machine, no_peers):
-    choice = {"names": ["V3.2", "GLM-5"], "prompts": [(1, 32)], "steps": [(1, 32)]}
+    choice = {"models": ["V3.2", "GLM-5"], "prompts": [(1, 32)], "steps": [(1, 32)]}
     done = ["V3.2 prefill 32", "V3.2 decode 1 x 32", "GLM-5 prefill 32"]
     assert [row["shape"] for row in report.rows(**choice, done=done)] == ["GLM-5 decode 1 x 32"]
     assert machine.made == ["GLM-5"]

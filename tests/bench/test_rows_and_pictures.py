@@ -31,15 +31,6 @@ def test_lines_of_a_pass_show_parts_and_the_peers_ratios():
     assert table.head().index("|") == start.index("|")
 
 
-def test_lines_of_several_gpus_leave_out_comparisons_of_a_prompt_computed_once():
-    line = table.parallel_line(SPLIT)
-    assert line.split()[:4] == ["V4-Flash", "43", "of", "43"] and line.endswith(
-        "80.0        12.5%        0.88      1.10"
-    )
-    assert len(table.parallel_head()) == len(line)
-    assert table.parallel_line(ONCE).endswith("80.0") and "30 of 43" in table.parallel_line(ONCE)
-
-
 def test_csv_has_empty_cells_without_peers(tmp_path):
     table.write_csv([WITHOUT_PEERS, WITH_PEERS], tmp_path / "rows.csv")
     without, with_peers = csv.DictReader((tmp_path / "rows.csv").open())

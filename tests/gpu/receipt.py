@@ -70,18 +70,18 @@ HOT = (
     "topk_indices",
 )
 WHOLES = {
-    "accuracy": Whole("accuracy of passes with trained weights: `python -m dsa_bench.e2e.accuracy`", INFERENCE),
-    "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e.drafts`", INFERENCE),
+    "accuracy": Whole("accuracy of passes with trained weights: `python -m dsa_bench.e2e accuracy`", INFERENCE),
+    "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e drafts`", INFERENCE),
     "e2e": Whole("whole passes: `dsa bench e2e`", INFERENCE),
     "every_case": Whole("all ops: right, repeatable, in graphs, on streams, compiled: `dsa.cases`", EVERY_FAMILY),
     "fuzz": Whole("all ops: mutated calls", EVERY_FAMILY),
     "generation": Whole("generation: `dsa_layers.Generator`", INFERENCE),
     "host": Whole("a call's time on the host: `dsa bench host`", EVERY_FAMILY),
     "hostile_contents": Whole("all ops: hostile index contents under compute-sanitizer", EVERY_FAMILY),
-    "latency": Whole("a long prompt among sequences that decode: `python -m dsa_bench.e2e.latency`", INFERENCE),
-    "million": Whole("contexts of a million tokens: `python -m dsa_bench.e2e.million`", INFERENCE),
+    "latency": Whole("a long prompt among sequences that decode: `python -m dsa_bench.e2e latency`", INFERENCE),
+    "million": Whole("contexts of a million tokens: `python -m dsa_bench.e2e million`", INFERENCE),
     "oldest_dsl": Whole("hot ops on the oldest CuTe DSL that is supported"),
-    "parallel": Whole("models over two GPUs: `python -m dsa_bench.e2e.parallel`", (*INFERENCE, "parallel")),
+    "parallel": Whole("models over two GPUs: `python -m dsa_bench.e2e parallel`", (*INFERENCE, "parallel")),
     "recorded_calls": Whole("all ops: calls whose steps are recorded", EVERY_FAMILY),
     "several_gpus": Whole("ops on a GPU that is not the current one", EVERY_FAMILY),
     "sglang_adapters": Whole(

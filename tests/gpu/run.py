@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from dsa_bench.harness import case
+from dsa_bench.e2e import command, parallel, report
+from dsa_bench.harness import case, host
 from dsa_layers import SHIPPED_MODEL
 from tests.gpu import receipt
 from tests.kernels import machine_code
@@ -244,36 +245,19 @@ def _collected(arguments: list[str]) -> list[str]:
 
 def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
     """Yield the rows of an entry's benchmark; for whole passes only those that are not in `done`."""
-    if name == "e2e":
-        from dsa_bench.e2e import report
-
-        yield from report.rows(done=[row["shape"] for row in done])
-    elif name == "drafts":
-        from dsa_bench.e2e import drafts
-
-        yield from drafts.compiled_rows(done=[row["shape"] for row in done])
-    elif name == "parallel":
-        from dsa_bench.e2e import parallel
-
-        yield from parallel.all_rows(done=[row["shape"] for row in done])
-    elif name == "million":
-        from dsa_bench.e2e import million
-
-        yield from million.compiled_rows(done=[row["shape"] for row in done])
-    elif name == "accuracy":
-        from dsa_bench.e2e import accuracy
-
-        yield from accuracy.rows([SHIPPED_MODEL, Path(os.environ[TRAINED_MODEL])])
-    elif name == "latency":
-        from dsa_bench.e2e import latency
-
-        yield from latency.compiled_rows()
-    elif name == "host":
-        from dsa_bench.harness import host
-
-        yield from host.rows()
-    elif name in case.benchmarks():
+    shapes = [row["shape"] for row in done]
+    if name in case.benchmarks():
         yield from case.run(name)
+    elif name == "host":
+        yield from host.rows()
+    elif name == "e2e":
+        yield from report.rows(done=shapes)
+    elif name == "parallel":
+        yield from parallel.all_rows(done=shapes)
+    elif name == "accuracy":
+        yield from command.compiled_rows(name, checkpoints=[SHIPPED_MODEL, Path(os.environ[TRAINED_MODEL])])
+    elif name in command.NAMES:
+        yield from command.compiled_rows(name, **({"done": shapes} if name in receipt.ROW_BY_ROW else {}))
 
 
 def peer_versions() -> dict[str, str]:

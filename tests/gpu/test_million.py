@@ -9,9 +9,8 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff, poison_free_memory
-from dsa_bench.e2e import million
-from dsa_bench.e2e.command import compile_ahead, quiet
-from dsa_bench.e2e.million import LongPrompt
+from dsa_bench.e2e.command import asked_of, compile_ahead, quiet
+from dsa_bench.e2e.runs import Prompts
 from dsa_bench.e2e.stacks import skeleton, stack
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.attention import most_read
@@ -28,7 +27,7 @@ def small_stack(name):
     they take minutes."""
     sizes = SMALL | FEWER[name]
     prompts = [(8192, begin) for begin in range(0, TOKENS, 2**17)] + [(8192, TOKENS - 8192), (300, TOKENS - 300)]
-    asked = partial(million.asked_by, skeleton(name, **sizes), prompts, [1], TOKENS)
+    asked = partial(asked_of, skeleton(name, **sizes), [[prompt] for prompt in prompts], [(1, TOKENS)])
     compile_ahead(asked, quiet)
     return stack(name, "cuda", **sizes)
 
@@ -61,7 +60,7 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name):
     the length at which the most latents are read beforehand."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
-    prompt = LongPrompt(model, TOKENS, 8192)
+    prompt = Prompts(model, 1, TOKENS, 8192)
     for tensor in prompt.cache.tensors():
         tensor.view(torch.uint8).random_(0x28, 0x38)
     needed = []
