@@ -1,1 +1,1 @@
-"""Paged caches: writers, readers, slots and the compressor."""
+"""Paged caches: ops that write and read them, the mapping of tokens to slots, and the compressor."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor: every m tokens become one entry of the cache."""
+"""DeepSeek-V4's compressor: each block of m tokens ends with one entry for the cache."""
 
 import torch
 
@@ -37,7 +37,8 @@ __all__ = ["compress_kv", "write_compressed_kv"]
 
 
 def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) -> int:
-    """ValueError for blocks without tokens or channels, and for a state with too few rows. Returns d."""
+    """Return d, the channels of an entry. Raises ValueError for blocks without tokens or channels, and for a state with
+    too few rows."""
     m, c = ape.shape
     if m == 0 or c == 0 or (overlap and c % 2):
         raise ValueError(
@@ -263,7 +264,7 @@ def _write_compressed_kv(
 ) -> None:
     from dsa.kernels.cache.compressed_kv_sm90 import compile_write_compressed_kv
 
-    if starts.shape[0] and kv.shape[0]:  # without pages the state is written all the same
+    if starts.shape[0] and kv.shape[0]:  # also with a cache without pages, because the kernel still writes the state
         d, m = norm_weight.shape[0], ape.shape[0]
         is_index = reference.is_index_cache(cache, d)
         pages = pages_as_rows(cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
