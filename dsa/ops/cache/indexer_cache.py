@@ -29,8 +29,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 
     k        [T, D] float8_e4m3fn
     k_scale  [T] fp32
-    cache    [pages, P, 1, D + 4] uint8: each page has P x D values, then P fp32 scales. The distance between pages is
-             free
+    cache    [pages, P, 1, D + 4] uint8: each page has P x D values, then P fp32 scales. Any page stride
     slots    [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
 
     Every other byte of the cache stays as it is. Raises TypeError or ValueError for other types, dtypes, shapes and

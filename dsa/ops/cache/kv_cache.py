@@ -65,8 +65,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
     """Write token t's row into slot slots[t] = page * P + offset of the cache, in place.
 
     kv         [T, d] bf16, fp16 or fp32, last dimension contiguous: the latent with its 64 rope channels last
-    cache      [pages, P, 1, d] bf16, fp16 or fp32; or bytes (uint8, int8 or float8_e4m3fn), the distance between pages
-               is free:
+    cache      [pages, P, 1, d] bf16, fp16 or fp32; or bytes (uint8, int8 or float8_e4m3fn), with any page stride:
                [pages, P, 1, 656] (V3.2, d = 576): per token 512 e4m3 | 4 fp32 scales | 64 bf16
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad

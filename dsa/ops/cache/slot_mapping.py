@@ -32,8 +32,8 @@ def slot_mapping(
     """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: the slot of token t's row r in a cache.
 
     Token t = cu_seqlens[b] + i is number i of the n new tokens of sequence b. The new tokens are the last of the
-    sequence's cached tokens, so token t has position p = cache_seqlens[b] - n + i. A row covers `ratio` tokens: r = p
-    // ratio.
+    sequence's cached tokens, so token t has position p = cache_seqlens[b] - n + i. A row of the cache covers `ratio`
+    tokens: r = p // ratio.
 
     block_table    [B, max_pages] int32: physical pages of each sequence
     cu_seqlens     [B + 1] int32, not decreasing: sequence b has the tokens cu_seqlens[b] up to cu_seqlens[b + 1]
