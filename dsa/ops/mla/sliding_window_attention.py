@@ -190,8 +190,8 @@ def sliding_window_decode(
     On Hopper: the kernel of `window_slots`, and then the kernel of `flash_mla_with_kvcache` with the resulting indices.
     The indices are the same for all layers of a forward pass, so a caller with many layers should make them once and
     call `flash_mla_with_kvcache`. The op takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of
-    any size and softmax_scale above 0; a byte cache needs bf16 q. Deterministic. With windows of up to 256 keys a
-    sequence's result does not depend on the other sequences, bit for bit; with longer windows its rounding depends on
+    any size and softmax_scale above 0; a byte cache needs bf16 q. Deterministic; with windows of up to 256 keys a
+    sequence's result does not depend on the other sequences, bit for bit. With longer windows its rounding depends on
     them. CUDA-graph safe with new tables and lengths, no host synchronisation. No gradients on Hopper, also if q or the
     cache requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
