@@ -14,7 +14,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def inputs(shape=(5, 3, 24), rotated=16, dtype=torch.bfloat16):
-    """(x, cos, sin)"""
+    """Return (x, cos, sin)."""
     return [*NEW.arguments(shape=shape, rotated=rotated, dtype=dtype).values()][:3]
 
 
