@@ -270,7 +270,7 @@ class Limits:
 class Tensor:
     """A tensor.
 
-    shape     words, see the module's docstring
+    shape     the dimensions as words, see the module's docstring
     dtypes    accepted dtypes
     like      name of the argument whose dtype it must have
     besides   with `like`: dtypes that are accepted besides that dtype
@@ -280,8 +280,8 @@ class Tensor:
     merged    (first, end): the kernels view the dimensions first:end as one dimension, so they must be mergeable
     written   whether the op writes to it in place
     name      its name in messages, if that is not the parameter's name: "kv[0]"
-    rule      a function of this name and a tensor of a valid dtype and shape, which raises ValueError if the tensor is
-              wrong. If it returns {name: size}, these sizes replace the sizes of the names
+    rule      rule(name, tensor) is called with the name in messages and a tensor of a valid dtype and shape, and raises
+              ValueError if the tensor is wrong. If it returns {name: size}, these sizes replace the sizes of the names
     """
 
     shape: str
@@ -301,7 +301,7 @@ class Tensors:
     """A list of one or more tensors, all with the same dtype and shape.
 
     count           a word that is bound to the number of tensors
-    layout, merged  as of `Tensor`, for each of them
+    layout, merged  see `Tensor`; they apply to each tensor of the list
     """
 
     shape: str
@@ -366,7 +366,7 @@ Spec = Tensor | Tensors | Int | Number | Flag | Choice | Dtype
 class Arguments:
     """The specs of an op's arguments, in the order of the arguments.
 
-    limits  of sizes and numbers, for the reference too
+    limits  limits of sizes and numbers that also hold for the reference
     rule    a function for what specs and limits cannot express. It is called after the other checks with the arguments
             that its parameters name, and raises ValueError
     first   arguments to check first, so that the sizes and the device of the other arguments are compared with theirs

@@ -1,5 +1,5 @@
-"""Memory layouts that kernels cannot read: ops raise an error that names the argument. All other layouts are passed to
-the kernel without a copy, or copied."""
+"""Memory layouts that kernels cannot read: ops raise an error that names the argument. Tensors with other layouts are
+passed to the kernel, either directly or as a copy."""
 
 import re
 from collections.abc import Iterator

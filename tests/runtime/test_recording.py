@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 @noted
 def add(tensors, by):
     """Stand in for a kernel: add a number, or 0 for None, to each tensor of a list, in place."""
-    with _disable_current_modes():  # a real kernel calls no operators of torch, so these must not be recorded
+    with _disable_current_modes():  # the mode must not record +=, because a real kernel calls no operators of torch
         for x in tensors:
             x += by or 0
 

@@ -61,7 +61,7 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    q                   [S, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                   [S, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees

@@ -99,7 +99,7 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
-    q                [B, next_n, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                [B, next_n, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv_cache         [pages, P, 1, D + 4] uint8: P x D e4m3 and then P fp32 scales per page (`write_indexer_cache`);
                      the page stride is any multiple of 16 bytes. The cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative
@@ -108,9 +108,9 @@ def fp8_paged_mqa_logits(
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
                      sequence's keys are ignored; a page outside the cache is not read
     schedule_meta    [SMs + 1, 2] int32, contiguous, from `get_paged_mqa_logits_metadata` for these lengths; or None:
-                     the op makes the plan. The scores do not depend on the number of SMs. With a plan for
-                     other lengths, or with arbitrary numbers, scores may stay unwritten, but the op writes nothing
-                     outside the result
+                     the op makes the plan. The scores do not depend on the number of SMs. With a plan for other lengths
+                     or with arbitrary numbers, some scores may not be written, but the op writes nothing outside the
+                     result
     max_context_len  columns of the result; later keys are left out
     clean_logits     True: columns past the keys that a query sees are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once

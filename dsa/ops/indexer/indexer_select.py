@@ -60,7 +60,7 @@ def indexer_select(
     """The top_k keys with the largest scores I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) among
     ks[t] <= s < ke[t], for every query t; ties go to the lowest key.
 
-    q                   [S, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                   [S, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees

@@ -36,7 +36,7 @@ def paged_indexer_select(
     """The top_k keys with the largest scores I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] *
     relu(q[b, i, h] . k[b, s]) among those that query i of sequence b sees; ties go to the lowest key.
 
-    q                [B, next_n, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                [B, next_n, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv_cache         [pages, P, 1, D + 4] uint8: P x D e4m3 and then P fp32 scales per page (`write_indexer_cache`);
                      the page stride is any multiple of 16 bytes. The cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative

@@ -136,7 +136,7 @@ def flash_mla_with_kvcache(
 
     Returns out [B, s_q, h_q, head_dim_v] in q's dtype, which is `out` if that was given and a new contiguous tensor
     otherwise, and lse [B, h_q, s_q] fp32 (natural log, without the sink): contiguous, or in sparse decoding a view of
-    [B, s_q, h_q]. A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN. In dense decoding on
+    [B, s_q, h_q]. A query without keys has out 0 and lse +inf. Unused cache rows may contain NaN. In dense decoding on
     Hopper, a NaN in a key that one query of a sequence sees can reach the other queries of the sequence.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys (64
@@ -298,7 +298,8 @@ def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
-        whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD  # a part's most tiles in the plan
+        # The right side is the largest number of tiles that the plan gives to a part.
+        whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD
         return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:
         return parts, OVERHEAD

@@ -79,7 +79,7 @@ def sliding_window_attention(
     kv             [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q   [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
-    window         keys that a query sees at most, itself included; at least 1
+    window         most keys that a query sees, including its own; at least 1
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
@@ -91,8 +91,8 @@ def sliding_window_attention(
     without keys, also a query that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries
     whose window contains it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices; the reference also raises for
-    decreasing, negative or too large cu_seqlens. The kernel cannot raise for these: a query of such a sequence attends
-    to unspecified keys of kv, or to none, and nothing outside kv is read.
+    decreasing, negative or too large cu_seqlens. The kernel cannot raise for these cu_seqlens: a query of such a
+    sequence attends to unspecified keys of kv, or to none, and nothing outside kv is read.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any strides of q, rows of kv at multiples of 16 bytes, softmax_scale above 0. Logits and sums are fp32;
     softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, those of
@@ -132,7 +132,7 @@ def window_sparse_attention(
                   warning on Hopper
     kv            [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q, cu_seqlens_k  [B + 1] int32, not decreasing: where the sequences begin in q and in kv
-    window        keys of kv that a query sees at most, itself included; at least 1
+    window        most keys of kv that a query sees, including its own; at least 1
     compressed    [n, 1, d] in q's dtype, keys of any origin; a value is the first d_v numbers of its key
     indices       [total_q, K] int32, rows of compressed; indices outside [0, n) are ignored. A key that is selected
                   twice counts twice
@@ -177,7 +177,7 @@ def sliding_window_decode(
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None: page b is a ring
                    of sequence b's keys, key s is at its offset s % P
     cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens; may be 0
-    window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1; with a
+    window         most keys that a query sees, including its own; at least 1. A ring has P >= window + s_q - 1; with a
                    block_table, a window above max_pages * P counts as max_pages * P
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d

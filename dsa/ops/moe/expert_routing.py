@@ -89,7 +89,7 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
     experts  int32 or int64, any shape of N elements; an entry with a number outside [0, count) has no expert and comes
              last
-    count    E, how many experts there are
+    count    E, the number of experts
 
     Returns (order, rows, ends):
       order  int32 [N]: row r has entry order[r]

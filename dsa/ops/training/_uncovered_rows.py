@@ -1,4 +1,4 @@
-"""Fill the rows of results that belong to no packed sequence: with 0, or an LSE with +inf."""
+"""Fill the rows of results that belong to no packed sequence: with 0, or with +inf if the result is an LSE."""
 
 import math
 

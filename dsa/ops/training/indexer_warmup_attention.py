@@ -65,7 +65,7 @@ _INDEXER = {
 }
 _KIND = {"softmax_scale": Number(), "causal": Flag()}
 INDEXER_WARMUP_ATTENTION = Arguments(
-    limits={"H": at_least(1)},  # the target is the mean over the heads
+    limits={"H": at_least(1)},  # the loss's target is a mean over the heads
     rule=_check_heads,
     **_ATTENTION,
     **_INDEXER,

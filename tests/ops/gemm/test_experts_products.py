@@ -132,7 +132,7 @@ def bytes_of(q):
 
 
 def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
-    """After the copy of many rows, scheduling is dynamic."""
+    """If the op copies the rows first, scheduling is dynamic."""
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
