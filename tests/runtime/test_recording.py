@@ -63,7 +63,7 @@ def test_a_result_is_new_in_every_call():
 @pytest.mark.parametrize("copy", [torch.Tensor.contiguous, lambda x: x.reshape(-1), lambda x: x.to(torch.float32)])
 @pytest.mark.parametrize("view", [lambda x: x.flatten()[1::2], lambda x: x.T, lambda x: x[:, 3:], lambda x: x])
 def test_a_view_or_a_copy_in_inference_mode(copy, view):
-    """In inference mode torch does not tell the mode whether a result is a view or a copy."""
+    """In inference mode a dispatch mode cannot see whether a result is a view or a copy."""
     with torch.inference_mode():
         assert_replayed(added_to(copy), (view(X.clone()),), lambda: (view(Y.clone()),))
 

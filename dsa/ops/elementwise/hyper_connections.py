@@ -74,8 +74,8 @@ def hyper_collapse(
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
-    Sinkhorn divides every column by (its sum + hc_eps). Then, `iterations` - 1 times, it divides every row by (its sum
-    + hc_eps) and then every column.
+    Sinkhorn divides every column by its sum plus hc_eps. Then it repeats `iterations` - 1 times: it divides every row
+    by its sum plus hc_eps, and then every column.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, (2 + n) n] fp32: a linear projection of v
@@ -125,8 +125,8 @@ def hyper_head(
 ) -> torch.Tensor:
     """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, after the last layer.
 
-    v is the concatenation of a token's n streams. x has the same form as in `hyper_collapse`, with pre from its own
-    mix, base and scale.
+    v is the concatenation of a token's n streams. The formula is that of x in `hyper_collapse`, but this op has a
+    separate mix, base and scale.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, n] fp32: a linear projection of v

@@ -129,10 +129,10 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     128. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, K a multiple of 16, N a multiple of 8 and below 2^31. The kernel reads w in place if its rows
-    start at multiples of 16 bytes. It reads the scales in place if their rows start at multiples of 16 bytes and ceil(K
-    / 128) is a multiple of 4; otherwise the call copies them. Within a block the tensor cores accumulate with a
-    precision of about 14 bits; the sums of blocks are added in order in fp32. Deterministic. CUDA-graph safe, no host
-    synchronisation.
+    start at multiples of 16 bytes. It reads the scales in place if ceil(K / 128) is a multiple of 4 and the rows of
+    scales start at multiples of 16 bytes; otherwise the call copies the scales. Within a block the tensor cores
+    accumulate with a precision of about 14 bits; the sums of blocks are added in order in fp32. Deterministic.
+    CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     return _fp8_gemm_nt(*pair("a", a), *pair("b", b), out_dtype)
@@ -148,8 +148,8 @@ def grouped_fp8_gemm_nt(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, rows ends[e - 1] to ends[e] -
-    1 with weight e. Rows from ends[E - 1] on belong to no expert: no product is computed for them.
+    """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, and rows before
+    ends[0] with weight 0. Rows from ends[E - 1] on belong to no expert: no product is computed for them.
 
     a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
     b              (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): weights and their scales

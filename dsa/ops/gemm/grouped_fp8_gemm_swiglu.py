@@ -85,7 +85,8 @@ def grouped_fp8_gemm_swiglu(
     ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; any weight may
                    have no rows
     rows           int32 [M]: row m of the result uses row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
-    limit          a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
+    limit          a finite number above 0: first gate = min(gate, limit) and up = clamp(up, -limit, limit). None: no
+                   clamp
     use_ue8m0      True: a scale is max(amax, 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
     dtype          float32, bfloat16 or float16: gate, up and their SwiGLU are rounded to it
     expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of

@@ -39,7 +39,7 @@ def swiglu_cast_to_fp8(
 
     gate, up   [..., I] bf16, fp16 or fp32, of the same dtype; they may be the halves of a [..., 2 I] tensor
     use_ue8m0  True: a scale is max(amax(|h|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
-    limit      a finite number above 0: gate is first clamped to at most limit, up to -limit to limit. None: no clamp
+    limit      a finite number above 0: first gate = min(gate, limit) and up = clamp(up, -limit, limit). None: no clamp
 
     h is computed in fp32 and rounded to the operands' dtype. Returns q [..., I] float8_e4m3fn and scale
     [..., ceil(I / 128)] float32, both contiguous; h ~ q * scale (the scale multiplies). The last block of channels may

@@ -99,8 +99,8 @@ def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -
 
 
 def _named(meta: object) -> str:
-    """Return the type of a wrong plan for a message. A class gets its own words, since the class FlashMLASchedMeta
-    itself has the fields, too."""
+    """Return the type of a wrong plan for a message. For a class return "the class NAME", because the class
+    FlashMLASchedMeta itself is a likely mistake."""
     return f"the class {meta.__name__}" if isinstance(meta, type) else type(meta).__name__
 
 

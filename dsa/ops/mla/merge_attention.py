@@ -45,10 +45,9 @@ def merge_attention(
     every branch is empty, out is 0 and lse +inf. Where all branches but one are empty and there is no sink, the result
     is exactly that branch. Intermediate results are fp32. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, 1 to 4 branches, d_v a multiple of 8, outs with contiguous channels and rows at
-    multiples of 16 bytes, lses and attn_sink of any strides (if there are more than two dimensions before H, all of
-    them but the last must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no
-    workspace.
+    On Hopper: one kernel, 1 to 4 branches, d_v a multiple of 8, outs with contiguous channels and rows at multiples of
+    16 bytes; lses and attn_sink of any strides (if there are more than two dimensions before H, all of them but the
+    last must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     return _merge_attention(_list_of(outs), _list_of(lses), attn_sink)

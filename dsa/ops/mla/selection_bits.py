@@ -17,8 +17,8 @@ SELECTION_BITS = Arguments(
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
     """bits[t, 4 b + c], bit 2 i + j: whether indices[t] contains the key starts[t] + 128 b + 8 i + 2 c + j.
 
-    indices   [T, k] int32: rows of the keys that query t selects, in any order. Indices outside [starts[t], starts[t] +
-              max_keys), and negative ones, are ignored
+    indices   [T, k] int32: rows of the keys that query t selects, in any order. Negative indices are ignored, and so
+              are indices outside [starts[t], starts[t] + max_keys)
     starts    [T] int32: the row of the first key of each query's sequence. None: indices count from that row, as those
               of `topk_indices` do
     max_keys  keys of the longest sequence, at least 0

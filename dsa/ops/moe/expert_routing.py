@@ -65,7 +65,7 @@ def moe_gate(
 
     logits      fp32 [T, E]
     bias        fp32 [E]
-    top_k       experts of a token
+    top_k       experts per token
     scores      "sigmoid" or "sqrtsoftplus"
     n_group     number of groups, all of the same size
     topk_group  number of groups that remain
@@ -96,9 +96,9 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
       rows   int32 in the shape of experts: the row of each entry, or -1 for an entry without an expert
       ends   int32 [E]: the rows of expert e end before row ends[e], as in `grouped_fp8_gemm_nt`; ends[E - 1] is N minus
              the number of entries without an expert
-    In expert parallelism a process numbers its own experts from 0 and gives all other experts numbers outside [0,
-    count). The rows of the other experts then come last, where grouped products compute nothing and `combine_experts`
-    reads nothing.
+    In expert parallelism a process numbers its own experts from 0 and gives other experts numbers outside [0, count).
+    The rows of these experts then come last, where grouped products compute nothing and `combine_experts` reads
+    nothing.
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
     On Hopper: one kernel, no workspace; N up to 2^31 - 512, E up to 2^31 - 2. Deterministic. CUDA-graph safe.
     """

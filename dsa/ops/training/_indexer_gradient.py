@@ -5,9 +5,10 @@ scores of a q tile are divided into tiles: tile j consists of the scores of the 
 128 j + 127 of the sequence, for j < key_tiles.
 
 q_tiles  int32 [S, 8]
-scores   fp32 [S, N, 128 (row), 128 (key)], where N is at least the largest key_tiles. Before the gradients the scores
-         are overwritten with dI: the first half of the bytes of each 64 rows of a tile contains their dI as bf16 [64,
-         128], which is 0 for keys that a row does not see and for missing rows
+scores   fp32 [S, N, 128 (row), 128 (key)], where N is at least the largest key_tiles. Before the gradients are
+         computed, the warm-up's target kernel overwrites the scores with dI: in each 64 rows of a tile, the first half
+         of the bytes contains the dI of these rows, bf16 [64, 128], which is 0 for keys that a row does not see and for
+         missing rows
 active   int32 [S, 2 Hi, 2 N, 128]: bits (active_bits.py), written by `index_scores`, read by the gradients
 
 These functions check nothing. Callers pass contiguous tensors at multiples of 16 bytes on one device, with Hi in

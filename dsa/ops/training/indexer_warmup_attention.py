@@ -145,10 +145,9 @@ def indexer_warmup_attention(
     the loss, for an upstream gradient of 1 for all tokens, and keeps them. The backward pass scales them, and computes
     k_idx's gradient again if the upstream gradients of tokens differ. After `kl.sum()` the host knows from the strides
     that they are equal; after `kl.mean()` only the device knows. The gradients of q, k and v are those of PyTorch's
-    flash attention, or at
-    (576, 512) those of `sparse_mla_attention`, and are summed in no fixed order; everything else is deterministic. At
-    (576, 512) the order is fixed if torch.are_deterministic_algorithms_enabled() when the gradient is computed, with
-    2304 max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
+    flash attention, or for (576, 512) those of `sparse_mla_attention`, and are summed without a fixed order; everything
+    else is deterministic. At (576, 512) the order is fixed if torch.are_deterministic_algorithms_enabled() when the
+    gradient is computed, with 2304 max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
     On Hopper and under torch.compile lse has no gradient, and a second backward pass raises RuntimeError.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
@@ -396,8 +395,8 @@ def _indexer_warmup_attention(
     causal: bool,
     keep: bool,
 ) -> Results:
-    """Return out, lse, kl, and for the backward pass dq, dk, dw (`_kept`), q_tiles, key_tiles (`Plan`) and bounds [2, B
-    + 1].
+    """Return out, lse, kl, and for the backward pass dq, dk, dw (`_kept`), q_tiles, key_tiles (`Plan`) and the bounds
+    [2, B + 1].
 
     keep  whether the gradients of q_idx, k_idx and w_idx are computed, for upstream gradients of 1
     """

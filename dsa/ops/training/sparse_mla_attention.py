@@ -76,8 +76,8 @@ def sparse_mla_attention(
     indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key that is selected twice counts twice
     softmax_scale  multiplies the logits: a finite number
     d_v            from 1 to d
-    attn_sink      [H] or None: an additional logit in the softmax that has no value, so out is scaled by e^lse / (e^lse
-                   + e^sink)
+    attn_sink      [H] or None: an additional logit in the softmax that has no value: out is scaled by e^lse / (e^lse +
+                   e^sink)
     deterministic  True: kv's gradient is summed in a fixed order and bit-identical from run to run, but the backward
                    pass is several times slower. The order depends on the number of queries and on the number of SMs.
                    None: the value of torch.are_deterministic_algorithms_enabled() when the gradient is computed
