@@ -176,7 +176,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that `value` is one of some strings."""
+    """Check that `value` is one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
     if value not in choices:
@@ -184,7 +184,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that `value` is one of some dtypes."""
+    """Check that `value` is one of `dtypes`."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
     if value not in dtypes:

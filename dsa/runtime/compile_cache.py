@@ -119,7 +119,7 @@ def compile_sm90(function: Callable, *args: Any) -> Any:
 def cached(compile_function: Callable) -> Callable:
     """Cache a compile function's results by its positional arguments, in memory and on disk.
 
-    Launches of a result become steps of the call that is being recorded (`recorded_calls`).
+    If a call of an op is being recorded (`recorded_calls`), launches of the returned kernel become its steps.
     """
     memory: dict[tuple, Kernel] = {}
     source_key(compile_function.__module__)  # computed now, before the family's files can change

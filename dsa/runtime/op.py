@@ -414,7 +414,7 @@ def wants_gradient(*arguments: Any) -> bool:
 
 
 def _begin_together(x: Any, y: Any) -> bool:
-    """Whether both are tensors that begin at the same address."""
+    """Whether x and y are tensors that begin at the same address."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     try:

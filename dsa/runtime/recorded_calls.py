@@ -152,7 +152,7 @@ def signature(*values: object) -> tuple:
             except RuntimeError:  # the checks refuse this sparse or nested tensor: equal no other signature
                 found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):
-            found += (kind, x or repr(x))  # -0.0 is not 0.0
+            found += (kind, x or repr(x))  # repr tells -0.0 from 0.0
         elif isinstance(x, (list, tuple)):
             found += (kind, signature(*x))
         else:
@@ -264,7 +264,7 @@ class _Recording(TorchDispatchMode):
         kind = tensor.device.type
         if HAS_SHORTCUTS and (kind == "cpu" or (kind == "cuda" and tensor.device == self._device)):
             self.lines.append(f"{name} = empty_{kind}({layout}, {dtype})")
-        else:  # faster than `empty`, which accepts several kinds of arguments
+        else:  # empty_strided is faster than `empty`, which accepts several kinds of arguments
             device = self._constant(tensor.device)
             self.lines.append(f"{name} = empty_strided({layout}, dtype={dtype}, device={device})")
         if not tensor.numel():

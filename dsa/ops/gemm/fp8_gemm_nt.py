@@ -261,7 +261,8 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the products of q [M, K], or of the rows `rows` of q, with w [E, N, K], times weights [M], to out."""
+    """Write the grouped product of q [M, K], or of the rows `rows` of q, and w [E, N, K], times weights [M], to out [M,
+    N]."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 

@@ -1,4 +1,4 @@
-"""Product of few tokens and a 16-bit matrix, with fp32 results."""
+"""Product of a few tokens with a 16-bit matrix, with fp32 results."""
 
 import torch
 

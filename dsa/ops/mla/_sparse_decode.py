@@ -110,7 +110,7 @@ def _sparse_mla_decode(
     enable_batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode with indices."""
+    """Launch sparse decoding. Without queries or keys, fill the results instead."""
     out = _allocate_out(q, head_dim_v) if out is None else out
     lse = _allocate_lse(q)
     selections = []
