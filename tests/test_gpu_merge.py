@@ -65,7 +65,7 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """Older receipts, which contained digests of sources instead, have such entries."""
+    """Older receipts have such entries, with digests of sources instead of digests of kernels and launches."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

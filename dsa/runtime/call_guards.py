@@ -72,7 +72,7 @@ def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
     if type(value) is int or type(value) is str:
         return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
     if type(value) is float and math.isfinite(value):
-        same = f"{name} == {value!r}" if value else f"repr({name}) == '{value!r}'"  # tells -0.0 from 0.0, which are equal
+        same = f"{name} == {value!r}" if value else f"repr({name}) == '{value!r}'"  # repr tells -0.0 from 0.0
         return f"type({name}) is float and {same}"
     if type(value) is torch.dtype:
         constant = f"dtype{len(names)}"

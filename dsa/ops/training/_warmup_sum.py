@@ -1,4 +1,5 @@
-"""Launch the kernels of the warm-up's loss against the sum of all heads, and of its gradients, by chunks of queries."""
+"""Launch the kernels of the warm-up's loss, whose target is the sum of all heads' attention, and of the loss's
+gradients, by chunks of queries."""
 
 import itertools
 from dataclasses import dataclass
