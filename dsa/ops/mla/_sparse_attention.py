@@ -51,8 +51,8 @@ def attend(
 ) -> None:
     """Write attention of q [T, h, d] to the keys of one or two selections; T, h, K and the caches' sizes above 0.
 
-    may_split  whether a query's keys may be split among several CTAs, which then depends on the number of queries;
-               False with max_logits
+    may_split  whether a query's keys may be split among several CTAs. How they are split depends on the number of
+               queries. False with max_logits
     """
     from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
     from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv

@@ -53,8 +53,8 @@ def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for,
 
 
 def test_the_tile_of_one_token_depends_on_the_number_of_gpus():
-    """In DeepSeek-V4-Flash both products of an expert, gate and up together and down, have 4096 columns. One GPU has 6
-    rows for one token; each of two GPUs has 128 of the 256 experts and expects 3 of the 6 rows."""
+    """In DeepSeek-V4-Flash both products of an expert (gate with up, and down) have 4096 columns. One GPU has 6 rows
+    for one token; each of two GPUs has 128 of the 256 experts and expects 3 of the 6 rows."""
     chosen = [few_rows_kernels.choose_config(rows, 4096, 128, 132) for rows in (6, 3)]
     sizes = [(config.groups, config.rows, config.stages, config.resident) for config in chosen]
     assert sizes == [(1, 8, 3, 3), (2, 8, 5, 1)]
