@@ -1,4 +1,4 @@
-"""A Python source without what the interpreter does not run."""
+"""The lines of a Python source without comments and docstrings."""
 
 import ast
 import io
@@ -6,8 +6,8 @@ import tokenize
 
 
 def code_lines(source: str) -> list[str]:
-    """The lines of `source` without comments and without docstrings that have their lines for themselves."""
-    lines = source.split("\n")  # as ast and tokenize count them; splitlines() also splits at form feeds
+    """Return the lines of `source` without comments, and without docstrings that share no line with code."""
+    lines = source.split("\n")  # ast and tokenize count lines like this; splitlines() also splits at form feeds
     for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
         if token.type == tokenize.COMMENT:
             row, column = token.start

@@ -1,5 +1,5 @@
-"""What tests share: seeds, and which slow tests run. One thread per test process: on a shared machine, torch's spinning
-threads cost far more than they bring.
+"""What all tests share: seeds, and the choice of slow tests that run. Each test process uses one thread, because on a
+shared machine torch's spinning threads cost more time than they save.
 """
 
 import random
@@ -25,7 +25,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A run of the whole suite has one in SLOW_PARTS of the slow tests, others with every commit."""
+    """Deselect slow tests in a run of the whole suite: one in SLOW_PARTS runs, and which ones depends on the commit."""
     if config.getoption("all") or config.option.file_or_dir:
         return
     left_out = [item for item in items if item.get_closest_marker("slow") and not in_sample(item.nodeid)]
@@ -38,12 +38,12 @@ def in_sample(test: str) -> bool:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """A function's name, which is the same in every process; where tests run in several, they go by their ids."""
+    """Return the name of a function as its ID. Processes that run tests in parallel must agree on the IDs of tests."""
     return getattr(val, "__name__", None)
 
 
-# Tests run in any order, in several processes: one that draws numbers without a seed gets the same ones each time,
-# and so does what several tests share, whichever asks for it first.
+# Tests run in any order, in several processes. So each test gets a seed of its own, and random numbers without a seed
+# are the same in every run. Session fixtures are set up with seed 0, whichever test requests them first.
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,7 +63,7 @@ def _seed(seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """The tiny FP8 checkpoint, to be read only."""
+    """Return the folder of a tiny FP8 checkpoint. Tests must not change it."""
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_checkpoint(directory)
     return directory

@@ -1,4 +1,4 @@
-"""What the cases of ops leave out would be left out by every test that goes through them."""
+"""The cases of ops are complete. Many tests loop over the cases and would miss what the cases do not contain."""
 
 import inspect
 
@@ -16,7 +16,7 @@ def test_every_tensor_argument_is_given_by_a_call():
 
 
 def test_every_index_argument_has_hostile_contents():
-    """And what is said to be one is one."""
+    """Every argument with hostile contents is an index argument, and every index argument has some."""
     named = {(call.op, name) for call in CASES for name in call.index_arguments()}
     assert len(named) > 40
     assert {(case.op, name.split()[0]) for case, name in ARGUMENTS} == named

@@ -1,4 +1,5 @@
-"""A receipt is the union of rows; those that are no evidence for today's code are named and left out."""
+"""Merged receipts contain the entries of all receipts, except for entries that are no evidence for today's code: these
+are printed and left out."""
 
 import json
 import subprocess
@@ -18,7 +19,7 @@ def entry(name=NAME, **changes):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """A receipt without entries."""
+    """Use a receipt without entries, and return the function that loads it."""
     monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
     return receipt.load
 
@@ -46,7 +47,7 @@ def test_of_two_rows_the_newer_one_is_taken(tmp_path, written, capsys):
 
 
 def test_of_two_rows_of_one_day_the_one_that_is_there_stays(tmp_path, written):
-    """So that the order of receipts does not count."""
+    """So the result does not depend on the order of receipts."""
     receipt.save({ARCH: {NAME: entry()}})
     assert call(tmp_path, {ARCH: {NAME: entry(device="another GPU")}}) == 1
     assert written() == {ARCH: {NAME: entry()}}
@@ -64,7 +65,7 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """As receipts had them that were bound to sources."""
+    """Older receipts have such entries, with digests of sources instead of digests of kernels and launches."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A run of the GPU tests that did not pass is not taken for one that did."""
+"""A run of the GPU tests that did not pass is not recorded as one that passed."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ TESTS = [f"{MODULE}::test_one", f"{MODULE}::TestMore::test_two"]
 
 
 def told(command):
-    """Where a process is to report, and which tests it is to run."""
+    """Return (path of the report, tests to run) from the command line of a pytest process."""
     report, listed = (
         next(w for w in command if w.startswith(sign)).removeprefix(sign) for sign in ("--junitxml=", "@")
     )
@@ -26,7 +26,8 @@ def reported(test, inside=""):
 
 
 def outcome(monkeypatch, cases, returncode):
-    """Of the entry rms_norm, whose two tests run in two processes that report these testcases, or nothing for None."""
+    """Return the outcome of the entry rms_norm, whose two tests run in two processes. cases: the content of each
+    process's testcase; None: the process writes no report."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
 
     def pytest_process(command, **options):
@@ -52,7 +53,7 @@ def test_a_failed_test(monkeypatch):
 
 @pytest.mark.parametrize("alone", ["", "<failure/>", None])
 def test_a_test_that_found_no_memory_runs_again_by_itself(alone, monkeypatch):
-    """What counts is what it does then: nothing, where its process ends."""
+    """Only the result of the second run counts. If its process ends without a report (None), the test did not run."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
     processes = []
 
@@ -109,7 +110,7 @@ HEAD = {"device": "1 x a GPU", "torch": "2", "dsl": "4", "peers": {"vllm": "0.33
 
 
 def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
-    """Tests that have passed do not run again, nor rows that there are."""
+    """With --continue, tests that have passed are not run again, and rows that are recorded are not measured again."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
     run.receipt.save({})
     outcome = run.Outcome(tests=3, skipped=1, worst=0.5)
@@ -137,7 +138,8 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):
-    """Other backends, fewer cases, a part of the tests; and a commit that nobody finds again."""
+    """A run ignores environment variables that choose another backend, fewer cases or a part of the tests, and refuses
+    a commit hash that is too short."""
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     for name in run.UNSET:
         monkeypatch.setenv(name, "reference")
@@ -175,7 +177,7 @@ def test_every_kernel_of_an_entry_is_compiled_first(monkeypatch):
 
 @pytest.mark.parametrize("name", run.receipt.ROW_BY_ROW)
 def test_entries_of_whole_passes_go_on_behind_their_rows(name, monkeypatch):
-    """Of what has been measured the shapes are given to the benchmark, which leaves them out."""
+    """The benchmark gets the shapes of the recorded rows and does not measure them again."""
     given = []
     functions = {"e2e": "report.rows", "million": "million.rows", "parallel": "parallel.all_rows"}
     functions["drafts"] = "drafts.rows"
@@ -200,7 +202,7 @@ class StoppedHere(Exception):
 
 
 def test_the_oldest_dsls_entry_is_gone_on_with(monkeypatch, tmp_path):
-    """It is on record with that DSL, and not with the one of this process."""
+    """The entry is recorded with the version of the oldest DSL, not with the version of this process's DSL."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     monkeypatch.setattr("dsa.runtime.backends.arch_of", lambda device: "sm_90")
@@ -256,7 +258,7 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
 
 
 def dsl(folder, version):
-    """A folder in which Python finds a DSL of this version."""
+    """Make a folder from which Python imports a DSL of this version, and return its path."""
     package = folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
@@ -264,7 +266,7 @@ def dsl(folder, version):
 
 
 def test_the_oldest_dsl_is_found_first(monkeypatch, tmp_path):
-    """In processes that run its entry's tests, and in no others."""
+    """Only processes that run tests of the entry oldest_dsl import the oldest DSL."""
     monkeypatch.setenv("PYTHONPATH", dsl(tmp_path / "usual", "4.8.9"))
     monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
     assert run.oldest_dsl() == {}

@@ -1,4 +1,4 @@
-"""Imports go one way, `import dsa` stays cheap, and code lies where the house has a place for it."""
+"""Imports between packages have one direction, `import dsa` stays cheap, and code is in the folder where it belongs."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# What each package may import of this project.
+# The modules of this project that each package may import.
 ALLOWED = {
     "dsa/reference": {"dsa.reference"},
     "dsa/runtime": {"dsa.runtime"},
@@ -49,7 +49,8 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """So the bytes of a family's folder and of dsa/cute are the key of its kernels (`dsa.runtime.compile_cache`)."""
+    """Kernels import only their family and dsa/cute, so the bytes of these two folders are a sufficient key of a kernel
+    (`dsa.runtime.compile_cache`)."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
@@ -57,20 +58,20 @@ def test_kernels_share_only_what_is_in_cute():
 
 
 def cute_modules():
-    """(name, syntax tree) of the modules of device code in dsa.cute."""
+    """Yield (name, syntax tree) of each module with device code in dsa.cute."""
     for path in sorted((ROOT / "dsa" / "cute").glob("*.py")):
         if path.stem not in {"__init__", "tuning"}:
             yield f"dsa.cute.{path.stem}", ast.parse(path.read_text())
 
 
 def imported_names(tree, package):
-    """{name here: module.name there} of what a module imports from modules of the package."""
+    """Return {name in this module: module.name} of everything that a module imports from modules of the package."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(package)]
     return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
 
 def definitions(tree):
-    """{name: its node} of a module's functions, classes and constants."""
+    """Return {name: syntax node} of a module's functions, classes and constants."""
     found = {}
     for node in tree.body:
         targets = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
@@ -81,7 +82,7 @@ def definitions(tree):
 
 
 def families_by_symbol():
-    """{symbol of dsa.cute: the families of kernels that use it, by themselves or by another symbol}."""
+    """Return {symbol of dsa.cute: the families of kernels that use it, directly or through other symbols}."""
     users, families, defined = {}, {}, set()
     for module, tree in cute_modules():
         own = definitions(tree)
@@ -94,13 +95,13 @@ def families_by_symbol():
     for path in (ROOT / "dsa" / "kernels").glob("*/*.py"):
         for symbol in imported_names(ast.parse(path.read_text()), "dsa.cute").values():
             families.setdefault(symbol, set()).add(path.parent.name)
-    for _ in families:  # as often as a chain of symbols can be long
+    for _ in families:  # as many passes as the longest possible chain of symbols
         for symbol, of in families.items():
             of.update(*(families[user] for user in users.get(symbol, ())))
     return {symbol: of for symbol, of in families.items() if symbol in defined}
 
 
-# Symbols of dsa.cute that one family alone uses, and why they are there all the same.
+# Symbols of dsa.cute that only one family uses, and the reason why they are in dsa.cute.
 OF_ONE_FAMILY = {
     "copies.arrive_when_gathered_too": "an instruction beside arrive_when_gathered, from which it has to be told",
     "shared_memory.load_byte": "an instruction beside load_4",
@@ -116,14 +117,15 @@ def test_device_code_of_one_family_is_not_in_cute():
 
 
 def calls_of_arch(tree):
-    """The names of the instructions that a module asks for by itself, as cute.arch.NAME."""
+    """Yield the names of the instructions that a module uses directly, as cute.arch.NAME."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "arch":
             yield node.attr
 
 
 def test_kernels_wait_and_arrive_by_pipelines():
-    """What warps wait for is a Pipeline, a WorkTilePipeline or named Mbarriers of dsa.cute, and no bare address."""
+    """Kernels wait on a Pipeline, a WorkTilePipeline or named Mbarriers of dsa.cute, and use no mbarrier instruction on
+    a bare address."""
     found = {}
     for path in sorted((ROOT / "dsa" / "kernels").glob("*/*.py")):
         names = {name for name in calls_of_arch(ast.parse(path.read_text())) if name.startswith("mbarrier")}
@@ -133,7 +135,7 @@ def test_kernels_wait_and_arrive_by_pipelines():
 
 
 MOST_LINES, FEWEST_LINES = 620, 30
-# Files of fewer lines, and why they are files. Packages and limits.py are what they are.
+# Files with fewer lines, and the reason why they are separate files. __init__.py and limits.py may be short.
 SHORT = {
     "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",
     "dsa/cute/rounded.py": "an act of its own, of four families",
@@ -154,7 +156,7 @@ def test_kernel_files_are_not_too_long():
 
 
 def test_files_are_not_too_short():
-    # A reference is as long as its formula.
+    # References may be short, since a formula may be.
     paths = [path for path in (ROOT / "dsa").rglob("*.py") if not path.name.endswith(("__init__.py", "limits.py"))]
     paths = [path for path in paths if ROOT / "dsa" / "reference" not in path.parents]
     short = {str(path.relative_to(ROOT)): line_count(path) for path in paths if line_count(path) < FEWEST_LINES}
@@ -165,7 +167,7 @@ def test_files_are_not_too_short():
 def test_references_import_only_torch_and_the_standard_library():
     for path in (ROOT / "dsa" / "reference").rglob("*.py"):
         packages = {name.partition(".")[0] for name in imports(path)}
-        assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path  # of dsa its references: test_direction
+        assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path  # see also test_direction
 
 
 def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
@@ -179,7 +181,7 @@ def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
 
 @pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench", "dsa_engines"])
 def test_no_module_is_imported_by_what_it_imports(package):
-    """Imports for type checkers and inside functions count: a circle of these is one as well to who reads it."""
+    """Imports for type checkers and inside functions count, too, because such a circle is just as hard for a reader."""
     graph = {module(path): set(modules_imported(path)) for path in (ROOT / package).rglob("*.py")}
     assert circle(graph) is None
 
@@ -195,7 +197,8 @@ def module(path):
 
 
 def modules_imported(path):
-    """The modules of this project, with the packages that they are in, but for those that `path` is in itself."""
+    """Yield the modules of this project that `path` imports, and the packages that contain them, except for packages
+    that contain `path` itself."""
     own = module(path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -216,7 +219,8 @@ def modules_imported(path):
 
 
 def circle(graph):
-    """Modules each of which imports the next, the first of them again at the end; None if there are none."""
+    """Return a list of modules in which each module imports the next, and which ends with its first module; None if
+    there is no circle."""
     finished = set()
 
     def search(path):
@@ -233,7 +237,7 @@ def circle(graph):
 
 
 def parts(package):
-    """{what lies directly under a package: what of that it imports, all of it together}."""
+    """Return {part: parts that it imports}, where a part is a module or subpackage directly in the package."""
     graph = {}
     for path in (ROOT / package).rglob("*.py"):
         part = ".".join(module(path).split(".")[:2])
@@ -248,7 +252,8 @@ def test_parts_of_a_package_do_not_import_one_another_in_circles(package):
 
 
 def package_of(name):
-    """The package that a module lies in; a module at the root of dsa_layers and so on stands for itself."""
+    """Return the package that contains a module. A module directly in a top-level package counts as a package
+    itself."""
     is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
     return name if is_package or name.count(".") == 1 else name.rpartition(".")[0]
 

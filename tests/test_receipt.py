@@ -1,4 +1,4 @@
-"""Nobody is told that a kernel works on a GPU when that machine code never ran there."""
+"""The receipt and the status page do not claim that a kernel works on a GPU unless its machine code has run there."""
 
 import datetime
 import re
@@ -10,7 +10,7 @@ from dsa.runtime import backends
 from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 
-# An arch of which a complete receipt has every entry.
+# An arch for which a complete receipt contains every entry.
 (ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
 TODAY = datetime.date(2026, 11, 28)
 
@@ -69,7 +69,7 @@ def test_of_an_arch_only_the_ops_with_kernels_for_it_are_asked(monkeypatch):
 
 @pytest.fixture
 def entries(monkeypatch):
-    """An entry for every test on a GPU, as if all had run today."""
+    """Return an entry for every GPU test, as if all had run today, and make them the receipt."""
     head = {"unverified": None, "date": str(TODAY)}
     found = {name: head | receipt.digests(name, ARCH) for name in receipt.tested()}
     monkeypatch.setattr(receipt, "load", lambda: {ARCH: found})
@@ -85,7 +85,7 @@ def test_rows_whose_code_and_launches_are_todays_are_not_stale(entries):
 
 
 def test_another_instruction_ends_the_rows_of_its_kernel(entries, monkeypatch):
-    """And those of wholes that launch it; no other."""
+    """Entries of whole passes that launch the kernel are stale, too, but no other entries."""
     codes = receipt._machine_code()
     (variant, *_) = [name for name in codes if name.startswith("merge_attention_sm90.")]
     monkeypatch.setattr(receipt, "_machine_code", lambda: codes | {variant: "another code"})

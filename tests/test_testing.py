@@ -1,4 +1,4 @@
-"""The comparisons that other tests rely on: hand-computed cases, infinities, NaN, shapes and messages."""
+"""The comparisons that other tests rely on: cases computed by hand, infinities, NaN, shapes and messages."""
 
 import math
 
@@ -25,7 +25,7 @@ def tensor(*values, dtype=torch.float32):
         ((1.0, 2.0), (0.0, 0.0), 1.0),
         ((0.0, 0.0), (0.0, 0.0), 0.0),
         ((), (), 0.0),
-        # The equal infinities and NaN leave the rest to be compared.
+        # Equal infinities and NaN are left out, and the remaining entries are compared.
         ((-INF, INF, NAN, 1.0), (-INF, INF, NAN, 1.0), 0.0),
         ((-INF, 1.0, 1.0), (-INF, 2.0, 2.0), 1 - 2 * 4 / (2 + 8)),
         ((INF, INF), (INF, INF), 0.0),
@@ -68,7 +68,7 @@ def close(got, expected, abs_tol=0.1, rel_tol=0.01, **options):
         (torch.tensor(2.0), torch.tensor(2.0), 0),
         (tensor(1.0).bfloat16(), tensor(1.03125, dtype=torch.float64), 0.03125),
         (tensor(5, dtype=torch.int32), tensor(5.0), 0),
-        (tensor(0.09), tensor(0.0), pytest.approx(0.09)),  # within 0.1, though nothing is within 1 % of 0
+        (tensor(0.09), tensor(0.0), pytest.approx(0.09)),  # within 0.1, though not within 1 % of 0
         (tensor(100.9), tensor(100.0), pytest.approx(0.9, abs=1e-5)),  # within 1 %, though not within 0.1
     ],
 )
@@ -82,11 +82,11 @@ def test_assert_close_returns_the_largest_error(got, expected, largest):
         *((tensor(got), tensor(100.0), {}, "differ by more") for got in (101.1, 98.9, -100.0)),
         (tensor(0.11), tensor(0.0), {}, "differ by more"),
         (tensor(1.11), tensor(1.0), {}, "differ by more"),
-        # The relative tolerance is of the expected value.
+        # The relative tolerance refers to the expected value.
         (tensor(100.0), tensor(90.0), {"abs_tol": 0, "rel_tol": 0.1}, "differ by more"),
         (torch.tensor(1.0), torch.tensor(2.0), {}, r"first at \(\): 1 for 2"),
         (torch.ones(2), torch.ones(1, 2), {}, r"name: expected shape \[1, 2\], got \[2\]"),
-        # Within 0.1 everywhere, and orthogonal.
+        # All entries are within 0.1, but the tensors are orthogonal.
         (tensor(0.05, 0.0), tensor(0.0, 0.05), {"cos_tol": 0.5}, r"name: calc_diff 1 is above 0\.5"),
         *(
             (tensor(*got), tensor(*expected), {"abs_tol": INF, "rel_tol": INF}, f"name: .*{shown}")
@@ -137,6 +137,6 @@ def test_poisoned_integers():
     assert (data == 0xFF).all()
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         assert data.view(dtype).float().isnan().all()
-    # No index: neither a key nor the padding -1.
+    # The value is no valid index: neither a key nor the padding value -1.
     assert (poisoned((2,), torch.int32) == -(2**31)).all() and (poisoned((2,), torch.int64) == -(2**63)).all()
     assert poisoned([0, 4], torch.int32).shape == (0, 4)

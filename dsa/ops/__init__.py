@@ -1,16 +1,17 @@
-"""The ops, one module each: check the arguments, choose the backend, allocate, launch."""
+"""The ops. Their modules check the arguments, choose the backend, allocate the results and launch the kernels."""
 
 from pathlib import Path
 
 
 def op_modules() -> dict[str, str]:
-    """{op: its module}, one for each file of dsa/ops/FAMILY whose name does not begin with an underscore."""
+    """Return {op: module}, with an entry for each file of dsa/ops/FAMILY whose name does not begin with an
+    underscore."""
     paths = sorted(Path(__file__).parent.glob("*/[!_]*.py"))
     return {path.stem: f"dsa.ops.{path.parent.name}.{path.stem}" for path in paths}
 
 
 def op_module(op: str) -> str:
-    """The op's module. Raises ValueError, with a list of the ops, for any other name."""
+    """Return the name of the op's module. Raises ValueError, with a list of the ops, if there is no such op."""
     modules = op_modules()
     if op not in modules:
         raise ValueError(f"op: must be one of {', '.join(modules)}, got {op!r}")

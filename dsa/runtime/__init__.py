@@ -1,1 +1,2 @@
-"""What every op and kernel shares on the host: the op's record, recorded calls, backends, compilation and its cache."""
+"""Host code that all ops and kernels share: declarations of ops, argument checks, recorded calls, backends, and
+compilation with its cache."""

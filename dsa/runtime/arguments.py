@@ -1,4 +1,4 @@
-"""Specs of an op's arguments. The checks and their messages follow from them.
+"""Specs of an op's arguments. The checks of arguments, and the error messages, are derived from the specs.
 
     RMS_NORM = Arguments(
         x=Tensor("... D", FLOATS, layout=ROWS),
@@ -8,20 +8,20 @@
     RMS_NORM.check(x, weight, eps)          # types, dtypes, shapes and devices, for references and kernels
     RMS_NORM.check_layouts(x, weight, eps)  # strides and alignment, for kernels
 
-A shape consists of words: numbers, names, and formulas of names that are bound before ("2*n", "ceil(K/128)"). The first
-use of a word binds it to the size there, and "B+1" binds B too. Later uses must agree. "..." stands for any number of
-dimensions, the same in all shapes. "B | B T" allows either shape; neither may contain "...". The name of an earlier Int
-is a word too, for its value.
+A shape consists of words, one per dimension: a number, a name, or a formula of names that are bound before ("2*n",
+"ceil(K/128)"). The first use of a word binds the word to the size of this dimension; "B+1" also binds B. Later uses
+must have the same size. "..." stands for any number of dimensions, the same in all shapes. "B | B T" allows either
+shape; neither may contain "...". The name of an earlier Int is also a word and stands for the Int's value.
 
 Limits of sizes and numbers are data:
 
     limits={"H": (32, 64), "K": multiple_of(16), "T*D": at_most(2**31), "softmax_scale": POSITIVE}
 
 A key is a word of the op's shapes, a formula of such words, or the name of an Int or a Number. "rows" is the product of
-the dimensions that "..." stands for, and "itemsize" the bytes of a number of the first tensor. A value contains what is
-accepted: a tuple of numbers, or an object made by `at_least`, `at_most` or `multiple_of`, or POSITIVE.
+the dimensions that "..." stands for, and "itemsize" the bytes per element of the first tensor. A value is a container
+of the accepted numbers: a tuple, an object made by `at_least`, `at_most` or `multiple_of`, or POSITIVE.
 
-Messages are written in `checks`; those about shapes and limits here.
+Most error messages are in `checks`; messages about shapes and limits are in this module.
 """
 
 import inspect
@@ -59,9 +59,9 @@ ROW_COUNT = "rows"  # the product of these dimensions
 
 
 class Sizes(dict[str, Any]):
-    """{name: size} of a call.
+    """The sizes of a call, {name: size}.
 
-    origin  {name: the argument that the size comes from, as messages call it}
+    origin  {name: the argument whose shape or value gave the size, under its name in messages}
     """
 
     def __init__(self) -> None:
@@ -74,28 +74,29 @@ class Sizes(dict[str, Any]):
 
 
 class Word:
-    """A word of a shape, parsed once: parsing takes longer than the launch of a small op."""
+    """A word of a shape. It is parsed once, because parsing in every call would take longer than the launch of a small
+    op."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.number = int(text) if text.isdigit() else None
         self.names = tuple(name for name in re.findall(r"[A-Za-z_]\w*", text) if name != "ceil")
-        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # in messages, if the size may be any
+        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # the text in messages that say the size is arbitrary
         more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
         self.more_than = (more[1], int(more[2])) if more else None
         formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
         formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
-        # The texts are constants of this package, so eval runs nothing of a caller.
+        # Words are constants of this package, so eval never sees a string of a caller.
         self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})
 
     def known(self, sizes: Sizes) -> tuple[str, ...]:
-        """The names in it, if all of them are bound."""
+        """Return the bound names that determine the word's size, or () if one of its names is not bound."""
         if self.text in sizes:
             return (self.text,)
         return self.names if all(name in sizes for name in self.names) else ()
 
     def size(self, sizes: Sizes) -> int | str:
-        """The size that it stands for, or words for a message if the size may be any."""
+        """Return the size that the word stands for, or the word as text for a message if the size is arbitrary."""
         if self.number is not None:
             return self.number
         if self.text in sizes:
@@ -103,7 +104,7 @@ class Word:
         return self.formula(sizes) if self.known(sizes) else self.shown
 
     def bind(self, argument: str, size: int, shape: Sequence[int], sizes: Sizes) -> None:
-        """Bind an unknown word to this size, and B in "B+1" to one less."""
+        """If the word is not known, bind it to this size, and in "B+1" bind B to one less."""
         if self.number is not None or self.known(sizes):
             return
         sizes.bind(self.text, size, argument)
@@ -124,7 +125,7 @@ class _Shape:
         self.front, self.back = [Word(one) for one in words[:cut]], [Word(one) for one in words[cut + 1 :]]
 
     def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape, and bind the names that occur here first."""
+        """Check a tensor's dtype and shape, and bind the names that are not bound yet."""
         shape = shape_of(value)
         middle: tuple[int, ...] = ()
         if self.open:
@@ -144,7 +145,7 @@ class _Shape:
     def _middle(
         self, argument: str, value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """The dimensions that "..." stands for."""
+        """Return the dimensions that "..." stands for."""
         count = len(self.front) + len(self.back)
         if len(shape) < count:
             check_tensor(argument, value, dtypes, shape)
@@ -153,7 +154,7 @@ class _Shape:
         return shape[len(self.front) : len(shape) - len(self.back)]
 
     def sources(self, sizes: Sizes) -> dict[str, None]:
-        """The arguments that sizes of its words come from."""
+        """Return the arguments that determined the sizes of the shape's words, as keys of a dict."""
         known = [name for word in (*self.front, *self.back) for name in word.known(sizes)]
         rest = [REST] if self.open and REST in sizes else []
         return dict.fromkeys(sizes.origin[name] for name in (*known, *rest))
@@ -167,7 +168,7 @@ class _Shape:
 
 
 class Shapes:
-    """The shapes of which a tensor has one, written with "|" between them."""
+    """The alternative shapes of a tensor, written with "|" between them."""
 
     def __init__(self, text: str) -> None:
         self.shapes = [_Shape(words) for words in text.split("|")]
@@ -177,7 +178,7 @@ class Shapes:
             self.names.add(ROW_COUNT)
 
     def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape, and bind the names that occur here first."""
+        """Check a tensor's dtype and shape, and bind the names that are not bound yet."""
         shape = self.shapes[0]
         if len(self.shapes) > 1:
             got = shape_of(value)
@@ -198,7 +199,7 @@ def listed(names: Iterable[str], last_with: str = "and") -> str:
 
 
 class Accepted(Protocol):
-    """What a message says is accepted by its str()."""
+    """A container of accepted values. Messages show its str()."""
 
     def __contains__(self, value: object, /) -> bool: ...
 
@@ -247,18 +248,18 @@ def multiple_of(of: int, least: int = 0, most: float = math.inf) -> Multiples:
 
 
 class Limits:
-    """Limits by word. names: the names in these words"""
+    """Limits of words. names: the names in these words"""
 
     def __init__(self, limits: Mapping[str, Accepted]) -> None:
         self.limits = [(Word(text), accepted) for text, accepted in limits.items()]
         self.names = {name for word, _ in self.limits for name in word.names}
 
     def broken(self, sizes: Sizes) -> Iterator[tuple[str, str, str, object]]:
-        """(argument, what is accepted, word, size) of each size that is not accepted."""
+        """Yield (argument, accepted values, word, size) for each size that is not accepted."""
         for word, accepted in self.limits:
             known = word.known(sizes)
             if not known:
-                continue  # the size of an optional argument that is not given
+                continue  # the word occurs only in an optional argument that is not given
             size = word.size(sizes)
             if size not in accepted:
                 taken = listed(map(str, accepted), "or") if isinstance(accepted, tuple) else str(accepted)
@@ -269,18 +270,18 @@ class Limits:
 class Tensor:
     """A tensor.
 
-    shape     words, see the module
+    shape     the dimensions as words, see the module's docstring
     dtypes    accepted dtypes
     like      name of the argument whose dtype it must have
-    besides   those of `dtypes` that are accepted as well
+    besides   with `like`: dtypes that are accepted besides that dtype
     optional  whether it may be None
     layout    what the kernels require of its memory: ANY, INNER, ROWS, CONTIGUOUS, ALIGNED or PAGES, or a function that
               returns one of these for a tensor of a valid dtype and shape
-    merged    (first, end): the kernels view its dimensions first:end as one, so these must be mergeable
+    merged    (first, end): the kernels view the dimensions first:end as one dimension, so they must be mergeable
     written   whether the op writes to it in place
     name      its name in messages, if that is not the parameter's name: "kv[0]"
-    rule      called with this name and a tensor of a valid dtype and shape; raises ValueError. If it returns sizes,
-              they replace the sizes of these names
+    rule      rule(name, tensor) is called with the name in messages and a tensor of a valid dtype and shape, and raises
+              ValueError if the tensor is wrong. If it returns {name: size}, these sizes replace the sizes of the names
     """
 
     shape: str
@@ -297,10 +298,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A list of at least one tensor, all of one dtype and shape.
+    """A list of one or more tensors, all with the same dtype and shape.
 
-    count           a word, bound to the number of tensors
-    layout, merged  as of `Tensor`, for each of them
+    count           a word that is bound to the number of tensors
+    layout, merged  see `Tensor`; they apply to each tensor of the list
     """
 
     shape: str
@@ -314,7 +315,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Int:
-    """An int. most: a number, or a word that is bound before."""
+    """An int from `least` to `most`. most: a number, or a word that is bound before."""
 
     least: int = 1
     most: int | str = INT_MAX
@@ -363,12 +364,12 @@ Spec = Tensor | Tensors | Int | Number | Flag | Choice | Dtype
 
 
 class Arguments:
-    """The specs of an op's arguments, in their order.
+    """The specs of an op's arguments, in the order of the arguments.
 
-    limits  of sizes and numbers, for the reference too
-    rule    called after these checks with the arguments that its parameters name, for what specs and limits cannot
-            say; raises ValueError
-    first   arguments to check first: the sizes and the device of the others come from them
+    limits  limits of sizes and numbers that also hold for the reference
+    rule    a function for what specs and limits cannot express. It is called after the other checks with the arguments
+            that its parameters name, and raises ValueError
+    first   arguments to check first, so that the sizes and the device of the other arguments are compared with theirs
     """
 
     def __init__(
@@ -388,18 +389,19 @@ class Arguments:
         self._limits = self.limits_of("limits", self.limits)
         names = list(specs)
         in_order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
-        # What a check goes through, in its order: an argument's place, name, spec, name in messages, and shapes.
+        # The arguments in the order of the checks: (index, name, spec, name in messages, shapes).
         self._rows = [(i, names[i], specs[names[i]], self.names[i], self.shapes.get(names[i])) for i in in_order]
         self._first = first
         self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
 
     def writing(self, outputs: Mapping[str, Tensor]) -> "Arguments":
-        """The same, with outputs of these specs that the caller gives."""
+        """Return these arguments followed by outputs of these specs, to which the op writes."""
         written = {name: replace(spec, written=True) for name, spec in outputs.items()}
         return Arguments(limits=self.limits, rule=self.rule, first=self._first, **self.specs, **written)
 
     def limits_of(self, what: str, limits: Mapping[str, Accepted]) -> Limits:
-        """Limits of sizes and numbers of these arguments; TypeError for a key that is none. what: for messages."""
+        """Return limits of sizes and numbers of these arguments. Raises TypeError for a key that is not a size or
+        number of them. what: the name of the limits in messages"""
         numbers = {name for name, spec in self.specs.items() if isinstance(spec, (Int, Number))}
         counts = {spec.count for spec in self.specs.values() if isinstance(spec, Tensors)}
         known = numbers.union(["itemsize"], counts, *(shapes.names for shapes in self.shapes.values()))
@@ -409,7 +411,8 @@ class Arguments:
         return made
 
     def check(self, *values: object) -> Sizes:
-        """Return the sizes by name. Raises TypeError or ValueError that names a wrong argument."""
+        """Check the values of all arguments, and return the sizes by name. Raises TypeError or ValueError that names
+        the wrong argument."""
         sizes = Sizes()
         found: dict[str, torch.Tensor] = {}
         if len(values) != len(self.names):
@@ -450,14 +453,15 @@ class Arguments:
         return sizes
 
     def check_ints_for_floats(self, *values: object) -> None:
-        """Check ints that are given for floats, before torch's dispatcher converts them to floats."""
+        """Check ints that are passed for Number arguments, before torch's dispatcher converts them to floats."""
         for i in self._numbers:
             if isinstance(values[i], int):
                 spec, shown = [*self.specs.values()][i], self.names[i]
                 spec.check(shown, values[i])
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that takes all arguments in order and passes on those that `function` names.
+        """Return a function that takes all arguments in order and calls `function` with the arguments that its
+        parameters name.
 
         A parameter `a` gets a tuple of the arguments that messages call a[0], a[1], ... Raises TypeError for a
         parameter that is not an argument. what: the function's name in this message
@@ -488,7 +492,7 @@ class Arguments:
         return call
 
     def check_layouts(self, *values: object) -> None:
-        """Raise ValueError for a tensor whose memory layout the kernels do not take."""
+        """Raise ValueError if the memory layout of a tensor is not the one that its spec requires for the kernels."""
         for spec, shown, value in zip(self.specs.values(), self.names, values, strict=True):
             if isinstance(spec, Tensor) and isinstance(value, torch.Tensor):
                 _check_memory(shown, value, spec)
@@ -501,8 +505,8 @@ class Arguments:
 
 
 def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
-    # A lazily negated tensor, such as z.conj().imag: its memory holds the numbers without the sign. torch.compile
-    # cannot trace this check.
+    # The memory of a lazily negated tensor, such as z.conj().imag, contains the numbers before the negation, which
+    # kernels would read. torch.compile cannot trace is_neg().
     if not torch.compiler.is_compiling() and x.is_neg():
         raise ValueError(f"{name}: must be negated in memory, got a lazily negated tensor; call resolve_neg()")
     check_layout(name, x, spec.layout if isinstance(spec.layout, str) else spec.layout(x))
@@ -510,7 +514,7 @@ def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
 
 
 def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Check a list of tensors, and return them by their names in messages."""
+    """Check a list of tensors, and return {name in messages: tensor}."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: must be a list of tensors, got {type(value).__name__}")
     if not value:
@@ -527,7 +531,7 @@ def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: 
 
 
 def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
-    """Check that a tensor has the dtype of the argument `like`, or one of `besides`."""
+    """Check that a tensor has the dtype of the argument `like`, or a dtype in `besides`."""
     if value.dtype == other.dtype or value.dtype in spec.besides:
         return
     besides = [dtype for dtype in spec.besides if dtype != other.dtype]
@@ -538,7 +542,7 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
 
 
 def _check_most(name: str, spec: Int, value: int, sizes: Sizes) -> None:
-    """Check that a number is at most the size that its spec names."""
+    """Check that an int is at most the size of the word in its spec's `most`."""
     if isinstance(spec.most, str) and value > sizes[spec.most]:
         of = sizes.origin[spec.most]
         raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")

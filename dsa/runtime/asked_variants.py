@@ -1,5 +1,5 @@
-"""Which compiled variants of kernels the ops ask for, found without a GPU: calls with tensors on the meta device take
-the kernels' way up to the launch, and nothing is compiled."""
+"""Find the compiled variants of kernels that ops ask for, without a GPU: ops are called with tensors on the meta device
+and run the code for a GPU up to the launch. Nothing is compiled."""
 
 import contextlib
 import functools
@@ -15,10 +15,12 @@ from dsa.runtime.variants import Kernel, Variant
 
 @contextlib.contextmanager
 def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
-    """Within the block, ops of tensors on the meta device do what they do on a GPU of this arch but for the launches.
-    Gives the variants that they ask for, in the order in which they do; the dict grows as they run.
+    """Within the block, ops of tensors on the meta device do what they do on a GPU of this arch, except for the
+    launches. Yield a dict whose keys are the variants that the ops ask for, in this order; the dict grows while ops
+    run.
 
-    For the whole process: nothing else may call ops meanwhile. An op raises ImportError where the DSL is not installed.
+    The block affects the whole process, so no other thread may call ops meanwhile. An op raises ImportError if the DSL
+    is not installed.
     """
     found: dict[Variant, None] = {}
 
@@ -43,11 +45,11 @@ def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
 
 
 def launch(variant: Variant, *arguments: Any) -> None:
-    """In place of the variant's kernel: nothing."""
+    """Do nothing in place of the variant's kernel."""
 
 
-# What tensors on the meta device answer within the block: that they are on a GPU, and no to what only their contents
-# could say. Of operators, one that there is on GPUs alone.
+# Within the block, tensors on the meta device claim to be on a GPU, and questions about their contents get the answer
+# False. torch.mm is replaced because its out_dtype argument exists only on GPUs.
 _is_true, _mm = torch.Tensor.__bool__, torch.mm
 
 

@@ -1,9 +1,9 @@
 """Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
-ARCHS lists the GPUs for which an op has kernels. By default, tensors on such a GPU run the kernels, and other tensors
-the references. The environment variable DSA_BACKEND forces one of the two, and so does `with use_backend(...)`, which
-takes precedence. Nothing falls back silently: a shape that a kernel does not take raises an error, and an op without a
-kernel for a GPU for which others have one warns once.
+ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU, and the
+references for other tensors. The environment variable DSA_BACKEND forces one of the two, and so does `with
+use_backend(...)`, which takes precedence. No op falls back silently: if a kernel does not take a shape, the op raises
+an error. If an op has no kernel for a GPU, but other ops have one, the op warns once and runs the reference.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_back
 
 
 def archs() -> list[str]:
-    """Return the archs for which there are kernels."""
+    """Return the archs for which any op has kernels."""
     return sorted({arch for archs in ARCHS.values() for arch in archs})
 
 
 def why_no_kernels(device: torch.device | None = None) -> str | None:
-    """Return what keeps the kernels from running on a GPU (by default the current one); None if nothing does."""
+    """Return the reason why kernels cannot run on a GPU (by default the current one); None if they can."""
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return _why_no_kernels_on(device)
@@ -40,7 +40,7 @@ def why_no_kernels(device: torch.device | None = None) -> str | None:
 
 @functools.cache
 def _why_no_kernels_on(gpu: torch.device | None) -> str | None:
-    if gpu is None or not torch.cuda.is_available():  # a tensor may be a fake one
+    if gpu is None or not torch.cuda.is_available():  # a fake tensor may be on a GPU that does not exist
         return "torch sees no CUDA GPU"
     if (arch := arch_of(gpu)) not in archs():
         return f"the GPU is {arch}, and the kernels are for {_names(archs())}"
@@ -60,7 +60,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"{arch} ({ARCH_NAMES[arch]})" if arch in ARCH_NAMES else arch for arch in names)
 
 
-# A look-up in `os.environ` takes a microsecond, most of it to encode the name.
+# A look-up in `os.environ` takes a microsecond, most of it to encode the name. So encode the name once.
 _environment, _VARIABLE = os.environ._data, os.environ.encodekey("DSA_BACKEND")
 
 
@@ -76,7 +76,7 @@ def _chosen() -> str | None:
 
 
 def backend() -> str:
-    """Return the backend that ops use for tensors on the GPU: "cute" or "reference"."""
+    """Return the backend that ops use for tensors on the current GPU: "cute" or "reference"."""
     return _chosen() or ("reference" if why_no_kernels() else "cute")
 
 
@@ -92,14 +92,15 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def allows_kernels() -> bool:
-    """Whether a call may launch kernels, if an equal call has launched them before."""
+    """Whether a call may launch kernels, given that an equal call launched them before."""
     return _chosen() != "reference"
 
 
 def runs_kernel(op: str, tensor: torch.Tensor, of_part: Collection[str] = ()) -> bool:
-    """Whether `op` launches its kernel on `tensor`; ValueError when the kernels were asked for and cannot run.
+    """Whether `op` launches its kernel on `tensor`. Raises ValueError if backend "cute" was asked for and kernels
+    cannot run.
 
-    of_part  the archs of a part of the op that has kernels of its own; () for those of the whole op
+    of_part  the archs for which a part of the op has kernels; (): the archs of the whole op
     """
     chosen, device = _chosen(), tensor.device
     if chosen == "reference" or (chosen is None and device.type != "cuda"):
@@ -122,7 +123,7 @@ _warned: set[str] = set()
 
 
 def _level() -> int:
-    """Return the stack level of the code that called this package, for a warning."""
+    """Return the stack level of the code that called this package, for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dsa":
         frame, level = frame.f_back, level + 1
@@ -133,14 +134,15 @@ _NO_SWITCH = contextlib.nullcontext()
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's GPU the current one around a launch. Free where it is already."""
+    """Return a context manager that makes the tensor's GPU the current one. It costs nothing if this GPU is already
+    current."""
     if tensor.device.index == torch.cuda.current_device():
         return _NO_SWITCH
     return torch.cuda.device(tensor.device)
 
 
 def num_sms(device: torch.device | str) -> int:
-    """Return the number of SMs of a GPU; for a CPU 132, as on an H200, so that plans look the same there.
+    """Return the number of SMs of a GPU; for a CPU 132, as on an H200, so that plans on a CPU equal those on an H200.
 
     Raises TypeError or ValueError if `device` is not a device.
     """

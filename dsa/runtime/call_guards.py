@@ -1,9 +1,9 @@
 """Find out whether a call equals a recorded one (`recorded_calls`), by one call of torch's guards.
 
 A signature (`recorded_calls`) takes Python more than a microsecond per tensor; for five tensors that is as long as a
-launch. torch.compile's guards compare the same in a tenth of the time. A hit implies an equal signature. A miss proves
-nothing: torch's guards also look at inference mode, autocast and the type of a tensor. Then the call is looked up by
-its signature.
+launch. torch.compile's guards compare the same properties in a tenth of the time. A hit implies an equal signature. A
+miss proves nothing, because torch's guards also compare inference mode, autocast and the type of a tensor. After a miss
+the call is looked up by its signature.
 """
 
 import math
@@ -18,17 +18,18 @@ Guard = Callable[..., bool]
 
 
 def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) -> Guard | None:
-    """Return a function that tells whether its arguments equal these and the current GPU is the same.
+    """Return a function that tells whether its arguments are like these, and the current GPU is the GPU of the tensors.
 
     None if these arguments cannot be compared, or if this torch lacks the guards.
 
-    in_place  pairs of argument positions: it matters whether the two tensors begin at the same address
+    in_place  pairs of argument positions. The guard also compares whether the two tensors of a pair begin at the same
+              address
     """
     if not HAS_SHORTCUTS:
         return None
-    tensors: dict[str, torch.Tensor] = {}  # each once, as torch's guards require
+    tensors: dict[str, torch.Tensor] = {}  # without repetitions, as torch's guards require
     names: dict[str, Any] = {}
-    kinds, numbers = [], []  # conditions: of lists, which come first; of numbers, and of repeated tensors
+    kinds, numbers = [], []  # conditions on lists, which are checked first; conditions on numbers and repeated tensors
     for i, x in enumerate(arguments):
         items = [(f"a{i}", x)]
         if type(x) in (list, tuple):
@@ -64,13 +65,14 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
 
 
 def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
-    """Return the condition that an argument equals this value, which is not a tensor."""
+    """Return the condition that an argument equals `value`, which is not a tensor; None if there is no such
+    condition."""
     if value is None or type(value) is bool:
         return f"{name} is {value}"
     if type(value) is int or type(value) is str:
         return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
     if type(value) is float and math.isfinite(value):
-        same = f"{name} == {value!r}" if value else f"repr({name}) == '{value!r}'"  # -0.0 is not 0.0
+        same = f"{name} == {value!r}" if value else f"repr({name}) == '{value!r}'"  # repr tells -0.0 from 0.0
         return f"type({name}) is float and {same}"
     if type(value) is torch.dtype:
         constant = f"dtype{len(names)}"
@@ -82,8 +84,8 @@ def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
 def _addresses(
     tensors: dict[str, torch.Tensor], arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Return conditions: tensors begin as far from a multiple of 16 bytes as now, and each pair begins at one address
-    or not, as now."""
+    """Return the conditions that the addresses of tensors modulo 16, and whether the two tensors of a pair begin at the
+    same address, are the same as in this call."""
     rests = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, rest in rests.items() if not rest)
     found = [f"{name}.data_ptr() & 15 == {rest}" for name, rest in rests.items() if rest]

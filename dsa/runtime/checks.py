@@ -1,4 +1,4 @@
-"""Checks of arguments, and tensors in the layouts that kernels take.
+"""Checks of arguments, and views or copies of tensors with the layouts that kernels take.
 
 The message of a check names the argument, what it got and what is accepted.
 
@@ -13,8 +13,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # the largest int argument; kernels count in int32
-MOST_SLOTS = INT_MAX + 1  # slots of a paged cache, which an int32 numbers
-# Layouts that kernels require of a tensor's memory. References take any.
+MOST_SLOTS = INT_MAX + 1  # most slots of a paged cache, so that a slot's index fits in int32
+# Layouts that kernels require of a tensor's memory. References accept any layout.
 ANY = "any strides"
 INNER = "the last dimension contiguous"
 ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
@@ -30,11 +30,11 @@ def check_tensor(
 ) -> None:
     """Check that `value` is a tensor of one of `dtypes` and of `shape`, in which a str stands for any size.
 
-    sizes_of  the arguments that the sizes come from, for the message: the mistake may be there
+    sizes_of  the arguments that determined the sizes. The message names them, because the mistake may be in one of them
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_nested:  # torch crashes where it indexes some of these
+    if value.layout is not torch.strided or value.is_nested:  # torch crashes when it indexes some of these
         got = "a nested tensor" if value.is_nested else f"layout {str(value.layout).removeprefix('torch.')}"
         raise ValueError(f"{name}: must be a dense tensor, got {got}")
     if value.dtype not in dtypes:
@@ -62,7 +62,7 @@ def _has_sizes(value: torch.Tensor, shape: Sequence[int | str]) -> bool:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of a tensor; () for what has none and `check_tensor` refuses."""
+    """Return the shape of a tensor; () for values without a shape, which `check_tensor` refuses."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else ()
 
 
@@ -84,31 +84,32 @@ def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | 
 
 
 def torch_device(name: str, value: object) -> torch.device:
-    """Return `value`, a torch.device or the name of one, as a torch.device, which may not exist here."""
+    """Return `value`, a torch.device or the name of one, as a torch.device. The device need not exist."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise TypeError(f"{name}: must be a torch.device or its name, got {type(value).__name__}")
     try:
         return torch.device(value)
-    except RuntimeError:  # an unknown name, or any number without a GPU
+    except RuntimeError:  # an unknown name, or a device number on a machine without GPUs
         raise ValueError(f"{name}: must be a torch.device or its name, got {value!r}") from None
 
 
 def check_memory(name: str, value: torch.Tensor) -> None:
-    """Check that `value` is not on the meta device, where tensors have no memory. For references."""
+    """Check that `value` is not on the meta device, where tensors have no memory. For functions that run a
+    reference."""
     if value.is_meta:
         raise ValueError(f"{name}: must be on a device with memory, got a tensor on meta")
 
 
 def check_updatable(name: str, value: torch.Tensor) -> None:
-    """Check that torch lets a reference write to `value`. Kernels can always write."""
+    """Check that torch lets a reference write to `value`. Kernels can always write to it."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name}: was made in inference mode, must be written in inference mode too")
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:
-    """Check that an op may write to `value` in place: no two of its numbers share memory, and autograd does not track
+    """Check that an op may write to `value` in place: no two of its elements share memory, and autograd does not track
     it."""
     strides, extent = value.stride(), 1
     for stride, size in sorted(zip(strides, value.shape)):
@@ -123,9 +124,9 @@ def check_writable(name: str, value: torch.Tensor) -> None:
 
 
 def check_apart(name: str, value: torch.Tensor, **others: object) -> None:
-    """Check that `value`, which is written, begins at the address of none of the tensors `others`, which are read.
+    """Check that `value`, to which the op writes, does not begin at the address of one of `others`, which the op reads.
 
-    Does nothing under torch.compile. Other checks refuse tensors without an address.
+    This check does nothing under torch.compile, and for tensors without an address, which other checks refuse.
     """
     if torch.compiler.is_compiling():
         return
@@ -137,7 +138,7 @@ def check_apart(name: str, value: torch.Tensor, **others: object) -> None:
 def _address(value: object) -> int | None:
     try:
         return value.data_ptr() or None
-    except (AttributeError, RuntimeError):  # not a tensor, or a sparse, nested or fake one
+    except (AttributeError, RuntimeError):  # not a tensor, or a sparse, nested or fake tensor
         return None
 
 
@@ -156,7 +157,8 @@ def check_positive(name: str, value: object, most: int = INT_MAX) -> None:
 
 
 def check_number(name: str, value: object, least: float | None = None) -> None:
-    """Check that `value` is finite in fp32, at least `least` if given, and if it is an int, of at most 64 bits."""
+    """Check that `value` is a number that is finite in fp32 and, if `least` is given, at least `least`. An int must fit
+    in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: must be a number, got {type(value).__name__}")
     if not -_FP32_MAX <= value <= _FP32_MAX:  # also false for NaN
@@ -174,7 +176,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that `value` is one of some strings."""
+    """Check that `value` is one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
     if value not in choices:
@@ -182,7 +184,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that `value` is one of some dtypes."""
+    """Check that `value` is one of `dtypes`."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
     if value not in dtypes:
@@ -210,7 +212,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
-    """Raise ValueError unless x has this layout. Strides of dimensions with less than two elements do not matter."""
+    """Raise ValueError unless x has this layout. Strides of dimensions with fewer than two elements do not matter."""
     if not x.numel():
         return
     if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
@@ -238,7 +240,8 @@ def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
 
 
 def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
-    """Raise ValueError unless x's dimensions first:end can be viewed as one. An empty tensor's can."""
+    """Raise ValueError unless the dimensions first:end of x can be viewed as one dimension. Empty tensors always
+    pass."""
     dims = range(x.dim())[first:end]
     if len(dims) < 2 or not x.numel():
         return
@@ -252,12 +255,13 @@ def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name as the compile functions take it."""
+    """Return the dtype's name in the form that compile functions take."""
     return str(dtype).removeprefix("torch.")
 
 
 def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """x with so many dimensions, without a copy: the first ones merged, or new ones of a single element before them."""
+    """Return a view of x with `dims` dimensions: the first dimensions are merged, or dimensions of size 1 are added in
+    front."""
     missing = dims - x.dim()
     if missing == 0:
         return x
@@ -265,16 +269,17 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def unit_inner(x: torch.Tensor) -> torch.Tensor:
-    """x, with a last stride of 1 where the last dimension has a single element and its stride means nothing."""
+    """Return x. If the last dimension has a single element, its stride is arbitrary and is replaced by 1."""
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
 
 
 def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
-    """x if its last dimension is contiguous and its rows start at multiples of 16 bytes, None if not.
+    """Return x if its last dimension is contiguous and its rows start at multiples of 16 bytes, otherwise None.
 
-    The strides of dimensions with a single element mean nothing: where one would be in the way, x is viewed anew.
+    The strides of dimensions with a single element are arbitrary. If such a stride is in the way, the result is a view
+    of x with another stride.
     """
     multiple = 16 // x.element_size()
     strides = list(x.stride())
@@ -289,6 +294,6 @@ def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def tma_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it with rows at multiples of 16 bytes. A row may be in several places (a stride of 0)."""
+    """Return x if its rows are at multiples of 16 bytes, otherwise a contiguous copy. Strides of 0 are allowed."""
     same = rows_at_16_bytes(x)
     return x.clone(memory_format=torch.contiguous_format) if same is None else same

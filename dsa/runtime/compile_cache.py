@@ -1,38 +1,41 @@
 """Compiled kernels, kept in memory and on disk.
 
 A kernel module decorates each of its `compile_*` functions with `@cached`. Their arguments are dtypes, ints, bools and
-frozen dataclasses of these. The first call in a process looks for an object file with the same key: on disk (loading
-takes about a millisecond), then in the package (some 50 ms). Otherwise it compiles, which takes seconds, and writes the
-file.
+frozen dataclasses of these. The first call with some arguments in a process looks for an object file with the same key,
+first on disk (loading takes about a millisecond), then in the package (some 50 ms). If there is none, the call compiles
+the kernel, which takes seconds, and writes the file.
 
-Key: the bytes of the kernel's family folder and of dsa/cute, the arguments, the versions of the DSL, of its CUDA tools
-and of TVM-FFI, the DSL's settings in the environment, and the host's architecture. Kernels import nothing but their
-family and dsa/cute. A comment changes the key too: to compile again costs less than to tell which bytes of a file
-matter. The key does not cover the versions of Python and of the CPU: an object file does not refer to Python, and its
-host code runs on every CPU of the architecture. So a cache that was filled on one machine serves another. If a family's
-sources change while a process runs, the process writes no more of its kernels: the key may belong to the old files and
-the code to the new.
+Key: the bytes of the Python files in the kernel's family folder and in dsa/cute, the arguments, the versions of the
+DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in the environment, and the host's architecture. The two
+folders suffice, because kernels import nothing else that affects their code. A change of a comment changes the key too,
+because compiling again costs less than finding out which bytes of a file matter. The key does not contain the Python
+version and the CPU model: an object file does not depend on Python, and its host code runs on every CPU of the
+architecture. So a cache that was filled on one machine serves another. If a family's sources change while a process
+runs, the process no longer writes kernels of this family, because the key may belong to the old files and the code to
+the new ones.
 
-Package: a wheel holds compiled/MODULE.tar.xz for each kernel module, with the object files of its shipped variants
-under their names in the cache. `python -m dsa_layers.compilation.pack` writes these archives. An editable install has
-none.
+Package: a wheel contains an archive compiled/MODULE.tar.xz per kernel module, with the object files of the module's
+shipped variants under the names that they have in the cache. `python -m dsa_layers.compilation.pack` writes these
+archives. An editable install has none.
 
-Safety: an object file is native code, so it is loaded only if no other user can have written it. The cache's folder,
-and what is missing above it, is created with mode 0700. It is used if it belongs to this user and neither its group nor
-others may write to it. Then only this user can add, rename or replace files in it. Whoever may rename the folder itself
-could put another one in its place. A folder above it that everyone may write to is therefore accepted only with the
-sticky bit, as /tmp has it, which lets nobody rename the files of others. The owner or the group of a parent folder can
-still rename it at any time, e.g. the user whose HOME root keeps under sudo. So a file is opened once, and the DSL,
-which opens files by their paths, gets the path of the descriptor: the file that was checked is loaded, and the file
-that was created is written. Links on the way are followed once, before anything is checked.
+Safety: an object file is native code, so it is loaded only if no other user can have written it. The cache's folder and
+its missing parents are created with mode 0700. The folder is used only if it belongs to this user and neither its group
+nor others may write to it. Then only this user can add, rename or replace files in the folder. A user who may rename
+the folder itself could put another folder in its place. Therefore a parent folder that everyone may write to is
+accepted only with the sticky bit, as on /tmp, which prevents users from renaming the files of others. The owner or the
+group of a parent folder can still rename the cache's folder at any time, e.g. under sudo, where root's HOME can be
+another user's. So a file is opened once, and the DSL, which opens files by their paths, gets the path of the open
+descriptor. The DSL thus loads the file that was checked, and writes to the file that was created. Symbolic links in the
+folder's path are resolved once, before all checks.
 
-If the disk fails, that costs a warning and the time to compile.
+If reading or writing files fails, a warning is issued and kernels are compiled.
 
-Why not quack-kernels' cache, which is close to this one: it requires einops and a torch extension, and its key covers
-that package's sources rather than one kernel's, so that any change there would recompile everything here.
+Why not use the cache of quack-kernels, which is similar: it requires einops and a torch extension, and its key covers
+the sources of quack-kernels rather than those of one kernel here, so any change of quack-kernels would recompile
+everything here.
 
-Environment: DSA_CACHE_DIR moves the directory (default $XDG_CACHE_HOME/dsa or ~/.cache/dsa; $TMPDIR/dsa-<uid> for a
-user without a home); empty turns the disk off.
+Environment: DSA_CACHE_DIR is the directory (default: $XDG_CACHE_HOME/dsa or ~/.cache/dsa; for a user without a home
+$TMPDIR/dsa-<uid>). If it is set and empty, nothing is read from or written to disk.
 """
 
 import contextlib
@@ -62,24 +65,24 @@ from dsa.runtime.object_file import cubin_in, write_object_file
 from dsa.runtime.recorded_calls import noted
 from dsa.runtime.variants import Kernel, Variant
 
-# (compile function, its arguments) of each variant that a kernel module ships.
+# The variants that a kernel module ships: (compile function, arguments) each.
 Variants = list[tuple[Callable[..., Any], tuple]]
 OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
 _EDITED = "sources of dsa have changed since this process began"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
-# Settings of the DSL that do not change what is compiled: `compile_for` names the arch, and the others choose what the
-# DSL prints and where it keeps its files.
+# Prefixes of the DSL's settings that do not change the compiled code: the arch, which `compile_for` sets itself, and
+# settings that choose what the DSL prints and where it stores files.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHARED = Path(__file__).resolve().parent.parent / "cute"
-PACKED = Path(__file__).parent.parent / "compiled"  # archives of compiled kernels that a wheel holds
+PACKED = Path(__file__).parent.parent / "compiled"  # the folder of a wheel's archives of compiled kernels
 _compile_lock = threading.RLock()  # cute.compile is not thread-safe
 _warned: set[str] = set()
 
 
 def _new_lock() -> None:
-    """Make a new lock after a fork: the child lacks the thread that may hold the old one."""
+    """Make a new lock after a fork, because the old one may be held by a thread that does not exist in the child."""
     global _compile_lock
     _compile_lock = threading.RLock()
 
@@ -101,25 +104,25 @@ def cache_dir() -> Path | None:
 
 
 def compile_for(target: str, function: Callable, *args: Any) -> Any:
-    """Compile for a target of ptxas, such as "sm_90a", with TVM-FFI. A kernel that spills registers does not compile.
+    """Compile for a target of ptxas, such as "sm_90a", with TVM-FFI. If the kernel spills registers, compilation fails.
 
-    Arguments are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
+    `args` are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
     """
     return cute.compile(function, *args, options=f"--gpu-arch {target} {OPTIONS}")
 
 
 def compile_sm90(function: Callable, *args: Any) -> Any:
-    """Compile for Hopper, with its arch-specific instructions."""
+    """Compile for Hopper, including its arch-specific instructions."""
     return compile_for("sm_90a", function, *args)
 
 
 def cached(compile_function: Callable) -> Callable:
     """Cache a compile function's results by its positional arguments, in memory and on disk.
 
-    Launches of a result become steps of the call that is being recorded (`recorded_calls`).
+    If a call of an op is being recorded (`recorded_calls`), launches of the returned kernel become its steps.
     """
     memory: dict[tuple, Kernel] = {}
-    source_key(compile_function.__module__)  # now, before the family's files can change
+    source_key(compile_function.__module__)  # computed now, before the family's files can change
 
     @functools.wraps(compile_function)
     def get(*args: Any) -> Kernel:
@@ -137,7 +140,8 @@ def cached(compile_function: Callable) -> Callable:
 
 
 def fill(compile_function: Callable, *args: Any) -> bool:
-    """Write the result of a `@cached` compile function to disk, unless it is there. Return whether it was compiled.
+    """Write the result of a `@cached` compile function to disk, unless it is there already. Return whether it was
+    compiled.
 
     Nothing is loaded, so no GPU is needed. Raises OSError if the folder cannot be used, and RuntimeError if the
     kernel's sources have changed since this process began.
@@ -178,17 +182,18 @@ def is_on_disk(compile_function: Callable, *args: Any) -> bool:
 
 
 def cubin(compile_function: Callable, *args: Any) -> bytes:
-    """The machine code that a `@cached` compile function gives for these arguments."""
+    """Return the cubin of the kernel that a `@cached` compile function compiles for these arguments."""
     return cubin_in(object_file(compile_function, *args))
 
 
 def stem_of(compile_function: Callable, args: tuple) -> str:
-    """What the name of the object file of a `@cached` compile function's kernel begins with."""
+    """Return the stem of the kernel's object file. The file's name is the stem, a digest of the bytes, and ".o"."""
     return _stem(compile_function.__wrapped__, args)
 
 
 def object_file(compile_function: Callable, *args: Any) -> bytes:
-    """The object file of a `@cached` compile function's kernel: the one on disk, or a new one, which is kept there."""
+    """Return the bytes of the object file of a `@cached` compile function's kernel: from disk, or compiled and written
+    to disk."""
     function = compile_function.__wrapped__
     stem = _stem(function, args)
     with _compile_lock, contextlib.ExitStack() as stack:
@@ -236,7 +241,8 @@ def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
 
 
 def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
-    """The kernel that came with the package and its object file, or None if there is none that can be loaded."""
+    """Return the kernel from the package and the bytes of its object file; None if there is none, or it cannot be
+    loaded."""
     content = packed_object(function.__module__, stem)
     if content is None:
         return None
@@ -245,7 +251,7 @@ def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
             file.write(content)
             file.flush()
             return cute.runtime.load_module(str(path_of(file)), enable_tvm_ffi=True)[_ENTRY], content
-    except Exception as error:  # the DSL's
+    except Exception as error:  # the DSL may raise any exception
         _warn_once(f"kernels that came with the package cannot be loaded ({_of(error)}); compiling")
         return None
 
@@ -254,12 +260,12 @@ def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
     """Write an object file to the cache, or warn."""
     try:
         _write(directory, stem, write)
-    except Exception as error:  # the disk's or the exporter's
+    except Exception as error:  # an exception of the disk or of the DSL's exporter
         _warn_once(f"the compile cache {directory} cannot be written to ({_of(error)}); {_ADVICE}")
 
 
 def _usable_directory() -> Path | None:
-    """The cache's folder, if it is on and nobody else can have written to it."""
+    """Return the cache's folder; None if the cache is off or another user may have written to the folder."""
     directory = cache_dir()
     if directory is None:
         return None
@@ -291,7 +297,8 @@ def _edited(function: Callable) -> bool:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """What the environment tells the DSL: line information, assertions, options of the compiler."""
+    """Return the DSL's environment variables that affect the compiled code: line information, assertions, compiler
+    options."""
     prefix = "CUTE_DSL_"
     return sorted(
         (name, value)
@@ -302,9 +309,10 @@ def _settings() -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock, so that processes which start together compile a kernel once. It dies with its holder.
+    """Hold an advisory lock, so that of several processes that start together only one compiles a kernel. The lock is
+    released when its process ends.
 
-    Where it cannot be had (a full disk, a file system without locks), all of them compile, which is harmless.
+    If there can be no lock (a full disk, a file system without locks), all of the processes compile, which is harmless.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -315,17 +323,18 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _release(handle: int) -> None:
-    """Not by closing alone: a forked child has a copy of the descriptor, which holds the lock as long as it lives."""
+    """Unlock the file explicitly before closing it: a forked child has a copy of the descriptor, which would otherwise
+    hold the lock as long as the child lives."""
     with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
-    """The path of the object file `stem`.<digest of its bytes>.o and the open file, or None if there is none.
+    """Return the path of the object file STEM.<digest of its bytes>.o and the open file; None if there is none.
 
-    One that others may have written is removed, and so is one whose bytes are not those of its name, which would crash
-    the process rather than fail to load.
+    A file that another user may have written is removed. So is a file whose bytes do not match the digest in its name,
+    because loading a damaged file would crash the process rather than raise an error.
     """
     for path in directory.glob(f"{stem}.*.o"):
         try:
@@ -345,7 +354,7 @@ def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
 
 
 def _load(directory: Path, stem: str) -> Any:
-    """The kernel of the object file, or None if there is none that can be loaded."""
+    """Return the kernel from the object file on disk; None if there is none, or it cannot be loaded."""
     found = _find(directory, stem)
     if found is None:
         return None
@@ -365,8 +374,8 @@ def _remove(path: Path, reason: str) -> None:
 
 
 def _write(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> bytes:
-    """Keep the object file that `write` writes; returns its bytes. It is renamed once it is whole, so that no reader
-    sees half of it."""
+    """Create the object file that `write` writes, and return its bytes. The file gets its name after it is complete, so
+    that no process reads a partial file."""
     file, partial = create_private_file(directory, f"{stem}.")
     try:
         with file:
@@ -380,19 +389,19 @@ def _write(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> byte
 
 
 def _export(kernel: Any) -> Callable[[BinaryIO], None]:
-    """What writes a compiled kernel to a file."""
+    """Return a function that writes a compiled kernel to a file."""
     return lambda file: write_object_file(kernel, path_of(file), _ENTRY)
 
 
 def _warn_once(text: str) -> None:
-    """At the first kernel that it concerns: there may be dozens."""
+    """Warn once per process, because the same problem may concern dozens of kernels."""
     if text not in _warned:
         _warned.add(text)
         warnings.warn(f"dsa: {text}", RuntimeWarning, stacklevel=2)
 
 
 def _of(error: Exception) -> str:
-    """An OSError's own words, or an error's name and the first line of its text."""
+    """Return the message of an OSError; for other errors the type and the first line of the message."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -403,20 +412,21 @@ def _of(error: Exception) -> str:
 
 @functools.cache
 def source_key(module: str) -> str:
-    """The key of an imported kernel module, as its folder was at the first call in this process."""
+    """Return the key of the sources of an imported kernel module, as they were at the first call in this process."""
     return key_on_disk(module)
 
 
 def key_on_disk(module: str) -> str:
-    """The same key, of the files as they are now."""
+    """Return the key of the sources of an imported kernel module, as they are now."""
     return folder_key(Path(sys.modules[module].__file__).resolve().parent)
 
 
 def folder_key(family: Path) -> str:
-    """SHA-256 (16 hex digits) over the paths and bytes of the Python files of `family` and of dsa/cute."""
+    """Return a SHA-256 digest (16 hex digits) of the paths and bytes of the Python files in `family` and in
+    dsa/cute."""
     digest = hashlib.sha256()
     for folder in (family, _SHARED):
-        for path in sorted(filter(Path.is_file, folder.rglob("*.py"))):  # an editor's lock is a link to nothing
+        for path in sorted(filter(Path.is_file, folder.rglob("*.py"))):  # no broken links (locks of editors)
             content = path.read_bytes()
             digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
@@ -426,7 +436,8 @@ def folder_key(family: Path) -> str:
 
 
 def private_folder(directory: Path) -> Path:
-    """`directory` without links, created if it is missing; an OSError says why it cannot be used."""
+    """Return `directory` with links resolved, and create it if it is missing. Raises an OSError that says why it cannot
+    be used."""
     missing, existing = [], directory
     while not (existing.exists() or existing.is_symlink()):
         missing.append(existing)
@@ -445,8 +456,9 @@ def private_folder(directory: Path) -> Path:
 
 
 def open_private_file(path: Path) -> BinaryIO:
-    """A regular file of this user that nobody else may write, to be read; else an OSError says what is wrong."""
-    # A pipe that nobody writes to would block without O_NONBLOCK, which means nothing for regular files.
+    """Open a file for reading. Raises OSError unless it is a regular file of this user that no other user may write
+    to."""
+    # Without O_NONBLOCK, opening a pipe without a writer would block. For regular files the flag has no effect.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -460,18 +472,19 @@ def open_private_file(path: Path) -> BinaryIO:
 
 
 def create_private_file(directory: Path, prefix: str) -> tuple[BinaryIO, Path]:
-    """A new, empty file of mode 0600 under a name that did not exist, not even as a link; to be written and read."""
+    """Create an empty file with mode 0600 under a name that did not exist, not even as a link. Return it, open for
+    writing and reading, and its path."""
     handle, path = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=directory)
     return open(handle, "w+b"), Path(path)
 
 
 def path_of(file: BinaryIO) -> Path:
-    """A path of this very file while it is open, whatever has come to lie where it was opened."""
+    """Return a path that leads to this open file, even if another file is now at the path where it was opened."""
     return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of the file, created with mode 0600 if it is missing; a link is an OSError."""
+    """Return a descriptor of the file, which is created with mode 0600 if it is missing. Raises OSError for a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
@@ -486,7 +499,7 @@ def _check_private(what: str, path: Path, status: os.stat_result) -> None:
 
 
 def packed_object(module: str, stem: str) -> bytes | None:
-    """The object file of a kernel of `module`, or None if the package does not have it."""
+    """Return the object file of a kernel of `module`; None if the package does not contain it."""
     return _read(archive_of(PACKED, module)).get(stem)
 
 
@@ -495,12 +508,12 @@ def archive_of(folder: Path, module: str) -> Path:
 
 
 def name_of(stem: str, content: bytes) -> str:
-    """The name of an object file in the compile cache and in an archive."""
+    """Return the name of an object file in the compile cache and in an archive."""
     return f"{stem}.{hashlib.sha256(content).hexdigest()[:16]}.o"
 
 
 def write_archive(path: Path, objects: Mapping[str, bytes]) -> None:
-    """Write {stem: object file}. The same objects give the same bytes."""
+    """Write an archive of {stem: object file}. Equal objects give equal bytes."""
     with lzma.open(path, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
         for stem, content in sorted(objects.items()):
             member = tarfile.TarInfo(name_of(stem, content))
@@ -509,7 +522,8 @@ def write_archive(path: Path, objects: Mapping[str, bytes]) -> None:
 
 
 def read_archive(path: Path) -> dict[str, bytes]:
-    """{stem: object file} of an archive. Raises OSError, lzma.LZMAError, tarfile.TarError or ValueError if damaged."""
+    """Return {stem: object file} of an archive. Raises OSError, lzma.LZMAError, tarfile.TarError or ValueError if it is
+    damaged."""
     with lzma.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         return dict(_checked(archive))
 
@@ -523,7 +537,8 @@ def _checked(archive: Iterable[tarfile.TarInfo]) -> Iterable[tuple[str, bytes]]:
         yield stem, content
 
 
-# One module's objects, up to 10 MB, for the variants that are asked for in a row.
+# Caches the objects of one module, up to 10 MB, because a process usually asks for several variants of a module in a
+# row.
 @functools.lru_cache(maxsize=1)
 def _read(path: Path) -> Mapping[str, bytes]:
     try:

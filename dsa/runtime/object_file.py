@@ -1,20 +1,20 @@
-"""A kernel's object file: host code behind TVM-FFI, and the GPU's machine code in its data."""
+"""A kernel's object file: host code with a TVM-FFI interface, and a cubin (GPU machine code) in the data section."""
 
 import struct
 from pathlib import Path
 from typing import Any
 
 _EM_CUDA = (190).to_bytes(2, "little")
-_SHT_NOBITS = 8  # a section without bytes in the file
+_SHT_NOBITS = 8  # type of sections that take no bytes in the file, such as .bss
 
 
 def write_object_file(kernel: Any, path: Path, entry: str) -> None:
     """Write a compiled kernel under the name `entry`, with host code for every CPU of this architecture.
 
-    The DSL exports code for the CPU at hand, unless the functions say otherwise; there is nothing in a launch that
-    wider instructions would make faster.
+    By default the DSL exports code for the CPU that compiles it, unless the functions have attributes with another
+    target. Generic code costs nothing, because wider vector instructions would not make a launch faster.
     """
-    from cutlass._mlir import ir  # of the DSL's inner parts, so where it is missing only this function fails
+    from cutlass._mlir import ir  # a private module of the DSL: if it is missing, only this function fails
 
     def for_any_cpu(op: ir.Operation) -> ir.WalkResult:
         if op.name == "llvm.func" and len(op.regions[0].blocks):
@@ -30,7 +30,7 @@ def write_object_file(kernel: Any, path: Path, entry: str) -> None:
 
 
 def cubin_in(object_file: bytes) -> bytes:
-    """The cubin, an ELF file of its own, that lies in an object file."""
+    """Return the cubin in an object file. It is an ELF file inside the object file."""
     found = []
     at = object_file.find(b"\x7fELF", 1)
     while at != -1:
@@ -43,7 +43,8 @@ def cubin_in(object_file: bytes) -> bytes:
 
 
 def _elf_size(data: bytes, at: int) -> int:
-    """Up to the end of the last of its sections and tables (64-bit little-endian ELF)."""
+    """Return the size of a 64-bit little-endian ELF file, which ends with the last of its sections and header
+    tables."""
     segments_at, sections_at = struct.unpack_from("<QQ", data, at + 32)
     segment_size, segments, section_size, sections = struct.unpack_from("<HHHH", data, at + 54)
     ends = [segments_at + segment_size * segments, sections_at + section_size * sections]

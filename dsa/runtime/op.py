@@ -1,4 +1,4 @@
-"""An op's record, declared once. The eager path, PyTorch's custom op and its fake follow from it.
+"""Declaration of ops. The eager path, PyTorch's custom op and its fake are derived from one declaration.
 
     @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits={"...": at_most(MAX_ROWS)})
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -8,27 +8,27 @@
         ...  # kernel.compile_rms_norm(...)(x, weight, out, eps)
         return out
 
-The decorated function launches Hopper's kernels. It imports them itself, so that `import dsa` imports no compiler. Its
-arguments are checked before. `@_rms_norm.on("sm_100")` decorates the function that launches the kernels of another
-arch. `out` declares outputs that a caller may give: the launch takes them as last arguments, None if it should allocate
-them, and returns them first. `_rms_norm.into(*arguments, out)` writes to them and returns the other results. The
-parameters of the launch are all arguments of the op in the order of their specs, in one flat list, as PyTorch's custom
-ops take them. `reference`, `results` and `rule` take the arguments that they name. The public function has the op's
-name, keyword arguments and docstring.
+The decorated function, called the launch, launches Hopper's kernels. It imports the kernels itself, so that `import
+dsa` imports no compiler. Its arguments are checked before the call. `@_rms_norm.on("sm_100")` decorates the function
+that launches the kernels of another arch. `out` declares outputs that a caller may pass: the launch takes them as last
+arguments, with None for outputs that it should allocate, and returns them first. `_rms_norm.into(*arguments, out)`
+writes to given outputs and returns the other results. The parameters of the launch are all arguments of the op in the
+order of their specs, in one flat list, as PyTorch's custom ops require. `reference`, `results` and `rule` have only the
+parameters that they need. The public function, which users call, has the op's name, keyword arguments and docstring.
 
 A call of the op
 - runs the reference, which is plain PyTorch, if gradients are wanted and the op is `differentiable`;
-- is one node of the graph under torch.compile, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
+- under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake calls `arguments.check` and `results`;
 - otherwise runs the kernels or the reference: dsa.runtime.backends decides by the tensors' device and the op's archs.
 
-An op whose kernels have a backward pass declares it as `gradient`. An eager call that runs kernels is then a
-torch.autograd.Function, and `torch.ops.dsa.NAME` has the same backward pass registered with torch. The backward
-pass runs another op, which has no gradient: a second backward pass raises an error.
+If an op's kernels have a backward pass, it is declared as `gradient`. An eager call that runs kernels is then a
+torch.autograd.Function, and the same backward pass is registered with torch for `torch.ops.dsa.NAME`. The backward pass
+runs another op, which has no gradient, so a second backward pass raises an error.
 
-Checks and the Python of a launch cost more than launching the kernel, and decoding repeats its calls. The op remembers
-the signature of a valid call. A repeated call is recorded as a list of steps (`recorded_calls`), which guards in C++
-find again (`call_guards`). So a launch may depend on the signature of its arguments only. An op whose
-launch depends on more is declared with `recorded=False`.
+Checks and the Python code of a launch take longer than launching the kernel, and decoding repeats the same calls. So
+the op remembers the signature of a valid call, and records a repeated call as a list of steps (`recorded_calls`).
+Guards in C++ find these steps in later calls (`call_guards`). Therefore a launch must depend only on the signature of
+its arguments. An op whose launch depends on more is declared with `recorded=False`.
 """
 
 import inspect
@@ -53,9 +53,9 @@ class Gradient(NamedTuple):
     """An op's backward pass.
 
     save      save(ctx, arguments, results) runs after the forward pass and keeps on ctx what the backward pass needs
-    backward  backward(ctx, run, *gradients) returns a gradient or None for each argument. `gradients` are those of the
-              results, None for a result that nothing depends on. run(op, *arguments) runs the op that computes the
-              gradients; its first argument is a tensor
+    backward  backward(ctx, run, *gradients) returns a gradient or None for each argument. `gradients` are the gradients
+              of the results, None for a result that the loss does not depend on. run(op, *arguments) runs the op that
+              computes the gradients; the first of `arguments` must be a tensor
     """
 
     save: Callable[..., None]
@@ -65,7 +65,8 @@ class Gradient(NamedTuple):
 class Op:
     """A declared op, to be called with all of its arguments in their order.
 
-    into  the same op with the declared outputs as last arguments: it writes to them and returns the other results
+    into  the same op with the declared outputs as additional last arguments: it writes to them and returns the other
+          results
     """
 
     into: "Op"
@@ -84,7 +85,7 @@ class Op:
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
-        """reference, results and rule take all arguments in their order."""
+        """Here reference, results and rule take all arguments in order."""
         self.name, self.arguments, self.public = name, arguments, public
         self.reference, self.results = reference, results
         self.limits, self.rule = arguments.limits_of(f"limits of {name}", limits), rule
@@ -94,12 +95,13 @@ class Op:
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
-        # An op may write to one of its inputs in place. The kernels' limits can differ then.
+        # An output may be the input whose dtype it has (in place). The limits of kernels can differ in this case, so
+        # the signature contains whether the two begin at the same address.
         like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
         self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
 
     def on(self, arch: str) -> Callable[[Launch], Launch]:
-        """Decorate the function that launches the kernels for an arch, such as "sm_100"."""
+        """Return a decorator for the function that launches the kernels for an arch, such as "sm_100"."""
 
         def keep(launch: Launch) -> Launch:
             into: Op | None = getattr(self, "into", None)
@@ -134,8 +136,8 @@ class Op:
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
-        """Run the kernels or the reference. `__call__` handles torch.compile and gradients of references before. An op
-        with `gradient` gets its autograd function here."""
+        """Run the kernels or the reference, after `__call__` has handled torch.compile and calls whose gradients need
+        the reference. An op with `gradient` runs its autograd function."""
         tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
@@ -168,7 +170,8 @@ class Op:
             return result
 
     def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
-        """Run the reference, after checking that tensors have memory and may be written to where the op writes."""
+        """Check the arguments, that tensors have memory and that torch lets the reference write to the op's outputs.
+        Then run the reference."""
         self.arguments.check(*arguments)
         named = [
             (f"{name}[0]", x[0]) if isinstance(x, list) and x else (name, x)
@@ -182,11 +185,12 @@ class Op:
         return self.reference(*arguments)
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
-        """Whether this op, which may be one of several parts of a public function, has kernels for the tensor's GPU."""
+        """Whether this op runs kernels for this tensor. The op may be one of several parts of a public function, so its
+        own archs count."""
         return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:
-        """Raise what a call with these arguments would raise before a launch."""
+        """Raise the errors that a call with these arguments would raise before the launch."""
         tensor = _first_tensor(arguments)
         plain = tensor is None or torch.compiler.is_compiling() or self._lacks_dtype(tensor)
         if plain or not self.runs_kernel(tensor):
@@ -195,7 +199,7 @@ class Op:
             self._check_for_kernels(self._signature(arguments), arguments)
 
     def launch_on(self, device: torch.device, *arguments: Any) -> Any:
-        """Launch the kernels for another op on this device, which has checked the arguments."""
+        """Launch the kernels on this device without checks, for another op that has checked the arguments."""
         return self._launch_for(device)(*arguments)
 
     def _launch_for(self, device: torch.device) -> Launch:
@@ -205,11 +209,12 @@ class Op:
         return self.launches[arch]
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
-        """Whether the kernels do not take the dtype of the op's first tensor."""
+        """Whether the first tensor has a dtype that the kernels do not take."""
         return bool(self.dtypes) and tensor is not None and tensor.dtype not in self.dtypes
 
     def _check_for_kernels(self, call: tuple, arguments: tuple[Any, ...]) -> None:
-        """call: the arguments' signature."""
+        """Check the arguments for kernels, unless a call with this signature has passed. call: the arguments'
+        signature"""
         if call not in self.known:
             self._check_all(arguments)
             self.known.remember(call)
@@ -242,7 +247,7 @@ class Op:
         """Register the op with torch under this signature."""
 
         def prototype() -> None:
-            """Carry the signature of the op."""
+            """Serve as the function whose signature infer_schema reads."""
 
         prototype.__signature__ = signature
         schema = library.infer_schema(prototype, mutates_args=self.arguments.written)
@@ -266,8 +271,8 @@ class Op:
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """Return an autograd function that launches the kernels of both passes directly, which takes the host less time
-    than torch's dispatcher."""
+    """Return an autograd function that launches the kernels of both passes directly. This takes less host time than
+    calls through torch's dispatcher."""
     save, differentiate = op.gradient
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -277,7 +282,8 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         return results
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # For gradients of gradients, torch's op raises an error in the second backward pass.
+        # If the caller asks for gradients of gradients (grad mode is on), call torch's op, which raises an error in the
+        # second backward pass.
         return differentiate(ctx, _torch_op if torch.is_grad_enabled() else _launch, *gradients)
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -312,20 +318,23 @@ def op(
     not an argument, and if the launch does not take all arguments.
 
     arguments       specs of the arguments
-    reference       the same function in PyTorch
-    results         allocates what the op returns, also for meta tensors. None for an op that writes to its arguments
-                    and returns nothing
-    limits          which of the sizes and numbers that the specs allow the kernels take (`dsa.runtime.arguments`)
-    rule            raises ValueError for other arguments that the kernels do not take
-    out             specs of the first results, if a caller may give them (`Op.into`). The launch takes them after the
-                    arguments, None if it should allocate them. torch knows this op as NAME_out
+    reference       a function in PyTorch that computes the same results
+    results         allocates the results, also for meta tensors. None for an op that writes to its arguments and
+                    returns nothing
+    limits          limits of the kernels for sizes and numbers, within what the specs allow (`dsa.runtime.arguments`)
+    rule            raises ValueError for arguments that the kernels do not take for reasons that limits cannot express
+    out             specs of the first results, if a caller may pass tensors for them (`Op.into`). The launch takes
+                    these tensors after the arguments, None if it should allocate them. The op with these outputs is
+                    registered as NAME_out
     differentiable  whether the reference runs if a gradient is wanted and the caller gives no output
-    gradient        the kernels' backward pass. If an eager call runs the reference, autograd follows the reference
+    gradient        the kernels' backward pass. If an eager call runs the reference, autograd differentiates the
+                    reference
     recorded        whether repeated calls are recorded. False if the launch depends on more than the signature of its
                     arguments, such as on torch's settings
     dtypes          the dtypes of the first tensor that the kernels take, if its spec allows more. With other dtypes the
-                    reference runs; it warns on a GPU that has kernels
-    public          the public function that the op is a part of, if it has another name: for errors and warnings
+                    reference runs, with a warning if the GPU has kernels
+    public          the name of the public function that the op is a part of, if it is not NAME; errors and warnings use
+                    it
     """
     if results is None and not arguments.written:
         raise TypeError("results: must be given for an op that returns something, got None")
@@ -361,7 +370,7 @@ def op(
 
 
 def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[..., Any] | None:
-    """Return the function with `count` times None as last arguments."""
+    """Return a function that calls `function` with `count` times None as additional last arguments."""
     if function is None or not count:
         return function
     nothing = (None,) * count
@@ -371,7 +380,7 @@ def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[...,
 def _writing(
     reference: Callable[..., Any], results: Callable[..., Any], names: Sequence[str]
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Return (reference, results) of an op whose caller gives the first results as last arguments."""
+    """Return (reference, results) for the op that gets tensors for the first results as last arguments."""
     count = len(names)
 
     def write(*given: Any) -> Any:
@@ -387,24 +396,25 @@ def _writing(
 
 
 def _rest(results: Any, count: int) -> Any:
-    """Return the results after the first `count`: None, one, or a tuple."""
+    """Return the results after the first `count`: None, a single result, or a tuple."""
     rest = results[count:] if isinstance(results, tuple) else ()
     return rest if len(rest) > 1 else rest[0] if rest else None
 
 
 def forget_calls() -> None:
-    """Forget the known and recorded calls of all ops. For code that changes what launches choose from."""
+    """Forget the known and recorded calls of all ops. Call this after changing anything that launches depend on besides
+    signatures."""
     for each in OPS.values():
         each.known.forget()
 
 
 def wants_gradient(*arguments: Any) -> bool:
-    """Whether an argument is or holds a tensor that requires a gradient."""
+    """Whether an argument is, or a list argument contains, a tensor that requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in _flat(arguments))
 
 
 def _begin_together(x: Any, y: Any) -> bool:
-    """Whether both are tensors that begin at the same address."""
+    """Whether x and y are tensors that begin at the same address."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     try:

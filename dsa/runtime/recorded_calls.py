@@ -1,21 +1,22 @@
-"""Calls that passed the checks, and the steps of those that repeat.
+"""Remember calls that passed the checks, and record the steps of calls that repeat.
 
-Checks and the Python of a launch take longer than the launch of a kernel, and decoding repeats its calls. A call is
-known by its signature: everything that the checks and the launch look at (`signature`). An op keeps the signatures of
-valid calls (`KnownCalls`).
+Checks and the Python code of a launch function take longer than the launch of a kernel, and decoding repeats the same
+calls. A call is identified by its signature: everything that the checks and the launch function depend on
+(`signature`). An op keeps the signatures of valid calls (`KnownCalls`).
 
-A launch computes sizes, chooses a kernel and makes views in Python. For arguments of one signature the outcome is
-always the same. `record` runs such a call under a dispatch mode and notes its steps: allocations, other operators of
-torch, and launches. It returns a function of the same arguments that runs these steps, for instance
+A launch function computes sizes, chooses a kernel and makes views in Python. For arguments of one signature it always
+does the same. `record` runs such a call under a dispatch mode and records its steps: allocations, other operators of
+torch, and kernel launches. It returns a function of the same arguments that runs these steps, for instance
 
     def steps(a0, a1, a2):
         t0 = empty_cuda((128, 7168), (7168, 1), c0)
         c1(a0, a1, t0, 1e-06)
         return t0
 
-A chain of views becomes one step from the tensor that owns the memory, or no step if that tensor looks the same.
-Tensors that are neither arguments nor made by a step are constants, which an op keeps in a cache. Steps run while the
-GPU of the call's first tensor is the current one, and never while another call is recorded, which would not see them.
+A chain of views becomes one step that makes the last view from the tensor that owns the memory, or no step if that
+tensor has the same shape and strides. Tensors that are neither arguments nor made by a step are constants, which ops
+keep in caches. Steps run while the GPU of the call's first tensor is the current one. They never run while another call
+is recorded, because the recording would miss their launches.
 """
 
 import itertools
@@ -31,12 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa.runtime.call_guards import Guard, guard
 from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS, empty_cpu, empty_cuda, reinterpret
 
-_MOST = 4096  # signatures
-_MOST_STEPS = 256  # recorded calls
-_MOST_GUARDS = 8  # guards of calls whose first tensors have the same shape
-_MOST_ADDED = 4  # guards of one signature
-# A call is recorded when it comes for the eighth time. Recording takes half a millisecond. A prompt of a new length
-# pays once, because its layers repeat each other's calls; a single call does not pay.
+_MOST = 4096  # signatures per op
+_MOST_STEPS = 256  # recorded calls per op
+_MOST_GUARDS = 8  # guards per shape of the first argument
+_MOST_ADDED = 4  # guards per signature
+# A call is recorded when it comes for the eighth time, because recording takes half a millisecond. A prompt of a new
+# length pays this once, since its layers repeat the same calls. Calls that come only a few times are not recorded.
 REPEATS = 8
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 Kernel = Callable[..., None]
@@ -50,18 +51,21 @@ _SHORTCUTS = {
     "empty_cuda": empty_cuda,
     "reinterpret": reinterpret,
 }
-# Numbers read from the device, and tensors that torch makes from numbers of the host: a recording cannot see these.
+# Operators that read numbers from the device, or make tensors from numbers on the host. A recording cannot contain
+# them, because the numbers may differ in the next call.
 _UNSEEN = {torch.ops.aten._local_scalar_dense, torch.ops.aten.lift, torch.ops.aten.lift_fresh}
 
 
 class KnownCalls:
-    """Signatures of valid calls, how often each came, and the steps of recorded calls.
+    """The signatures of an op's valid calls, how often each came, and the steps of recorded calls.
 
     When there are too many signatures or steps, the oldest are forgotten. Threads may call the op at the same time: one
-    may forget what another has just found, which stays valid. There is no lock, because a fork may copy a held lock.
+    thread may forget steps that another thread has just looked up; those steps stay valid. There is no lock, because a
+    forked process could inherit a lock that another thread holds.
 
     steps    signature -> steps
-    guarded  shape of the first argument, or None if that is not a tensor -> (guard, steps). Most calls are found here
+    guarded  shape of the first argument, or None if it is not a tensor -> list of (guard, steps). Most calls are found
+             here
     """
 
     def __init__(self) -> None:
@@ -80,7 +84,7 @@ class KnownCalls:
         self._times[call] = 0
 
     def count(self, call: tuple) -> int:
-        """Count a remembered call, and return how often it came, including this time."""
+        """Count a remembered call, and return how often the call came, including this time."""
         self._times[call] = times = self._times.get(call, 0) + 1
         return times
 
@@ -101,8 +105,8 @@ class KnownCalls:
         arguments: tuple[Any, ...],
         in_place: Sequence[tuple[int, int]],
     ) -> None:
-        """Add a guard that finds this call and its steps. A signature gets a few guards at most: a call that no guard
-        finds is looked up by its signature."""
+        """Add a guard that recognises this call. A signature gets only a few guards, because calls that no guard
+        recognises are looked up by their signature."""
         if self._added.get(call, 0) >= _MOST_ADDED:
             return
         self._added[call] = self._added.get(call, 0) + 1
@@ -113,7 +117,7 @@ class KnownCalls:
             del found[:-_MOST_GUARDS]
 
     def recount(self, call: tuple) -> None:
-        """Start counting again: the steps are forgotten, or could not be recorded."""
+        """Start counting the call again, because its steps are forgotten or recording failed."""
         self._times[call] = 0
 
     def forget(self) -> None:
@@ -124,7 +128,8 @@ class KnownCalls:
 
 
 def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
-    """Return the shape of the first argument; None if it is not a tensor, or a nested one, which the checks refuse."""
+    """Return the shape of the first argument; None if it is not a tensor, or is a nested tensor, which the checks
+    refuse."""
     first = arguments[0] if arguments else None
     try:
         return first.shape if isinstance(first, torch.Tensor) else None
@@ -133,10 +138,10 @@ def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
 
 
 def signature(*values: object) -> tuple:
-    """Return what the checks and launches see of the arguments.
+    """Return everything that checks and launch functions may depend on.
 
-    Of a tensor that is everything but its contents, of numbers, strings and dtypes the value, of lists and tuples their
-    items, of other objects the type.
+    For a tensor: shape, strides, dtype, device, address modulo 16 and lazy negation. For numbers, strings and dtypes:
+    type and value. For lists and tuples: type and the signatures of their items. For other objects: the type.
     """
     found: list[object] = []
     for x in values:
@@ -144,10 +149,10 @@ def signature(*values: object) -> tuple:
         if kind is torch.Tensor or isinstance(x, torch.Tensor):
             try:
                 found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg())
-            except RuntimeError:  # a sparse or nested tensor, which the checks refuse: equal to no other call
+            except RuntimeError:  # the checks refuse this sparse or nested tensor: equal no other signature
                 found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):
-            found += (kind, x or repr(x))  # -0.0 is not 0.0
+            found += (kind, x or repr(x))  # repr tells -0.0 from 0.0
         elif isinstance(x, (list, tuple)):
             found += (kind, signature(*x))
         else:
@@ -156,7 +161,8 @@ def signature(*values: object) -> tuple:
 
 
 def noted(kernel: Kernel) -> Kernel:
-    """Return the kernel; its launches become steps of the call that is being recorded."""
+    """Return a function that launches the kernel and adds the launch to the steps of the call that is being recorded,
+    if any."""
 
     def launch(*arguments: Any) -> None:
         kernel(*arguments)
@@ -169,7 +175,7 @@ def noted(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class _View:
-    """The memory of `of`, from `offset` elements after its first on, with these strides."""
+    """A view of the tensor named `of`: it begins `offset` elements after the tensor's first and has these strides."""
 
     of: str
     shape: tuple[int, ...]
@@ -180,8 +186,9 @@ class _View:
 class _Recording(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do not make torch keep torch.compile out of this mode: it would import all of torch.compile, which takes
-        seconds in a process's first call. No call under torch.compile is recorded."""
+        """Return False, so that torch does not disable torch.compile inside this mode: to disable it, torch would
+        import all of torch.compile, which takes seconds in a process's first call. Calls under torch.compile are never
+        recorded."""
         return False
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
@@ -192,14 +199,14 @@ class _Recording(TorchDispatchMode):
         self.names: dict[str, Any] = dict(_SHORTCUTS)
         self._device = next((x.device for x in _tensors_in(arguments)), None)
         self._new = itertools.count()
-        self._kept: list[Any] = []  # keeps tensors alive, so that their ids stay theirs
+        self._kept: list[Any] = []  # keeps tensors alive, so that no other tensor gets the same id
         self._of: dict[int, str | _View] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._views: dict[_View, str] = {}  # views that have a step
-        self._empty: dict[str, str] = {}  # steps that allocate tensors without elements
+        self._views: dict[_View, str] = {}  # the names of views for which there is a step
+        self._empty: dict[str, str] = {}  # name -> step, for steps that allocate tensors without elements
         for i, x in enumerate(arguments):
             for name, tensor in [(f"a{i}", x)] if not isinstance(x, list | tuple) else _items(f"a{i}", x):
-                self.replays &= not isinstance(tensor, list | tuple)  # lists of lists have no names
+                self.replays &= not isinstance(tensor, list | tuple)  # lists of lists are not supported
                 if isinstance(tensor, torch.Tensor):
                     self._name(tensor, name)
 
@@ -220,7 +227,7 @@ class _Recording(TorchDispatchMode):
                 call = f"{self._tensor(args[0])}.view({self._constant(args[1])})"
             else:
                 call = f"{self._constant(func)}({self._all(args, kwargs)})"
-            if all(any(x is y for y in args) for x in results):  # in place
+            if all(any(x is y for y in args) for x in results):  # in place: it returns only its arguments
                 self.lines.append(call)
             else:
                 name = f"t{next(self._new)}"
@@ -234,11 +241,11 @@ class _Recording(TorchDispatchMode):
         self.lines.append(f"{self._constant(kernel)}({self._all(arguments, {})})")
 
     def function(self, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-        """Return the steps; None if they are not all that the call does."""
+        """Return the function that runs the steps; None if the call does more than the steps, or launches no kernel."""
         returned = self._expression(result)
         if not self.replays or not self.launches:
             return None
-        # One tensor without elements serves every call, unless the call returns it.
+        # A tensor without elements can be shared by all calls, unless the call returns it. So it becomes a constant.
         names = {name: line for name, line in self._empty.items() if not re.search(rf"\b{name}\b", returned)}
         self.names |= {name: self._tensors[name] for name in names}
         parameters = ", ".join(f"a{i}" for i in range(len(arguments)))
@@ -257,7 +264,7 @@ class _Recording(TorchDispatchMode):
         kind = tensor.device.type
         if HAS_SHORTCUTS and (kind == "cpu" or (kind == "cuda" and tensor.device == self._device)):
             self.lines.append(f"{name} = empty_{kind}({layout}, {dtype})")
-        else:  # faster than `empty`, which accepts several kinds of arguments
+        else:  # empty_strided is faster than `empty`, which accepts several kinds of arguments
             device = self._constant(tensor.device)
             self.lines.append(f"{name} = empty_strided({layout}, dtype={dtype}, device={device})")
         if not tensor.numel():
@@ -266,7 +273,7 @@ class _Recording(TorchDispatchMode):
 
     def _viewed(self, view: torch.Tensor, source: torch.Tensor) -> None:
         of = self._of.get(id(source))
-        if of is None:  # a view of a constant
+        if of is None:  # a view of a constant is a constant, too
             return
         base = of.of if isinstance(of, _View) else of
         offset = view.storage_offset() - self._tensors[base].storage_offset()
@@ -317,9 +324,10 @@ class _Recording(TorchDispatchMode):
 
 
 def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
-    """Return call(*arguments), and a function that does the same for arguments of the same signature.
+    """Return call(*arguments), and a function that runs the recorded steps for arguments of the same signature.
 
-    The function is None if the call cannot be recorded: it reads a number from the device, or launches nothing.
+    The function is None if the call cannot be recorded, because it reads a number from the device or launches no
+    kernel.
     """
     if is_recording():
         return call(*arguments), None
@@ -334,12 +342,13 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
 
 
 def is_recording() -> bool:
-    """Whether this call is a part of a call that is being recorded."""
+    """Whether this thread is recording a call."""
     return getattr(_thread, "recording", None) is not None
 
 
 def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
-    """Return the arguments, with a view for a tensor that occurs twice: in the next call these may be two tensors."""
+    """Return the arguments with a view in place of each repeated tensor, since in the next call these may be different
+    tensors."""
     found = []
     for x in arguments:
         if isinstance(x, list | tuple):
@@ -352,8 +361,8 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 
 def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `view` shows the memory of `source` in the same dtype. In inference mode `contiguous` and `reshape` count
-    as views too, although they copy if they must."""
+    """Whether `view` is a view of `source` in the same dtype, without gradients. In inference mode torch marks the
+    operators `contiguous` and `reshape` as views, but they may have copied."""
     same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 
@@ -368,7 +377,7 @@ def _items(name: str, values: Any) -> list[tuple[str, Any]]:
 
 
 def _has_any_shape(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the result's shape depends on contents, as in indexing by masks."""
+    """Whether the shape of the operator's result depends on the contents of its arguments, as in indexing by a mask."""
     if func.overloadpacket is torch.ops.aten.index:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return torch.Tag.dynamic_output_shape in func.tags

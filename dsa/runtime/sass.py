@@ -1,4 +1,4 @@
-"""What a kernel's machine code says: registers, stack, shared memory and the instructions in it."""
+"""Registers, stack, shared memory and instructions of a kernel, read from its SASS."""
 
 import functools
 import importlib.util
@@ -21,7 +21,7 @@ class Sass:
 
 @functools.cache
 def _tool(name: str) -> str:
-    """cuobjdump or nvdisasm: what the test extra installs, else a CUDA toolkit's."""
+    """Return the path of cuobjdump or nvdisasm: the tool that the test extra installs, otherwise the one in PATH."""
     spec = importlib.util.find_spec("nvidia")
     places = [Path(p) / "cu13" / "bin" / name for p in spec.submodule_search_locations] if spec else []
     found = next((str(place) for place in places if place.exists()), shutil.which(name))
@@ -37,13 +37,13 @@ def disassemble(cubin: bytes) -> Sass:
 
 
 def instructions_in_order(cubin: bytes) -> list[list[str]]:
-    """The instructions' names of each kernel, as they lie in memory."""
+    """Return the names of each kernel's instructions, in the order of their addresses."""
     (sass,) = _cuobjdump(cubin, "-sass")
     return [_names(kernel) for kernel in re.split(r"^\s*Function : ", sass, flags=re.MULTILINE)[1:]]
 
 
 def _cuobjdump(cubin: bytes, *options: str) -> list[str]:
-    """What it prints with each of the options."""
+    """Return the output of cuobjdump for each of the options."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

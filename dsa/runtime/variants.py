@@ -1,4 +1,4 @@
-"""A kernel's compiled variants, and what stands in for them where nothing is to be compiled."""
+"""A kernel's compiled variants, and a hook that replaces compilation."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ Kernel = Callable[..., None]
 
 
 class Variant(NamedTuple):
-    """A compile function of a module of kernels, by their names, and its arguments."""
+    """A compile function of a kernel module, by the names of the module and the function, and its arguments."""
 
     module: str
     function: str
     arguments: tuple[Any, ...]
 
 
-# Called in place of the compile functions, if set: by `asked_variants`, and by tests.
+# If set, this function is called in place of the compile functions. `asked_variants` and tests set it.
 stand_in: Callable[[Variant], Kernel] | None = None

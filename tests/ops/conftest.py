@@ -1,4 +1,4 @@
-"""What tests of bridges share: the kernels' way without a GPU."""
+"""Fixtures for tests of ops: run the code for a GPU on a CPU, up to the launches, and list the launches."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dsa.runtime.variants import Kernel, Variant
 
 @pytest.fixture
 def kernel_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors on the CPU go the way of those on a Hopper GPU, up to the launch."""
+    """Make ops treat tensors on the CPU like tensors on a Hopper GPU, up to the launch."""
     monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
     monkeypatch.setattr(backends, "on_device", lambda _: contextlib.nullcontext())
@@ -22,7 +22,8 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def named_launches(
     kernel_path: None, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """What ops would launch, (NAME, variant, arguments) each, for the variant of compile_NAME; nothing runs."""
+    """Return the list of launches by ops: (NAME, arguments of the compile function compile_NAME, arguments of the
+    kernel) each. No kernel runs."""
     found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda *launch: found.append(launch))
     return found
@@ -30,8 +31,8 @@ def named_launches(
 
 @pytest.fixture
 def launches(kernel_path: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """What ops would launch, (variant, arguments) each: the arguments of the compile function, and those of the
-    kernel. Nothing runs."""
+    """Return the list of launches by ops: (arguments of the compile function, arguments of the kernel) each. No kernel
+    runs."""
     found: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda _, variant, arguments: found.append((variant, arguments)))
     return found

@@ -1,10 +1,11 @@
-"""What ops give to kernels against what these are compiled for, without a GPU: how many arguments, which are None, the
-dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. Also what
-the memory holds that an op prepares for a kernel, and whether a call that comes again and again, whose steps are
-recorded, gives kernels what it gave them the first time.
+"""Compare, without a GPU, the arguments that ops pass to kernels with the fake arguments for which the kernels are
+compiled: the number of arguments, which of them are None, and the dtypes and dimensions of tensors. A kernel that is
+called with other arguments raises at its first launch on a GPU. This module also describes the contents of the memory
+that an op prepares for a kernel, and checks that a repeated call, whose steps are recorded, passes the same arguments
+to kernels as the first call.
 
-python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler for the
-whole process, so tests run it in a process of its own (`launched`).
+python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler in its
+process, so tests start it as a subprocess (`launched`).
 """
 
 import contextlib
@@ -37,7 +38,7 @@ ARCH = "sm_90"
 
 @functools.cache
 def launched() -> dict[str, Any]:
-    """What `main` prints, from a process of its own."""
+    """Return what `main` prints, as run in a subprocess."""
     command = [sys.executable, "-m", "tests.ops.launched_arguments"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -46,7 +47,8 @@ def launched() -> dict[str, Any]:
 
 
 def differences(arguments: Sequence[Any], fakes: Sequence[Any]) -> Iterator[str]:
-    """Of a launch from the fake arguments that its kernel is compiled with, the last of them the stream."""
+    """Yield the differences between a launch's arguments and the fake arguments for which its kernel is compiled. The
+    last fake argument is the stream, which launches do not pass."""
     expected = fakes[:-1]
     if len(arguments) != len(expected):
         yield f"{len(arguments)} arguments for {len(expected)}"
@@ -69,20 +71,20 @@ def differences(arguments: Sequence[Any], fakes: Sequence[Any]) -> Iterator[str]
 def _same_type(dtype: torch.dtype, element_type: Any) -> bool:
     try:
         return cute_dtype(dtype_name(dtype)) is element_type
-    except KeyError:  # a type that only some kernels have
+    except KeyError:  # a dtype that only some kernels take
         return str(element_type).lower() == dtype_name(dtype)
 
 
 def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """(name, what makes arguments, what runs with them) of ops that have kernels for small arguments and for large
-    ones."""
+    """Yield (name, function that makes arguments, function that runs the op on them) for ops that run different kernels
+    for small and for large arguments."""
     make = Maker("cpu")
 
     def product(rows: int) -> Any:
         return (make.e4m3(rows, 128), make.positive(rows, 1)), (make.e4m3(136, 128), make.positive(2, 1))
 
     def columns(rows: int) -> Any:
-        """The second half of a weight's."""
+        """Return operands whose weight is the second half of the columns of a wider weight."""
         w, ws = make.e4m3(136, 1024), make.positive(2, 8)
         return (make.e4m3(rows, 512), make.positive(rows, 4)), (w[:, 512:], ws[:, 4:])
 
@@ -98,7 +100,7 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         for operands in (product, columns):
             run = partial(operands, rows), lambda given: dsa.fp8_gemm_nt(*given)
             yield f"fp8_gemm_nt of {rows} rows, {operands.__name__}", *run
-    swiglu = partial(grouped, "grouped_fp8_fp4_gemm_swiglu", 26000)  # more than are cast at once
+    swiglu = partial(grouped, "grouped_fp8_fp4_gemm_swiglu", 26000)  # more rows than one wave of CTAs casts
     yield "grouped_fp8_fp4_gemm_swiglu", swiglu, lambda given: dsa.grouped_fp8_fp4_gemm_swiglu(*given, limit=2.0)
     for op in ("grouped_fp8_gemm_nt", "grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):
         for rows in (40, 600, 3000):
@@ -131,7 +133,7 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         indices = torch.zeros(queries, 1, keys, dtype=torch.int32)
         return torch.zeros(queries, heads, 576, dtype=torch.bfloat16), make.bf16(64, 1, 576), indices
 
-    # 4096 queries of 8 heads look for keys that neighbours share.
+    # With 4096 queries of 8 heads the op tries groups of adjacent queries that share keys.
     for queries, heads, keys in ((3, 64, 128), (3, 128, 128), (4096, 8, 1024)):
         run = partial(selected, queries, heads, keys), lambda given: dsa.flash_mla_sparse_fwd(*given, 0.04)
         yield f"flash_mla_sparse_fwd of {queries} queries, {heads} heads", *run
@@ -150,7 +152,7 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
 
 
 _INDEXER = ("q_idx", "k_idx", "w_idx")
-# Ops with kernels for their gradients, and the arguments of these.
+# Ops with kernels for gradients, and the arguments whose gradients the kernels compute.
 GRADIENTS = {
     "indexer_warmup_attention": _INDEXER,
     "rms_norm": ("x", "weight"),
@@ -160,7 +162,7 @@ GRADIENTS = {
 
 
 def _gradients(call: Case, given: dict[str, Any]) -> object:
-    """The gradients of the sum of a call's results."""
+    """Return the gradients of the sum of a call's results."""
     inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
     results = [x.float().sum() for x in call.run(given) if x.requires_grad]
     return torch.autograd.grad(sum(results), inputs)
@@ -170,15 +172,16 @@ _BYTES = torch.int8, torch.uint8
 
 
 class Memory:
-    """Names for what tensors lie in, in the order in which it is seen: alike in calls that do the same."""
+    """Numbers for the storages of tensors, in the order in which the storages are seen. Calls that do the same get
+    equal numbers, although their addresses differ."""
 
     def __init__(self, contents: bool = False) -> None:
-        """contents: what they hold counts, too."""
+        """contents: whether descriptions also contain the contents of tensors."""
         self._seen: list[tuple[torch.UntypedStorage, int]] = []
         self._contents = contents
 
     def described(self, x: Any) -> Any:
-        """What of an argument or a result is the same in every call like this one."""
+        """Return a description of an argument or a result that is equal in all calls that do the same."""
         if isinstance(x, torch.Tensor):
             what = tuple(x.shape), x.stride(), x.dtype, self._place(x)
             return (*what, contents_of(x)) if self._contents else what
@@ -187,7 +190,8 @@ class Memory:
         return tuple(map(self.described, x)) if isinstance(x, list | tuple) else x
 
     def _place(self, x: torch.Tensor) -> tuple[int, int] | None:
-        """Which memory it is, and how far behind the first tensor there. Memory without bytes has no address."""
+        """Return (number of the storage, offset from the first tensor seen in the storage); None for an empty storage,
+        which has no address."""
         storage = x.untyped_storage()
         if not storage.nbytes():
             return None
@@ -199,8 +203,9 @@ class Memory:
 
 
 def contents_of(x: torch.Tensor) -> str:
-    """Whether memory that a kernel gets holds zeros, nothing yet (as `fill_uninitialized_memory` leaves it) or numbers;
-    of integers which ones. Bytes are quantised, and so are not the same on every CPU."""
+    """Return whether a tensor that a kernel gets contains only zeros, only uninitialised memory ("nothing": the values
+    that `fill_uninitialized_memory` writes) or numbers. For integers return a digest of the numbers, except for bytes:
+    they contain quantised values, which differ between CPUs."""
     if not x.numel():
         return "none"
     if not x.dtype.is_floating_point and x.dtype not in _BYTES:
@@ -211,7 +216,7 @@ def contents_of(x: torch.Tensor) -> str:
 
 
 def main() -> None:
-    """Prints {"differences": lines, "recorded": names of calls, "launches": {op: [calls: [launches]]}} as JSON."""
+    """Print {"differences": lines, "recorded": names of calls, "launches": {op: [launches of each call]}} as JSON."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     warnings.filterwarnings("ignore", message=".*deterministic")
@@ -240,7 +245,7 @@ def main() -> None:
     calls = [(call.name, call.arguments, call.run) for call in CASES]
     for name[0], arguments, run in (*calls, *larger_calls()):
         forget_calls()
-        # Nothing has run: an op that goes on with its kernel's numbers finds any.
+        # No kernel runs, so results are uninitialised. An op that uses them as indices may raise IndexError.
         with contextlib.suppress(IndexError):
             given, memory[0] = arguments(), Memory(contents=True)
             launched.clear()
@@ -251,7 +256,7 @@ def main() -> None:
         with contextlib.suppress(IndexError):
             each = []
             for _ in range(REPEATS + 2):
-                given, memory[0] = arguments(), Memory()  # making them may launch something too
+                given, memory[0] = arguments(), Memory()  # making arguments may launch kernels, too
                 launched.clear()
                 memory[0].described(given)
                 each.append((memory[0].described(run(given)), tuple(launched)))

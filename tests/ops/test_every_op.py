@@ -1,5 +1,5 @@
-"""What all ops do alike, over their valid calls: the reference without a GPU, torch.library and torch.compile, backends
-that are asked for, and gradients."""
+"""Properties of all ops, tested with their valid calls: the reference without a GPU, torch.library and torch.compile, a
+requested backend, and gradients."""
 
 import inspect
 import warnings
@@ -18,11 +18,11 @@ from dsa.runtime import backends
 from dsa.runtime.op import OPS, Op
 
 by_call = pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
-# They write tensors that their callers have, where the references of the same name return new ones.
+# Outputs of the public functions. The references have no such arguments and return new tensors.
 OUTPUTS = {"out", "k", "k_scale"}
-# With gradients from kernels, which tests of these ops look at.
+# Ops whose gradients come from kernels. The files of these ops test them.
 OWN_GRADIENTS = ("rms_norm", "apply_rotary")
-# Plain PyTorch that looks at contents.
+# Functions in plain PyTorch that read contents of tensors on the host, so that they are not one graph.
 NOT_ONE_GRAPH = {"compress_kv", "fp4_block_scales", "widen_fp4", "mqa_logits"}
 
 
@@ -31,7 +31,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def results(function: Callable[..., Any], arguments: dict[str, Any], written: Iterable[str] = ()) -> list[torch.Tensor]:
-    """The tensors that a function returns, and then what it has written to."""
+    """Return the tensors that a function returns, followed by the arguments that it wrote to."""
     found = function(**arguments)
     returned = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
     return [*returned, *(arguments[name] for name in written if arguments[name] is not None)]
@@ -58,14 +58,14 @@ def test_ops_have_the_parameters_and_defaults_of_their_references():
 @pytest.mark.parametrize("call", [x for x in CASES if x.op in backends.ARCHS], ids=lambda call: call.name)
 def test_a_backend_that_cannot_run_is_an_error(call):
     arguments = call.arguments()
-    # Dense decoding makes its plan first.
+    # Dense decoding makes its plan first, so the error may come from get_mla_metadata.
     message = f"({call.op}|get_mla_metadata): backend 'cute' was asked for, but"
     with dsa.use_backend("cute"), pytest.raises(ValueError, match=message):
         call.run(arguments)
 
 
 def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, tuple]]:
-    """The ops that torch knows of which a call runs, with their arguments."""
+    """Return the registered ops that a call runs, with their arguments."""
     found, run = [], Op.run
 
     def noted(self: Op, *own: Any) -> Any:
@@ -79,7 +79,8 @@ def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.Monkey
 
 
 def in_another_order(x: Any) -> Any:
-    """The same numbers where the last dimension is the one of the largest stride. Pages of bytes have one order."""
+    """Return tensors with the same numbers, whose last dimension has the largest stride. Byte caches stay as they are,
+    because their pages must be contiguous."""
     if isinstance(x, list | tuple):
         return type(x)(map(in_another_order, x))
     if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.dtype == torch.uint8:
@@ -93,12 +94,13 @@ def has_fp8(arguments: Iterable[Any]) -> bool:
 
 @by_call
 def test_torch_knows_what_an_op_returns_and_writes(call, monkeypatch):
-    """Shapes, strides and dtypes, of arguments of any strides: what is traced is what runs."""
+    """For arguments with any strides, fake results have the shapes, strides and dtypes of the real ones, so that a
+    traced call matches the call that runs."""
     arguments = call.arguments()
     reordered = {name: x if name in call.written else in_another_order(x) for name, x in call.arguments().items()}
     for given in (arguments, reordered):
         for op, own in registered(call, given, monkeypatch):
-            # torch cannot compare float8 inputs before and after, as the schema's test does.
+            # test_schema compares inputs before and after the call, which torch cannot do for float8.
             tests = ("test_autograd_registration", "test_faketensor", *(() if has_fp8(own) else ("test_schema",)))
             library.opcheck(getattr(torch.ops.dsa, op.name).default, own, test_utils=tests)
 
@@ -123,12 +125,12 @@ def asking_for_gradients(arguments: dict[str, Any], name: str) -> dict[str, Any]
 
 
 def real(arguments: dict[str, Any]) -> list[str]:
-    """The arguments that may have gradients."""
+    """Return the names of the arguments that may require gradients."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     return [name for name, x in tensors.items() if x.dtype in (torch.float32, torch.bfloat16)]
 
 
-SELECTING = {"bias"}  # what decides which experts a token has, and not how much they count
+SELECTING = {"bias"}  # arguments that decide only which experts a token has, not their weights
 DIFFERENTIABLE = [call for call in CASES if call.op in OPS and OPS[call.op].differentiable]
 
 
@@ -145,7 +147,7 @@ def test_gradients_run_the_formula(call, named_launches):
 
 @pytest.mark.parametrize("op", ["add_rms_norm_cast_to_fp8", "hyper_collapse_norm_cast_to_fp8"])
 def test_what_is_cast_has_no_gradient(op, request):
-    """Nor have the results beside it, with a kernel and without."""
+    """No result of these ops has a gradient, with the reference (first pass) and with kernels (second pass)."""
     for _ in range(2):
         for name in real(FIRST[op].arguments()):
             assert not any(x.requires_grad for x in FIRST[op].run(asking_for_gradients(FIRST[op].arguments(), name)))
@@ -154,14 +156,14 @@ def test_what_is_cast_has_no_gradient(op, request):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_elsewhere_are_refused_by_name(call):
-    """All but the first, of whose device the others must be."""
+    """Each tensor but the first is moved to another device, since all must be on the first tensor's device."""
     tensors = [name for name, x in call.arguments().items() if isinstance(x, torch.Tensor)]
     for name in tensors[1:]:
         with pytest.raises(ValueError, match=rf"({'|'.join(tensors)}): must be on .*device"):
             call.run(call.arguments() | {name: call.arguments()[name].to("meta")})
 
 
-# Ops with kernels for fewer dtypes than their references take.
+# Calls of ops whose references take float32 but whose kernels do not.
 IN_FLOAT32 = [
     *("flash_mla_sparse_fwd", "flash_mla_with_kvcache dense", "flash_mla_with_kvcache sparse"),
     *("sliding_window_attention", "window_sparse_attention", "sliding_window_decode", "window_attention_cast_to_fp8"),

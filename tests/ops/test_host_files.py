@@ -1,4 +1,4 @@
-"""What an engineer has to read to follow a call from Python to its kernel."""
+"""The number of files that an engineer must read to follow a call from Python to its kernel."""
 
 import sys
 from pathlib import Path
@@ -11,11 +11,11 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.op import forget_calls
 
 PACKAGE = Path(dsa.__file__).parent
-STAND_IN = "runtime/asked_variants.py"  # in place of a GPU
+STAND_IN = "runtime/asked_variants.py"  # the test's replacement for a GPU
 
 
 def entered(call):
-    """The files of dsa, apart from kernels, whose functions run in a call."""
+    """Return the files of dsa, without the kernels, whose functions run in a call."""
     found = set()
 
     def note(frame, event, argument):

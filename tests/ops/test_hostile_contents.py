@@ -1,4 +1,4 @@
-"""What an index tensor holds never makes a reference fail or return wrong rows elsewhere."""
+"""No contents of an index tensor make a reference fail, or change rows that the wrong entries do not concern."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.hostile import ARGUMENTS, check
 
 
 def arguments():
-    """All of them: variants of a call differ in its kernels more than in its reference, and the first of each op's
-    argument says most."""
+    """Yield all (call, argument) pairs. Only the first pair of each op and argument is not marked slow, because the
+    calls of an op differ more in their kernels than in their reference."""
     seen = set()
     for case, name in ARGUMENTS:
         key = case.op, name.split()[0]

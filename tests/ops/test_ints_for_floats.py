@@ -1,4 +1,4 @@
-"""Python ints in place of floats, in every public op that takes a float: torch has ints of 64 bits alone."""
+"""Python ints passed in place of floats, to every public op that takes a float. torch supports only ints of 64 bits."""
 
 import inspect
 
@@ -39,7 +39,7 @@ def test_an_int_of_64_bits_is_a_number(call, name):
     for value in LARGEST:
         try:
             call.function()(**call.arguments() | {name: value})
-        except ValueError as error:  # below a bound of its own
+        except ValueError as error:  # below the least value of the argument
             assert str(error).startswith(f"{name}: must be ") and "64 bits" not in str(error)
 
 
@@ -53,7 +53,7 @@ def test_it_is_refused_with_gradients_and_on_meta(value):
 
 @pytest.mark.parametrize("value", [2**64, 2**1100])
 def test_it_is_refused_under_compile(value):
-    """torch's dispatcher would make a float of it, or refuse it by a type."""
+    """Without the op's check, torch's dispatcher would convert the int to a float, or raise an error about types."""
     torch.compiler.reset()
     compiled = torch.compile(lambda x: dsa.rms_norm(x, None, value), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="eps: must be "):

@@ -1,4 +1,4 @@
-"""Ops launch kernels with the arguments that these are compiled for, and do so again when their steps are recorded."""
+"""Ops launch kernels with arguments like those for which the kernels are compiled, also in recorded calls."""
 
 import cutlass
 import pytest
@@ -34,7 +34,8 @@ def test_differences_are_seen(arguments, message):
 
 
 def test_what_memory_holds_that_is_prepared_counts():
-    """Zeros in place of nothing, other indices; not which floating-point numbers, which depend on the CPU."""
+    """Descriptions tell zeros from uninitialised memory, and different indices from each other. They do not tell
+    floating-point numbers from each other, because those depend on the CPU."""
 
     def described(x):
         return Memory(contents=True).described({"x": x})

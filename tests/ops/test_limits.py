@@ -1,4 +1,5 @@
-"""What the kernels of an op do not take is refused by name, before anything is launched."""
+"""If the kernels of an op do not take an argument, the op raises an error that names it, before it launches
+anything."""
 
 import math
 
@@ -15,7 +16,7 @@ DECLARED = [(name, word, accepted) for name, op in OPS.items() for word, accepte
 
 
 def beyond(accepted):
-    """A size that is not accepted, as close to the accepted ones as possible."""
+    """Return a size that is not accepted, as close to the accepted sizes as possible."""
     if accepted is POSITIVE:
         return 0.0
     if isinstance(accepted, tuple):
@@ -26,7 +27,8 @@ def beyond(accepted):
 
 
 def with_size(shapes, x, before, after):
-    """x, on the meta device and of other sizes. before, after: of the call"""
+    """Return a tensor like x on the meta device, with other sizes. before, after: sizes of the call before and after
+    the change"""
     shape = next(one for one in shapes.shapes if len(shapes.shapes) == 1 or one.fits(x.shape, before))
     middle = after[REST] if shape.open else ()
     front, back = ([round(word.size(after)) for word in words] for words in (shape.front, shape.back))
@@ -34,10 +36,10 @@ def with_size(shapes, x, before, after):
 
 
 def resized(op, values, changes):
-    """The arguments, on the meta device and of other sizes."""
+    """Yield the arguments with tensors on the meta device and with changed sizes."""
     before = op.arguments.check(*values)
     after = Sizes()
-    # Formulas of other sizes follow from these.
+    # Keep only the sizes of names. The sizes of formulas are computed from these.
     after.update({text: n for text, n in before.items() if text.isidentifier() or not {*Word(text).names} <= {*before}})
     after[REST] = before.get(REST)
     after.update(changes)
@@ -55,7 +57,7 @@ def resized(op, values, changes):
 
 @pytest.fixture(scope="module")
 def checked():
-    """{op: arguments of one call}"""
+    """Return {op: arguments of one call}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Op, "run", lambda op, *values: found.setdefault(op.name, values) and op._run_reference(values))
@@ -80,7 +82,7 @@ def test_a_size_outside_a_declared_limit_is_refused(name, word, accepted, checke
 @pytest.mark.parametrize(("name", "changes", "message"), LIMITS, ids=[f"{name}-{text}" for name, _, text in LIMITS])
 def test_what_an_op_does_not_take_is_refused_by_name(name, changes, message, launches):
     arguments = BY_NAME[name].arguments()
-    launches.clear()  # of what makes them
+    launches.clear()  # making the arguments may launch kernels
     with pytest.raises((TypeError, ValueError), match=message):
         BY_NAME[name].run(arguments | changes(arguments))
     assert not launches

@@ -1,4 +1,5 @@
-"""Which memory kernels do not read: ops refuse it by the argument's name, and take any other where it is or copy it."""
+"""Memory layouts that kernels cannot read: ops raise an error that names the argument. Tensors with other layouts are
+passed to the kernel, either directly or as a copy."""
 
 import re
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from dsa.cases import CASES
 
 
 class Refused(NamedTuple):
-    """Arguments, or their parts, by what the kernels ask of them.
+    """Names of arguments, or of tensors in them, by the layout that the kernels require.
 
-    aligned     the last dimension contiguous, rows or the whole at multiples of 16 bytes
-    contiguous  contiguous, from anywhere on
+    aligned     the last dimension contiguous, rows or the whole tensor at multiples of 16 bytes
+    contiguous  contiguous, at any address
     inner       the last dimension contiguous
     """
 
@@ -110,12 +111,12 @@ def columns(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-# The ways for an argument's memory to be odd, and the lists of arguments whose kernels do not read it.
+# Functions that give a tensor an unusual layout, and the fields of `Refused` whose arguments may not have this layout.
 WAYS = {apart: Refused._fields, columns: Refused._fields, wider: ("aligned", "contiguous"), shifted: ("aligned",)}
 
 
 def parts(arguments: dict[str, Any]) -> Iterator[tuple[str, str, int | None, torch.Tensor]]:
-    """(how messages call it, argument, place in it, tensor) for each tensor."""
+    """Yield (name in messages, argument, index in the argument or None, tensor) for each tensor."""
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             yield name, name, None, value
@@ -143,7 +144,8 @@ def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launche
 
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in REFUSED], ids=lambda call: call.name)
 def test_rows_that_kernels_can_read_are_not_copied(call, launches):
-    """Of a wider tensor, a multiple of 16 bytes from one to the next; some kernels take no such rows."""
+    """The rows are slices of a wider tensor with a stride that is a multiple of 16 bytes. Kernels that need contiguous
+    tensors refuse such rows, which is allowed."""
     for called, name, _, x in parts(call.arguments()):
         if called != name or called not in REFUSED[call.name].aligned.split() or x.dim() < 2:
             continue
@@ -157,7 +159,7 @@ def test_rows_that_kernels_can_read_are_not_copied(call, launches):
         assert any(x.data_ptr() == rows.data_ptr() for x in given), name
 
 
-# Arguments with a single token, sequence or page, whose strides along it are odd.
+# Arguments that are cut to a single token, sequence or page, and get an arbitrary stride in this dimension.
 SINGLE = {
     "write_indexer_cache": "k k_scale slots",
     "write_kv_cache float": "kv cache slots",
@@ -182,7 +184,8 @@ SINGLE = {
 
 
 def single(x: Any) -> Any:
-    """The first row, 7 elements and an odd number from the next one that there would be."""
+    """Return the first row of x with arbitrary strides, which are not multiples of 16 bytes, in dimensions of size
+    1."""
     if isinstance(x, list):
         return list(map(single, x))
     odd = torch.empty(x[:1].numel() + 7, dtype=x.dtype)[: x[:1].numel()].view(x[:1].shape).copy_(x[:1])
@@ -192,7 +195,7 @@ def single(x: Any) -> Any:
 
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in SINGLE], ids=lambda call: call.name)
 def test_strides_of_single_elements_mean_nothing(call, launches):
-    """What a kernel reads 16 bytes at a time is given to it with strides that say so."""
+    """Tensors that a kernel reads 16 bytes at a time get strides that are multiples of 16 bytes."""
     arguments = call.arguments()
     arguments |= {name: single(arguments[name]) for name in SINGLE[call.name].split()}
     call.run(arguments)

@@ -1,4 +1,4 @@
-"""Calls with nothing to compute: no kernel is launched, and the results are the reference's."""
+"""Calls with nothing to compute launch no kernel and return the results of the reference."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import same_bits
 
-# Call; along which dimension which arguments are empty; and other values.
+# (name of a call, {dimension: names of the arguments that are empty in it}, other changed arguments).
 NO_BOUNDS = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}
 NO_QUERIES, NO_KEYS = {"cu_seqlens_q": NO_BOUNDS["cu_seqlens_q"]}, {"cu_seqlens_k": NO_BOUNDS["cu_seqlens_k"]}
 NO_TOKENS = torch.zeros(3, dtype=torch.int32)
@@ -135,7 +135,7 @@ EMPTY: list[tuple[str, dict[int, str], dict[str, Any]]] = [
 
 
 def without(value: Any, dim: int) -> Any:
-    """A tensor, or each of an operand's, without rows along a dimension; a weight's blocks too."""
+    """Return a tensor, or each tensor of an operand (a weight and its scales), with size 0 in dimension `dim`."""
     if isinstance(value, list | tuple):
         return type(value)(without(x, dim) for x in value)
     return value.narrow(dim, 0, 0)

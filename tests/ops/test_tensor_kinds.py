@@ -1,6 +1,7 @@
-"""Tensors that are more or less than numbers at strides: sparse and nested ones, and those of inference mode.
+"""Tensors that are not plain strided tensors: sparse and nested tensors, and tensors made in inference mode.
 
-Every op refuses by name what it does not read. torch itself does not: indexing some of them ends the process.
+Every op refuses tensors that it cannot read, with an error that names the argument. torch itself does not: indexing
+some of these tensors crashes the process.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ KINDS = {
 
 
 def tensors(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
-    """The tensors of an argument, each with its place in it."""
+    """Yield (index in the argument or None, tensor) for each tensor of an argument."""
     if isinstance(value, torch.Tensor):
         yield None, value
     elif isinstance(value, (list, tuple)):
@@ -38,11 +39,11 @@ def tensors(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
 
 
 def replaced(value: Any, place: int | None, x: torch.Tensor) -> Any:
-    """The argument with another tensor in that place."""
+    """Return the argument with x in place of the tensor at this index."""
     return x if place is None else type(value)([*value[:place], x, *value[place + 1 :]])
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, that it may change these tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns that the API of these tensors may change
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_only_dense_tensors(call):
     tried = 0
@@ -51,17 +52,18 @@ def test_only_dense_tensors(call):
             for kind in KINDS.values():
                 try:
                     other = kind(x)
-                except (RuntimeError, IndexError):  # torch has no such tensor
+                except (RuntimeError, IndexError):  # torch cannot make such a tensor
                     continue
                 tried += 1
                 with pytest.raises(ValueError, match=rf"\b{name}\b.*dense"):
                     call.run({**call.arguments(), name: replaced(value, place, other)})
-    assert tried or call.op == "make_v4_cache"  # which takes none
+    assert tried or call.op == "make_v4_cache"  # make_v4_cache takes no tensors
 
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_of_inference_mode(call):
-    """They are read everywhere, and written in inference mode alone: then before anything else is."""
+    """Ops read such tensors everywhere, and write to them only in inference mode. Otherwise they raise an error before
+    they write to any tensor."""
     expected = call.results(call.arguments())
     for name, value in call.arguments().items():
         for place, x in tensors(value):
@@ -80,7 +82,8 @@ def test_tensors_of_inference_mode(call):
 
 
 def test_a_lazy_sign_is_refused_where_a_kernel_runs(kernel_path):
-    """Of an angle's imaginary part, say: kernels read memory, where the numbers are without it. References see it."""
+    """Example: the imaginary part of a conjugated tensor. Kernels read memory, which contains the numbers before the
+    negation. References see the negated numbers."""
     angles = torch.polar(torch.ones(4, 32), torch.rand(4, 32))
     cos, sin = angles.conj().real, angles.conj().imag
     assert sin.is_neg()

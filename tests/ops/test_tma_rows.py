@@ -1,4 +1,4 @@
-"""Tensors as TMA reads them: rows off multiples of 16 bytes are copied, others are not."""
+"""`tma_rows` copies tensors whose rows are not at multiples of 16 bytes, and only these."""
 
 import pytest
 import torch

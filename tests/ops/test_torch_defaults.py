@@ -1,5 +1,5 @@
-"""What a user sets as torch's default dtype or device changes no op's result: all that ops allocate says its own. Nor
-does autocast, around a call or in a compiled one."""
+"""torch's default dtype and default device do not change the results of ops, because ops specify the dtype and the
+device of everything that they allocate. Autocast around a call does not change results either."""
 
 import contextlib
 import inspect
@@ -35,7 +35,7 @@ def test_every_op_has_a_call_with_all_of_its_arguments():
     assert {call.op for call in CASES} == all_ops()
     for call in CASES:
         parameters = inspect.signature(getattr(dsa, call.op)).parameters
-        if call.op != "get_mla_metadata":  # whose signature is that of its two styles
+        if call.op != "get_mla_metadata":  # its signature is (*args, **kwargs), because it has two styles
             assert set(call.arguments()) == set(parameters), call.name
 
 

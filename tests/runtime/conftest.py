@@ -1,4 +1,4 @@
-"""A compile cache of a test's own, and the kernels' way without a GPU."""
+"""Fixtures: a separate compile cache per test, and ops that run the code for a GPU on a CPU."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.ops.conftest import kernel_path  # noqa: F401
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compile cache of the test's own, which is not there yet."""
+    """Return the folder of a compile cache for this test. The folder does not exist yet."""
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_cache, "_warned", set())
     return tmp_path / "cache"
@@ -18,5 +18,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache gives the kernels themselves, which tests compare, and not what notes their launches."""
+    """Make the cache return the kernels themselves, not wrappers that record launches, because tests compare the
+    kernels."""
     monkeypatch.setattr(compile_cache, "noted", lambda kernel: kernel)

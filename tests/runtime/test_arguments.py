@@ -1,4 +1,4 @@
-"""Specs of arguments: what they accept, and messages that say which argument, what it got and what is accepted."""
+"""Specs of arguments: what they accept, and error messages that name the argument, what it got and what is accepted."""
 
 import pytest
 import torch
@@ -61,28 +61,28 @@ SPECS = {
         dtype=Dtype(FLOATS),
         limit=Number(optional=True),
     ),
-    # A size plus a number gives the size.
+    # "B+1" also binds B.
     "bounds": Arguments(cu_seqlens=Tensor("B+1", INT32), starts=Tensor("B", INT32)),
-    # R / 2 does not give R, but is the same size everywhere.
+    # "R/2" does not bind R, but must have the same size everywhere.
     "angles": Arguments(x=Tensor("T ... D", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32)),
-    # A rule comes after the checks of the specs.
+    # A rule runs after the checks of the specs.
     "rule": Arguments(rule=at_most_the_length, x=Tensor("T", F32), k=Int()),
-    # Either of two shapes.
+    # A tensor with one of two shapes.
     "lengths": Arguments(q=Tensor("B T D", F32), lengths=Tensor("B | B T", INT32), more=Tensor("T", F32)),
     "lengths alone": Arguments(lengths=Tensor("B | B T", INT32)),
-    # A tensor's rule gives more sizes. `first` names the arguments that give sizes and the device.
+    # A tensor's rule can replace sizes. `first` names the arguments that determine sizes and the device.
     "cache": Arguments(
         first=("cache",),
         x=Tensor("T d", F32),
         cache=Tensor("slots d", (torch.uint8,), name="caches[0]", rule=known_rows),
     ),
     "product": Arguments(first=("weight",), x=Tensor("... K", F32), weight=Tensor("N K", F32), flag=Flag()),
-    # Messages have another name.
+    # In messages k is called kv[0].
     "pair": Arguments(q=Tensor("T D", F32), k=Tensor("T D", F32, name="kv[0]")),
     "pair of one dtype": Arguments(
         k=Tensor("T D", FLOATS, name="kv[0]"), v=Tensor("T D", FLOATS, like="k", name="kv[1]")
     ),
-    # Numbers are sizes, too. `besides` are dtypes in addition to that of another argument.
+    # Ints are sizes, too. `besides` lists dtypes that are accepted in addition to the dtype of another argument.
     "keys": Arguments(
         q=Tensor("T d", FLOATS),
         kv=Tensor("n d", (*FLOATS, torch.uint8), like="q", besides=(torch.uint8,)),
@@ -299,7 +299,7 @@ def test_a_rule_that_names_no_argument_is_refused(rule, got):
 
 
 def shifted(x, elements):
-    """A copy of x that starts `elements` after a multiple of 16 bytes."""
+    """Return a copy of x that starts `elements` elements after a multiple of 16 bytes."""
     buffer = torch.zeros(x.numel() + elements, dtype=x.dtype)
     buffer[elements:] = x.flatten()
     return buffer[elements:].view(x.shape)
@@ -344,7 +344,7 @@ EITHER = Arguments(x=Tensor("T D", FLOATS, layout=lambda x: CONTIGUOUS if x.dtyp
 @pytest.mark.parametrize(
     ("arguments", "accepted", "refused", "message"),
     [
-        # A layout may follow from the tensor.
+        # The required layout can depend on the tensor.
         (EITHER, [WIDE[:, :8].bfloat16()[:, :4]], [WIDE[:, :8]], "x: must be contiguous"),
         (
             SPECS["branches"],
@@ -385,14 +385,14 @@ def test_dimensions_that_kernels_take_as_one():
         ((PAGES,), torch.zeros(0, 6)),
         ((PAGES,), torch.zeros(3, 5)[:1].as_strided((1, 5), (3, 1))),
         ((INNER, ROWS), WIDE[:, :8]),
-        ((INNER, ROWS), WIDE[:1, :1].as_strided((1, 1), (7, 3))),  # one element: its strides mean nothing
+        ((INNER, ROWS), WIDE[:1, :1].as_strided((1, 1), (7, 3))),  # one element: its strides are arbitrary
         ((INNER, ROWS), torch.zeros(())),
         ((INNER, ROWS), torch.zeros(4, 0)),
         ((ROWS,), torch.zeros(5, 24)[:, :17]),
         ((ROWS,), torch.zeros(5, 3, 8).transpose(0, 1)),
         ((ROWS,), torch.zeros(3)),
         ((ROWS,), torch.zeros(5, 4).as_strided((5, 1), (4, 3))),
-        ((ROWS,), torch.zeros(2, 7)[:1, :5]),  # a single row's stride means nothing
+        ((ROWS,), torch.zeros(2, 7)[:1, :5]),  # the stride of a single row is arbitrary
         ((ROWS,), torch.zeros(8).expand(5, 8)),
         ((ROWS,), shifted(torch.zeros(4, 8), 4)),
         ((CONTIGUOUS, ALIGNED), WIDE),

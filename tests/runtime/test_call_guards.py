@@ -54,7 +54,7 @@ def test_a_guard_accepts_other_contents(call):
 
     def other(x):
         if isinstance(x, torch.Tensor):
-            if id(x) not in made:  # a tensor in two places stays one tensor
+            if id(x) not in made:  # a repeated tensor is replaced by one tensor
                 made[id(x)] = torch.ones(33)[1:].view(4, 8) if x is UNALIGNED else x.clone() + 1
             return made[id(x)]
         return type(x)(map(other, x)) if isinstance(x, (list, tuple)) else x
@@ -64,7 +64,7 @@ def test_a_guard_accepts_other_contents(call):
 
 
 def test_one_tensor_twice_and_two_are_different_calls():
-    """Torch's guards take no tensor twice."""
+    """The guard needs an extra condition for this, because torch's guards accept no repeated tensors."""
     twice, two = guard((X, X, [X])), guard((X, X.clone(), [X.clone()]))
     assert twice(X, X, [X]) and not twice(X, X.clone(), [X])
     assert two(X, X.clone(), [X.clone()]) and not two(X, X, [X.clone()])

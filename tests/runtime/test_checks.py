@@ -1,4 +1,5 @@
-"""The argument checks: what they accept, and messages that name the argument, what it got and what is accepted."""
+"""The argument checks: what they accept, and error messages that name the argument, what it got and what is
+accepted."""
 
 import math
 

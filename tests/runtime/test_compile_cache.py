@@ -64,7 +64,8 @@ def test_another_process_loads_the_file_without_a_lock(directory, monkeypatch):
     assert compiled_for(ARGS, ARGS) == []
 
 
-# Compiles after the standard input ends, and slowly: processes that do not wait for each other overlap.
+# This process starts to compile when its standard input ends, and compiles slowly. So two processes would compile at
+# the same time if they did not wait for each other.
 PROCESS = """
 import sys, time
 from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernels
@@ -104,7 +105,7 @@ def test_a_damaged_file_is_compiled_again(directory, damage):
 
 
 def test_a_file_that_is_no_kernel_is_removed(tmp_path):
-    """The file is complete, but this build of the DSL cannot load it."""
+    """The digest in the file's name is right, but the DSL cannot load the file."""
     content = b"not an object file"
     path = tmp_path / f"kernel.{hashlib.sha256(content).hexdigest()[:16]}.o"
     path.write_bytes(content)
@@ -212,7 +213,8 @@ print("child:", os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.mark.slow
 def test_a_fork_while_a_thread_compiles(tmp_path):
-    """The child can compile, and the parent's file lock ends with the parent's compilation."""
+    """The child can take the compile lock, and the file lock is released when the parent's compilation ends, although
+    the child has a copy of its descriptor."""
     command = [sys.executable, "-c", FORK, str(tmp_path / "kernel.lock")]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
     assert printed == "file lock: free\nchild: 0\n"
@@ -306,7 +308,7 @@ def test_where_the_directory_is(monkeypatch, environment, expected):
 
 @pytest.mark.parametrize("chosen", [None, "~/kernels"])
 def test_a_user_without_a_home_has_a_directory_in_tmp(tmp_path, monkeypatch, chosen):
-    """In a container a user may have neither HOME nor an entry in the password file."""
+    """For example in a container, a user may have neither HOME nor an entry in the password file."""
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("getpwuid(): uid not found")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("HOME", "XDG_CACHE_HOME", "DSA_CACHE_DIR"):
@@ -320,7 +322,7 @@ def test_a_user_without_a_home_has_a_directory_in_tmp(tmp_path, monkeypatch, cho
 
 @cute.kernel
 def _reverse_kernel(x: cute.Tensor, n: cutlass.Constexpr):
-    """Read all n rows before the first write: each thread holds n registers."""
+    """Read all n rows before the first write, so that each thread needs n registers."""
     thread, _, _ = cute.arch.thread_idx()
     rows = cute.make_rmem_tensor((n,), cutlass.Float32)
     for i in cutlass.range_constexpr(n):

@@ -1,4 +1,4 @@
-"""Signatures of calls: equal for calls that the checks cannot tell apart, and for no others."""
+"""Signatures of calls are equal exactly if the checks cannot tell the calls apart."""
 
 import itertools
 import sys
@@ -36,7 +36,7 @@ def test_a_tensor_without_strides_has_no_equal_signature():
 
 @pytest.mark.filterwarnings("ignore")  # torch warns that nested tensors may change
 def test_the_first_shape():
-    """The checks refuse calls and tensors without a shape."""
+    """The shape is None for calls without a first tensor and for tensors without a shape, which the checks refuse."""
     strided = torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
     assert [first_shape(call) for call in ((X, 1), (1, X), (), (strided,))] == [X.shape, None, None, None]
 
@@ -53,7 +53,7 @@ def test_the_oldest_of_too_many_are_forgotten():
         known.remember((i,))
         known.count((i,))
         known.keep((i,), len)
-    # The oldest calls are forgotten and count anew: they are recorded again if they come again.
+    # The oldest calls are forgotten and their counts restart at 0, so that they can be recorded again.
     assert list(known.steps) == [(i,) for i in range(300 - 256, 300)]
     assert known.count((0,)) == 1 and known.count((299,)) == 2
     known.forget()
@@ -70,7 +70,7 @@ def test_a_guard_of_steps_that_another_thread_forgot_is_kept():
 
 
 def test_threads_keep_at_once():
-    """At the limit, where each thread removes the oldest call."""
+    """The number of calls is at the limit, so each thread also removes the oldest call."""
     known = KnownCalls()
 
     def keep(thread):

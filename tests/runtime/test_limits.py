@@ -1,4 +1,4 @@
-"""Limits of sizes and numbers say which argument is wrong, what is accepted and what the call has."""
+"""A broken limit of a size or number names the argument, the accepted values and the value of the call."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Object files have host code that other machines can run, and one cubin."""
+"""An object file contains host code that other machines can run, and exactly one cubin."""
 
 import re
 
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.usefixtures("directory")
 
 
 def test_another_machine_can_load_an_object_file(directory, tmp_path):
-    """The file must not depend on Python's version or on the CPU, which are not part of the key."""
+    """The file must not depend on the Python version or on the CPU model, which are not part of the cache's key."""
     kernel = ORIGINAL(*ARGS)
     write_object_file(kernel, tmp_path / "kernel.o", "entry")
     assert not re.search(rb"\0_?Py[A-Z_]", (tmp_path / "kernel.o").read_bytes())
-    write_object_file(kernel, tmp_path / "kernel.ll", "entry")  # the same code as text
+    write_object_file(kernel, tmp_path / "kernel.ll", "entry")  # the same code as LLVM IR
     lines = (tmp_path / "kernel.ll").read_text().splitlines()
     portable = [line.split()[1] for line in lines if line.startswith("attributes") and '"target-cpu"="generic"' in line]
     defined = [line.removesuffix(" {").split()[-1] for line in lines if line.startswith("define ")]

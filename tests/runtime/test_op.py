@@ -1,4 +1,5 @@
-"""A declaration gives the reference, the kernels, the custom op with its gradients, and calls that are checked once."""
+"""From a declaration follow the choice of reference or kernels, the custom op with its gradients, and the check of each
+call, once per signature."""
 
 from unittest import mock
 
@@ -31,14 +32,14 @@ ADD_TO = Arguments(
 
 @pytest.fixture(scope="module", autouse=True)
 def tables():
-    """The tables of ops, which are restored after these tests."""
+    """Restore the tables of ops and archs after these tests."""
     with mock.patch.dict(declaration.OPS), mock.patch.dict(backends.ARCHS):
         yield
 
 
 @pytest.fixture(scope="module")
 def ops(tables):
-    """Three ops for these tests. `launched` has the arguments of the first op's launches."""
+    """Return three ops for these tests. The first op appends the arguments of its launches to `launched`."""
 
     @op(
         arguments=SCALE_ROWS,
@@ -126,7 +127,7 @@ def test_a_valid_call_is_checked_once(ops, kernel_path, other):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """The arguments of recorded calls. A stand-in records, because these ops launch no kernels."""
+    """Return the list of the arguments of recorded calls. `record` is replaced, because these ops launch no kernels."""
     found = []
 
     def record(call, arguments):
@@ -164,7 +165,7 @@ def test_a_call_within_a_recorded_call_does_not_count(ops, kernel_path, recorded
 
 
 def test_a_call_of_the_reference_computes_no_signature(ops, monkeypatch):
-    """A signature takes time, and asks fake tensors for an address."""
+    """Computing a signature takes time, and needs addresses, which fake tensors do not have."""
     monkeypatch.setattr(declaration, "signature", lambda *_: pytest.fail("a signature"))
     scale(ops)
 
@@ -233,7 +234,7 @@ def test_another_gpu_has_no_kernel(ops, monkeypatch):
 
 @pytest.fixture(scope="module")
 def doubling(ops):
-    """An op of a public function with another name, whose kernels take float32 only and have a backward pass."""
+    """Return an op whose kernels take only float32 and have a backward pass. Its public function has another name."""
     arguments = Arguments(x=Tensor("T", (torch.float32, torch.float64)))
 
     @op(arguments=arguments, reference=lambda x: 2 * x, results=lambda x: torch.empty_like(x), public="test_add_to")
@@ -311,7 +312,7 @@ def test_functions_of_a_declaration_get_the_arguments_that_they_name(ops):
     x, op_ = torch.randn(3, 8), ops["scale"]
     assert torch.equal(op_.reference(x, 2.0, True), -2 * x)
     assert op_.results(x, 2.0, True).shape == x.shape and op_.rule(x, 2.0, True) is None
-    # A function that takes all arguments in their order is not wrapped.
+    # A function that takes all arguments in order is used without a wrapper.
     assert ops["add"].reference is _add_to
 
 
@@ -360,7 +361,8 @@ def test_another_arch_has_its_launch(ops, kernel_path, monkeypatch):
 
 
 def test_outputs_of_the_caller(ops, request):
-    """Of the reference and of the kernels. torch knows the op with an output as another op."""
+    """The reference and the kernels write to outputs of the caller. The op with outputs is registered with torch as a
+    separate op."""
     x, y, total = torch.tensor([1.0, 2]), torch.tensor([3.0, 5]), torch.zeros(2)
     sums = ops["sums"]
     assert [found.tolist() for found in sums(x, y)] == [[4, 7], [-2, -3]]

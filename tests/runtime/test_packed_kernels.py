@@ -25,13 +25,13 @@ COMPILE = kernels.compile_per_token_cast_to_fp8
 
 @pytest.fixture(scope="module")
 def content():
-    """One variant's object file."""
+    """Return the object file of one variant."""
     return object_file(COMPILE, *ARGS)
 
 
 @pytest.fixture
 def archive(content, directory, tmp_path, monkeypatch):
-    """An archive with that variant in place of the package's, and an empty cache."""
+    """Return an archive that contains only this variant and replaces the package's archives. The cache is empty."""
     path = archive_of(tmp_path / "compiled", MODULE)
     path.parent.mkdir()
     write_archive(path, {stem_of(COMPILE, ARGS): content})
@@ -88,7 +88,7 @@ def test_a_damaged_archive_costs_a_warning_and_the_compilation(archive, damage):
 
 
 def test_a_damaged_object_costs_a_warning_and_the_compilation(archive, content, monkeypatch):
-    """The object has the name, with a digest, of the content before the damage."""
+    """The object's name contains the digest of its content before the damage."""
     name_of = compile_cache.name_of
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "name_of", lambda stem, _: name_of(stem, content))
@@ -105,7 +105,7 @@ def test_an_object_that_the_dsl_cannot_load_is_compiled(archive):
 
 @pytest.mark.slow
 def test_pack_adds_all_shipped_variants_to_an_archive(tmp_path):
-    """The same archive each time, whatever was packed before stays."""
+    """Packing twice gives the same archive, and objects that were in the archive before remain."""
     path = archive_of(tmp_path, MODULE)
     write_archive(path, {"of_other_versions-0": b"object"})
     assert list(pack(tmp_path, [MODULE], 1)) == [path]

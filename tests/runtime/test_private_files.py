@@ -1,4 +1,4 @@
-"""The compile cache neither loads what another user may have written nor writes through a link."""
+"""The compile cache does not load files that another user may have written, and does not write through links."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("directory")
 
 
 def owned_by_another(monkeypatch):
-    """Let files, which are checked by their descriptors, seem to belong to another user."""
+    """Make files seem to belong to another user, by replacing os.fstat, with which the cache checks them."""
     fstat = os.fstat
 
     def of_another(handle):
@@ -25,7 +25,7 @@ def owned_by_another(monkeypatch):
 
 
 def linked(path):
-    """Move the file, and put a link to it in its place."""
+    """Move the file, and replace it with a link to the moved file."""
     kept = path.parent.parent / "kept.o"
     path.rename(kept)
     path.symlink_to(kept)
@@ -73,7 +73,7 @@ def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(directory
 
 
 def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, monkeypatch):
-    """If the lock is a link, the cache compiles without a lock. A new file takes a name that is free."""
+    """If the lock file is a link, the cache compiles without a lock. A new file gets a name that does not exist yet."""
     directory.mkdir(mode=0o700)
     stem = compile_cache._stem(ORIGINAL, ARGS)
     (directory / f"{stem}.lock").symlink_to(tmp_path / "lock")
@@ -86,7 +86,8 @@ def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, m
 
 
 def swapped(directory, **files):
-    """Do what a user can who may rename entries of the parent folder: put another folder with these files there."""
+    """Replace the cache's folder by another folder with these files, as a user could who may rename entries of the
+    parent folder."""
     directory.rename(directory.with_name("ours"))
     directory.mkdir()
     for name, content in files.items():
@@ -165,10 +166,10 @@ def test_a_folder_that_everyone_may_rename_is_refused(tmp_path, between):
     above = tmp_path / "above"
     folder = above.joinpath(*between, "cache")
     folder.mkdir(mode=0o700, parents=True)
-    folder.parent.chmod(0o755)  # for any umask
+    folder.parent.chmod(0o755)  # independent of the umask
     above.chmod(0o777)
     assert_refused(rf"everyone may rename what is in {above}: chmod \+t {above}", folder)
-    for mode in (0o1777, 0o775, 0o755):  # /tmp; the group of the user alone, with umask 002
+    for mode in (0o1777, 0o775, 0o755):  # as /tmp; with umask 002; with umask 022
         above.chmod(mode)
         assert compile_cache.private_folder(folder) == folder
 
@@ -198,7 +199,7 @@ def test_files_and_broken_links_are_no_folders(tmp_path, name):
     ("name", "error"), [("pipe", PermissionError), ("folder", PermissionError), ("missing", FileNotFoundError)]
 )
 def test_only_regular_files_are_read(tmp_path, name, error):
-    os.mkfifo(tmp_path / "pipe")  # to open it for reading would block
+    os.mkfifo(tmp_path / "pipe")  # opening it for reading would block
     (tmp_path / "folder").mkdir()
     with pytest.raises(error, match="No such file" if name == "missing" else "it is not a regular file"):
         compile_cache.open_private_file(tmp_path / name)

@@ -1,4 +1,4 @@
-"""A recorded call repeats what the call asked of torch and of kernels."""
+"""The steps of a recorded call do the same as the call: the same operators of torch and the same launches."""
 
 import subprocess
 import sys
@@ -21,8 +21,8 @@ class Pair(NamedTuple):
 
 @noted
 def add(tensors, by):
-    """A kernel that adds a number, if any, to each tensor of a list, in place."""
-    with _disable_current_modes():  # a kernel calls no operator of torch
+    """Stand in for a kernel: add a number, or 0 for None, to each tensor of a list, in place."""
+    with _disable_current_modes():  # the mode must not record +=, because a real kernel calls no operators of torch
         for x in tensors:
             x += by or 0
 
@@ -32,7 +32,8 @@ def tensors_of(nested):
 
 
 def assert_replayed(call, first, other):
-    """The steps of a call with the arguments `first` do with other() what the call does, to results and arguments."""
+    """Assert that the steps recorded with the arguments `first` do the same with the arguments other() as the call:
+    equal results and equal changes of arguments."""
     _, steps = record(call, first)
     given, expected = other(), other()
     got, want = steps(*given), call(*expected)
@@ -42,7 +43,7 @@ def assert_replayed(call, first, other):
 
 
 def added_to(compute, by=1):
-    """A call that returns the result of `compute`, to which the kernel has added a number."""
+    """Return a call that launches the kernel on the result of `compute`, and returns the result."""
 
     def call(*arguments):
         out = compute(*arguments)
@@ -62,7 +63,7 @@ def test_a_result_is_new_in_every_call():
 @pytest.mark.parametrize("copy", [torch.Tensor.contiguous, lambda x: x.reshape(-1), lambda x: x.to(torch.float32)])
 @pytest.mark.parametrize("view", [lambda x: x.flatten()[1::2], lambda x: x.T, lambda x: x[:, 3:], lambda x: x])
 def test_a_view_or_a_copy_in_inference_mode(copy, view):
-    """In inference mode torch does not say which of the two a result is."""
+    """In inference mode a dispatch mode cannot see whether a result is a view or a copy."""
     with torch.inference_mode():
         assert_replayed(added_to(copy), (view(X.clone()),), lambda: (view(Y.clone()),))
 
@@ -95,7 +96,7 @@ def test_views_of_results_and_of_parts_of_arguments():
         add([out[1:], out[:, 1]], -3)
         return Pair(out[2:], out.view(-1)[3])
 
-    # The argument begins in the middle of its memory.
+    # The second call's argument has a storage offset.
     assert_replayed(call, (X.clone(),), lambda: (torch.arange(60.0).view(10, 6)[3:7],))
 
 

@@ -1,4 +1,4 @@
-"""A kernel's key depends on all files that it can import, and on no others."""
+"""A kernel's source key depends on all files that the kernel can import, and on no others."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ KERNELS, CUTE = Path(dsa.kernels.__path__[0]), Path(dsa.cute.__path__[0])
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """A copy of two families and of dsa/cute."""
+    """Return a folder with copies of two families and of dsa/cute."""
     for family in ("moe", "mla"):
         shutil.copytree(KERNELS / family, tmp_path / family)
     shutil.copytree(CUTE, tmp_path / "cute")

@@ -1,1 +1,1 @@
-"""Paged caches: writers, readers, slots and the compressor."""
+"""Paged caches: writers and readers of cache pages, the mapping of tokens to slots, and the compressor."""

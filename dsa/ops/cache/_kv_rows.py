@@ -1,4 +1,4 @@
-"""The MLA cache and slots in the form that the kernels take."""
+"""Views of the MLA cache and of slots with the shapes and dtypes that the kernels take."""
 
 import torch
 
@@ -9,7 +9,7 @@ from dsa.runtime.declare import INT_MAX, dtype_name, rows_at_16_bytes, unit_inne
 
 
 def layout_name(cache: torch.Tensor) -> str:
-    """ "v32" or "v4" for bytes, else the dtype's name."""
+    """Return "v32" or "v4" for a byte cache, the dtype's name for a float cache."""
     if cache.dtype in BYTE_DTYPES:
         return "v4" if is_v4(cache) else "v32"
     return dtype_name(cache.dtype)
@@ -26,7 +26,8 @@ def check_cache(cache: torch.Tensor) -> None:
 
 
 def cache_rows(cache: torch.Tensor) -> torch.Tensor:
-    """[pages, P, row]: floats, or bytes as uint8. A V4 page has its scales after these rows."""
+    """Return a view [pages, P, row] of the cache's rows: floats, or bytes as uint8. In a V4 page the scales of all
+    tokens follow these rows, outside the view."""
     if cache.dtype in BYTE_DTYPES:
         cache = cache.view(torch.uint8)
         if is_v4(cache):
@@ -36,5 +37,5 @@ def cache_rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 def slot_words(slots: torch.Tensor) -> torch.Tensor:
-    """Contiguous slots in one dimension; an int64 is a pair of int32."""
+    """Return contiguous slots as one dimension of int32; an int64 slot becomes two int32 words."""
     return unit_inner(slots.view(-1)).view(torch.int32)

@@ -1,4 +1,5 @@
-"""Paged caches and slots: specs, rules and limits that several ops share, and caches in the form that kernels take."""
+"""Paged caches and slots: specs, rules and limits that several ops share, and the view of a cache's pages for
+kernels."""
 
 import torch
 
@@ -12,7 +13,7 @@ COUNTED_SLOTS = {"pages*P": at_most(MOST_SLOTS)}  # the kernels find a slot's pa
 
 
 def check_index_cache(name: str, cache: torch.Tensor) -> None:
-    """ValueError for a cache of index keys without room for keys, or whose pages are not contiguous."""
+    """Raise ValueError if a cache of index keys has no room for a key or its pages are not contiguous."""
     page_size, width = cache.shape[1], cache.shape[3]
     if width <= 4 or page_size == 0:
         raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
@@ -24,7 +25,8 @@ def check_index_cache(name: str, cache: torch.Tensor) -> None:
 
 
 def check_kv_cache(name: str, cache: torch.Tensor) -> Sizes:
-    """ValueError for a cache of no layout of `dsa.reference.cache.kv_cache`. Returns its d."""
+    """Return {"d": channels per row}. Raises ValueError if the cache has no layout of
+    `dsa.reference.cache.kv_cache`."""
     if cache.shape[1] == 0:
         raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
     if cache.dtype in BYTE_DTYPES and cache.shape[-1] not in (V32_BYTES, V4_BYTES):
@@ -41,35 +43,36 @@ def check_kv_cache(name: str, cache: torch.Tensor) -> Sizes:
 
 
 def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
-    """Checks that a tensor is such a cache, and returns its d."""
+    """Check that a tensor is a cache in a layout of `dsa.reference.cache.kv_cache`, and return the channels per row."""
     check_tensor(name, cache, CACHE_DTYPES, ("pages", "P", 1, "d"))
     return check_kv_cache(name, cache)["d"]
 
 
 def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
-    """ValueError where the cache cannot store such scales."""
+    """Raise ValueError if the scales need not be powers of two but the cache stores only powers of two."""
     if is_v4(cache) and not use_ue8m0:
         raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
 
 
 def row_layout(cache: torch.Tensor) -> str:
-    """The layout that kernels which access single rows ask of a cache."""
+    """Return the layout that a cache must have for kernels that access single rows."""
     return PAGES if is_v4(cache) else ROWS
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """The layout that kernels which read bytes page by page ask of a cache."""
+    """Return the layout that a cache must have for kernels that address byte caches page by page."""
     return PAGES if cache.dtype in BYTE_DTYPES else ROWS
 
 
 def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
-    """Limits of a cache with contiguous pages and rows of `row` bytes: the kernels count a page's bytes in 32 bits."""
+    """Return the limits of a cache with contiguous pages and rows of `row` bytes. Kernels count the bytes of a page in
+    int32."""
     return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
 
 
 def pages_as_rows(cache: torch.Tensor) -> torch.Tensor:
-    """A cache whose layout is PAGES as [pages, bytes]; a single page, whose stride means nothing, gets one that kernels
-    take."""
+    """Return a cache of layout PAGES as [pages, bytes]. The stride of a single page is arbitrary, so it is replaced by
+    a multiple of 16 bytes, as kernels require."""
     width = _page_bytes(cache)
     stride = cache.stride(0) if cache.shape[0] > 1 else width + -width % 16
     return cache.as_strided((cache.shape[0], width), (stride, 1))

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor: every m tokens become one entry of the cache."""
+"""DeepSeek-V4's compressor: each block of m tokens ends with one entry for the cache."""
 
 import torch
 
@@ -37,7 +37,8 @@ __all__ = ["compress_kv", "write_compressed_kv"]
 
 
 def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) -> int:
-    """ValueError for blocks without tokens or channels, and for a state with too few rows. Returns d."""
+    """Return d, the channels of an entry. Raises ValueError for blocks without tokens or channels, and for a state with
+    too few rows."""
     m, c = ape.shape
     if m == 0 or c == 0 or (overlap and c % 2):
         raise ValueError(
@@ -129,26 +130,28 @@ def compress_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    A block is m tokens of a sequence, and block i ends with entry i. Without overlap an entry is made of the m tokens
-    of its block with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the
-    first d channels of its tokens, block i the last d channels of its tokens. Entry 0 is made of block 0 alone.
+    KV is kv in fp32. A sequence is divided into blocks of m tokens, and block i ends with entry i. Without overlap,
+    entry i is computed from the m tokens of block i with all of their channels, d = c. With overlap, it is computed
+    from two blocks, d = c / 2: from the first d channels of the tokens of block i - 1, and the last d channels of the
+    tokens of block i. Entry 0 is computed from block 0 alone.
 
     kv, gate    [T, c] fp32, bf16 or fp16, both of one dtype: projections of new tokens, the sequences one after another
     ape         [m, c] fp32
     cu_seqlens  [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                 to cu_seqlens[b + 1]
-    starts      [B] int32, at least 0: how many tokens of each sequence came before the new ones; `state` has the last
-                n of these
-    state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of the token
-                at position p in row p mod n; the op writes those of the new tokens. None: all sequences begin here.
-                With K - 1 more rows, a sequence can continue from any of its last K tokens and forget the later ones
-    state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
-                padding may, overwrite each other's state
-    overlap     whether an entry is made of two blocks
+    starts      [B] int32, at least 0: the number of tokens of each sequence before the new ones; `state` contains the
+                last n of them
+    state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and Z
+                of the token at position p; the op writes the rows of the new tokens. None: all sequences begin in this
+                call. With K - 1 additional rows, a sequence can be continued after any of its last K tokens, which
+                drops the later ones
+    state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
+                example padding, overwrite each other's state
+    overlap     whether an entry is computed from two blocks
 
-    Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Differentiable in
-    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices and integers, before
-    anything is written.
+    Returns (entries [N, d] fp32, tokens [N] int64), where tokens are the new tokens that end a block, ascending.
+    Differentiable in kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices,
+    cu_seqlens, starts and state_slots, before it writes anything.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     COMPRESS_KV.check(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
@@ -175,45 +178,46 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
+    """Write rope(RMSNorm(C)) of every entry whose block a new token ends into that token's slot of the cache, in place.
 
-    C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m]. A block is
-    m tokens of a sequence, and block i ends with entry i. Without overlap an entry is made of the m tokens of its block
-    with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the first d
-    channels of its tokens, block i the last d channels of its tokens. Entry 0 is made of block 0 alone.
+    C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m]. KV is kv.
+    A sequence is divided into blocks of m tokens, and block i ends with entry i. Without overlap, entry i is computed
+    from the m tokens of block i with all of their channels, d = c. With overlap, it is computed from two blocks, d = c
+    / 2: from the first d channels of the tokens of block i - 1, and the last d channels of the tokens of block i. Entry
+    0 is computed from block 0 alone.
 
     kv, gate     [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
     ape          [m, c] fp32
     norm_weight  [d] fp32
-    cos, sin     [T, R / 2] fp32: the row of a token that ends block i is for position i m; the rows of other tokens
-                 are not used. Rope rotates the last R channels in pairs (2i, 2i + 1)
+    cos, sin     [T, R / 2] fp32: a token that ends block i has the cos and sin of position i m; the rows of other
+                 tokens are not used. Rope rotates the last R channels in pairs (2i, 2i + 1)
     cache        [pages, P, 1, d | 584] in a layout of `write_kv_cache`, or [pages, P, 1, d + 4] bytes in the layout of
-                 `write_indexer_cache`: then entries pass the Hadamard transform and are rounded to e4m3 with one
-                 power-of-two scale per entry
+                 `write_indexer_cache`: then entries are Hadamard-transformed and rounded to e4m3 with one power-of-two
+                 scale per entry
     slots        [T] int32 or int64: page * P + offset for a token that ends a block, or -1 to skip the entry; -1 for
                  all other tokens
     cu_seqlens   [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                  to cu_seqlens[b + 1]
-    starts       [B] int32, at least 0, and starts + T below 2^31 - 512: how many tokens of each sequence came before
-                 the new ones; `state` has the last n of these
-    state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of the token
-                 at position p in row p mod n; the op writes those of the new tokens. With K - 1 more rows, a sequence
-                 can continue from any of its last K tokens and forget the later ones
-    state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
-                 padding may, overwrite each other's state
-    overlap      whether an entry is made of two blocks
+    starts       [B] int32, at least 0, and starts + T below 2^31 - 512: the number of tokens of each sequence before
+                 the new ones; `state` contains the last n of them
+    state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and
+                 Z of the token at position p; the op writes the rows of the new tokens. With K - 1 additional rows, a
+                 sequence can be continued after any of its last K tokens, which drops the later ones
+    state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
+                 example padding, overwrite each other's state
+    overlap      whether an entry is computed from two blocks
     eps          added to the mean of the squares: a finite number, at least 0
 
-    Sum, norm and rope are fp32; an entry is rounded once, to kv's dtype. This op is not differentiable; `compress_kv`
-    is. Raises TypeError or ValueError for other types, dtypes, shapes and strides. The reference also raises for slots
-    below -1 or beyond the cache and for other cu_seqlens, starts and state_slots. The kernel cannot raise for these: it
-    skips entries with such slots and sequences with such state slots, writes nothing for a sequence whose boundaries
-    decrease or lie outside, and writes unspecified entries for a sequence with such a start. All other entries and
-    states are right.
+    Sum, norm and rope are computed in fp32; an entry is rounded once, to kv's dtype. This op is not differentiable;
+    `compress_kv` is. Raises TypeError or ValueError for other types, dtypes, shapes and strides. The reference also
+    raises for slots below -1 or beyond the cache and for invalid cu_seqlens, starts and state_slots. The kernel cannot
+    raise for these: it skips entries with invalid slots and sequences with invalid state slots, writes nothing for a
+    sequence whose boundaries decrease or lie outside [0, T], and writes unspecified entries for a sequence with an
+    invalid start. All other entries and states are right.
     On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
     and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. The
-    kernel sums in another order than the reference, so a number occasionally rounds to its neighbour. Deterministic.
-    CUDA-graph safe with new lengths and slots, no host synchronisation, no workspace.
+    kernel and the reference sum in different orders, so a value occasionally rounds to an adjacent representable
+    number. Deterministic. CUDA-graph safe with new lengths and slots, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     _write_compressed_kv(
@@ -263,7 +267,7 @@ def _write_compressed_kv(
 ) -> None:
     from dsa.kernels.cache.compressed_kv_sm90 import compile_write_compressed_kv
 
-    if starts.shape[0] and kv.shape[0]:  # without pages the state is written all the same
+    if starts.shape[0] and kv.shape[0]:  # also with a cache without pages, because the kernel still writes the state
         d, m = norm_weight.shape[0], ape.shape[0]
         is_index = reference.is_index_cache(cache, d)
         pages = pages_as_rows(cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)

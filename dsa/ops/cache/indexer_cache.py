@@ -1,4 +1,4 @@
-"""Writing FP8 index keys into cache pages and reading them back."""
+"""Write FP8 index keys into cache pages and read them back."""
 
 import torch
 
@@ -25,11 +25,11 @@ READ_OUT = {"k": Tensor("T D", E4M3, layout=ROWS), "k_scale": Tensor("T", F32)}
 
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes token t's key and scale into slot slots[t] = page * P + offset, in place.
+    """Write token t's key and scale into slot slots[t] = page * P + offset of the cache, in place.
 
     k        [T, D] float8_e4m3fn
     k_scale  [T] fp32
-    cache    [pages, P, 1, D + 4] uint8: each page has P x D values, then P fp32 scales; pages any distance apart
+    cache    [pages, P, 1, D + 4] uint8: each page has P x D values, then P fp32 scales. Any page stride
     slots    [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
 
     Every other byte of the cache stays as it is. Raises TypeError or ValueError for other types, dtypes, shapes and
@@ -43,12 +43,13 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 def read_indexer_cache(
     cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor | None = None, k_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys in `slots` and their scales: (k [T, D] float8_e4m3fn, k_scale [T] fp32).
+    """Return the keys in `slots` and their scales: (k [T, D] float8_e4m3fn, k_scale [T] fp32).
 
     cache       [pages, P, 1, D + 4] uint8, as `write_indexer_cache` leaves it
     slots       [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0
-    k, k_scale  None: the results are new and contiguous. Or two tensors of these shapes and dtypes: the results are
-                written to them, and nothing between their rows. They must not begin at the address of another argument
+    k, k_scale  None: the op allocates contiguous results. Or two tensors of the results' shapes and dtypes: the op
+                writes the results to them, and writes nothing between their rows. They must not begin at the address of
+                another argument
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
     On Hopper: the same caches as `write_indexer_cache`.

@@ -1,4 +1,4 @@
-"""Writing latents into cache pages and reading them back."""
+"""Write latents into cache pages and read them back."""
 
 import torch
 
@@ -38,9 +38,10 @@ READ_KV_CACHE = Arguments(
 
 
 def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes.
+    """Return a zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes.
 
-    At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
+    pages * page_size is at most 2^31. Raises TypeError or ValueError for other numbers, and for a device on which torch
+    cannot allocate.
     """
     check_positive("pages", pages)
     check_positive("page_size", page_size)
@@ -51,45 +52,46 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 
 
 def _check_device(device: object) -> None:
-    """TypeError or ValueError for a device on which torch cannot allocate."""
+    """Raise TypeError or ValueError for a device on which torch cannot allocate."""
     if device is not None and not isinstance(device, (str, torch.device)):
         raise TypeError(f"device: must be a torch.device, its name or None, got {type(device).__name__}")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # without CUDA torch asserts
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
         raise ValueError(f"device: torch has no {device!r} here: {str(error).splitlines()[0]}") from None
 
 
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
-    """Writes token t's row into slot slots[t] = page * P + offset, in place.
+    """Write token t's row into slot slots[t] = page * P + offset of the cache, in place.
 
     kv         [T, d] bf16, fp16 or fp32, last dimension contiguous: the latent with its 64 rope channels last
-    cache      [pages, P, 1, d] bf16, fp16 or fp32; or bytes (uint8, int8 or float8_e4m3fn), pages any distance apart:
+    cache      [pages, P, 1, d] bf16, fp16 or fp32; or bytes (uint8, int8 or float8_e4m3fn), with any page stride:
                [pages, P, 1, 656] (V3.2, d = 576): per token 512 e4m3 | 4 fp32 scales | 64 bf16
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad
     slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot. kv and the cache must not share
                memory
-    use_ue8m0  V3.2 has a scale per 128 channels. True: max(amax, 1e-4) / 448, rounded up to a power of two. False: that
-               number itself. V4 has a scale per 64 channels, always a power of two, and refuses False. A float cache
-               has no scales
+    use_ue8m0  V3.2 has a scale per 128 channels. True: max(amax, 1e-4) / 448, rounded up to a power of two. False: not
+               rounded up. V4 has a scale per 64 channels, always a power of two, and refuses False. A float cache has
+               no scales
 
-    A scale multiplies: value = e4m3 * scale. Rope channels are rounded to bf16, and all channels of a float cache to
-    the cache's dtype. NaN in a group makes the group's values and scale NaN. V4's pad byte is written 0; every other
-    byte of the cache stays as it is. Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes
-    and strides. For a slot below -1 or beyond the cache the reference raises ValueError; the kernel skips the token.
-    On Hopper: one kernel with exactly the bits of the reference on the same GPU; rows and V4's pages at multiples of 16
-    bytes, float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
+    A scale multiplies: value = e4m3 * scale. Rope channels of a byte cache are rounded to bf16, and all channels of a
+    float cache to the cache's dtype. NaN in a group makes the group's values and scale NaN. V4's pad byte is written 0;
+    every other byte of the cache stays as it is. Not differentiable. Raises TypeError or ValueError for other types,
+    dtypes, shapes and strides. For a slot below -1 or beyond the cache the reference raises ValueError; the kernel
+    skips the token.
+    On Hopper: one kernel, bit-identical to the reference on the same GPU; rows and V4's pages at multiples of 16 bytes,
+    float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
     """
     _write_kv_cache(kv, cache, slots, use_ue8m0)
 
 
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale for a byte cache.
+    """Return the rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale for a byte cache.
 
-    cache  [pages, P, 1, d | 656 | 584], as `write_kv_cache` leaves it; V3.2's fp32 scales multiply in full precision
+    cache  [pages, P, 1, d | 656 | 584], as `write_kv_cache` leaves it; V3.2's fp32 scales are multiplied in fp32
     slots  [...] int32 or int64, page * P + offset, contiguous; -1 or any slot outside the cache gives zeros
-    dtype  float32, bfloat16 or float16; the latter two are rounded once, from fp32
+    dtype  float32, bfloat16 or float16; for bfloat16 and float16 the fp32 values are rounded once
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
     On Hopper: the same caches as `write_kv_cache`.

@@ -64,10 +64,10 @@ def write_mla_cache(
     use_ue8m0: bool = True,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Writes rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
+    """Write rope(RMSNorm(kv)) of token t into slot slots[t] = page * P + offset of the cache, in place.
 
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R channels. The
-    two may overlap: in V3.2 kv is the latent (N = 512) followed by the rope key (R = 64); in V4 N = d = 512.
+    two ranges may overlap: in V3.2 kv is the latent (N = 512) followed by the rope key (R = 64); in V4 N = d = 512.
 
     kv           [T, d] bf16, fp16 or fp32, last dimension contiguous: the projection
     norm_weight  [N] fp32, N at most d
@@ -77,9 +77,9 @@ def write_mla_cache(
     eps          added to the mean of the squares: a finite number, at least 0
     interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
     use_ue8m0    the same as in `write_kv_cache`
-    out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows of all tokens, also of skipped
-                 tokens. With a byte cache: the bits that `read_kv_cache` returns in kv's dtype after the write. With a
-                 float cache: the rows before the cache rounds them. Must not overlap kv or the cache
+    out          [T, d] in kv's dtype, last dimension contiguous, or None: receives the rows of all tokens, also of
+                 skipped tokens. With a byte cache: the bits that `read_kv_cache` returns in kv's dtype after the write.
+                 With a float cache: the rows before the cache rounds them. Must not overlap kv or the cache
 
     Norm and rope each round to kv's dtype, as the separate operations do; the cache then stores these rows as
     `write_kv_cache` does. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or
@@ -87,7 +87,7 @@ def write_mla_cache(
     ValueError; the kernel skips the token.
     On Hopper: one kernel, d 576 or 512, N 512, R 64; rows of kv and out, rows or V4's pages of the cache and
     norm_weight at multiples of 16 bytes. The kernel sums the squares in another order than the reference, so a value
-    occasionally rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    occasionally rounds to an adjacent representable number. CUDA-graph safe, no host synchronisation.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
     _write_mla_cache(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
@@ -119,6 +119,6 @@ def _write_mla_cache(
             dtype_name(kv.dtype), layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0
         )
         rows, pages, words = rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots)
-        # Without `out` the kernel gets a tensor that it does not touch.
+        # The kernel needs a tensor for `out` in any case. Without `out` it gets kv's rows, which it does not write.
         kept = rows if out is None else rows_at_16_bytes(out)
         launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))

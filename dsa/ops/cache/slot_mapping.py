@@ -1,4 +1,4 @@
-"""Where the rows of packed tokens lie in a paged cache, for all layers of a pass."""
+"""Slots of packed tokens in a paged cache. All layers of a forward pass use the same slots."""
 
 import torch
 
@@ -29,26 +29,27 @@ def slot_mapping(
     ratio: int = 1,
     ring: bool = False,
 ) -> torch.Tensor:
-    """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: where token t's row r lies in a cache.
+    """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: the slot of token t's row r in a cache.
 
     Token t = cu_seqlens[b] + i is number i of the n new tokens of sequence b. The new tokens are the last of the
-    sequence's cached tokens, so the position is p = cache_seqlens[b] - n + i. A row is `ratio` tokens: r = p // ratio.
+    sequence's cached tokens, so token t has position p = cache_seqlens[b] - n + i. A row of the cache covers `ratio`
+    tokens: r = p // ratio.
 
     block_table    [B, max_pages] int32: physical pages of each sequence
     cu_seqlens     [B + 1] int32, not decreasing: sequence b has the tokens cu_seqlens[b] up to cu_seqlens[b + 1]
-    cache_seqlens  [B] int32: cached tokens per sequence, with the new ones. None: all tokens are new, and p = i
-    num_tokens     T, the number of tokens, at least 0; a token of no sequence has no slot
+    cache_seqlens  [B] int32: cached tokens per sequence, including the new tokens. None: all tokens are new, and p = i
+    num_tokens     T, the number of tokens, at least 0; a token that belongs to no sequence has no slot
     page_size      rows per page, at least 1
     ratio          tokens per row, at least 1. The token that ends a row, (p + 1) % ratio == 0, has the row's slot; the
-                   others have no slot
-    ring           the pages of a sequence are a ring of R = max_pages * page_size rows, which holds the last R rows:
-                   r mod R takes the place of r. A row that a later cached token overwrites has no slot
+                   row's other tokens have no slot
+    ring           the pages of a sequence are a ring of R = max_pages * page_size rows that stores the last R rows: the
+                   formula uses r mod R instead of r. A row that a later cached token overwrites has no slot
 
-    Returns [num_tokens] int64, contiguous: slots for `write_kv_cache` and `read_kv_cache`, and -1 for a token without a
-    slot. A token also has no slot if its position or page is negative, if its page is outside the table, or if its
-    sequence is longer than 2^31 - 1 tokens. Boundaries that decrease or lie outside raise no error: if sequences
-    overlap, a token belongs to the one that begins last. A boundary below 0 or beyond num_tokens changes only the slots
-    of the two sequences that it separates.
+    Returns [num_tokens] int64, contiguous: slots for `write_kv_cache` and `read_kv_cache`. A token without a slot gets
+    -1. A token also has no slot if its position or page is negative, if its page is outside the table, or if its
+    sequence is longer than 2^31 - 1 tokens. Boundaries that decrease or lie outside [0, num_tokens] raise no error: if
+    sequences overlap, a token belongs to the sequence that begins last. A boundary below 0 or beyond num_tokens changes
+    only the slots of the two sequences that it separates.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices.
     On Hopper: one kernel, any strides; num_tokens, page_size and ratio up to 2^30. Deterministic. CUDA-graph safe with
     new tables, boundaries and lengths, no host synchronisation, no workspace.

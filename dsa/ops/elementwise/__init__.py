@@ -1,1 +1,1 @@
-"""Norms, rope, hyper connections: single ops, and fusions with each other and with casts."""
+"""Norms, rope, hyper connections: separate ops, and ops that fuse them with each other or with casts."""

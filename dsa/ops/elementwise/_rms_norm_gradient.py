@@ -1,4 +1,4 @@
-"""The gradients of `rms_norm` in one kernel and a sum."""
+"""The gradients of `rms_norm`: a kernel writes dx and partial sums of dw, and torch adds the partial sums."""
 
 import torch
 
@@ -29,7 +29,7 @@ RMS_NORM_GRADIENT = Arguments(
 
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether a kernel computes the gradients of x: it takes such rows, and nothing is traced."""
+    """Whether the kernel can compute the gradients of `rms_norm` for x. It cannot under torch.compile."""
     if torch.compiler.is_compiling() or x.dim() == 0 or not _rms_norm_gradient.runs_kernel(x):
         return False
     channels = x.shape[-1]
@@ -63,7 +63,7 @@ def _rms_norm_gradient(
     if weight is not None:
         parts = x.new_empty(ctas * (config.threads // config.lanes), channels, dtype=torch.float32)
     grad = grad.contiguous()
-    if rows_at_16_bytes(grad) is None:  # a part of a wider gradient may begin at any number
+    if rows_at_16_bytes(grad) is None:  # a slice of a larger gradient may begin at any element
         grad = grad.clone()
     launch = kernel.compile_rms_norm_gradient(name, weight is not None, config)
     launch(grad.view(rows.shape), rows, weight, dx.view(rows.shape), parts, float(eps), ctas)

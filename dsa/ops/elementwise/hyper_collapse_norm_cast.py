@@ -1,4 +1,4 @@
-"""A sublayer's input from DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
+"""DeepSeek-V4's hyper-connections before a sublayer: collapse of the streams, RMS norm and FP8 cast in one op."""
 
 import torch
 
@@ -66,12 +66,13 @@ def hyper_collapse_norm_cast_to_fp8(
     norm_eps, use_ue8m0  eps and use_ue8m0 of `dsa.rms_norm_cast_to_fp8`
 
     Returns (y [T, D] bf16, q [T, D] float8_e4m3fn, q_scale [T, D / 128], post [T, n], comb [T, n, n] fp32), contiguous,
-    with the bits of the two functions. x is not returned: a sublayer reads y. `hyper_expand` takes post and comb. Not
-    differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    bit-identical to the results of the two functions. x is not returned, because a sublayer reads only y and q.
+    `hyper_expand` takes post and comb. Not differentiable. Raises TypeError or ValueError for other types, dtypes,
+    shapes, strides and devices.
     On Hopper: one kernel. n = 4; D at most 8192; T D at most 2^33 - 2^13; rows of streams at multiples of 16 bytes; the
     other tensors contiguous. Deterministic; a token's results do not depend on the other tokens. CUDA-graph safe, no
     host synchronisation, no workspace.
-    Source: see these two functions.
+    Source: see `dsa.hyper_collapse` and `dsa.rms_norm_cast_to_fp8`.
     """
     return _hyper_collapse_norm_cast_to_fp8(
         streams, mix, base, scale, weight, iterations, eps, hc_eps, norm_eps, use_ue8m0
@@ -119,5 +120,5 @@ def _hyper_collapse_norm_cast_to_fp8(
 
 
 def _tile(channels: int) -> tuple[int, int, int]:
-    """The smallest tile that holds a row."""
+    """Return the smallest tile of HYPER_NORM_TILES that fits a row of this many channels."""
     return next(tile for tile in HYPER_NORM_TILES if channels <= tile[1] * tile[2] * _VECTOR)

@@ -26,7 +26,7 @@ from dsa.runtime.declare import (
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 
-MOST_ITERATIONS = 1000  # Sinkhorn converges much earlier
+MOST_ITERATIONS = 1000  # more than Sinkhorn needs to converge
 STREAMS = {"n": at_least(1), "D": at_least(1)}
 HYPER_COLLAPSE = Arguments(
     limits=STREAMS,
@@ -69,12 +69,13 @@ def hyper_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is the vector of a token's n streams, z = mix / sqrt(mean(v^2) + eps), and z * scale + base holds n numbers a, n
-    numbers b and a matrix c [n, n]:
+    v is the concatenation of a token's n streams, and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of n
+    numbers a, then n numbers b, then a matrix c [n, n]:
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
-    Sinkhorn divides every column by its sum + hc_eps, and then `iterations` - 1 times every row and every column.
+    Sinkhorn divides every column by its sum plus hc_eps. Then it repeats `iterations` - 1 times: it divides every row
+    by its sum plus hc_eps, and then every column.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, (2 + n) n] fp32: a linear projection of v
@@ -88,9 +89,9 @@ def hyper_collapse(
     formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel. n = 4; D a multiple of 8 and at most 16384 (fp32: 8192); T D at most 2^33 - 2^13; rows of
-    streams at multiples of 16 bytes; the other tensors contiguous. The kernel sums in another order than the reference.
-    Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation, no
-    workspace.
+    streams at multiples of 16 bytes; the other tensors contiguous. The kernel and the reference sum in different
+    orders. Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host
+    synchronisation, no workspace.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
@@ -124,7 +125,8 @@ def hyper_head(
 ) -> torch.Tensor:
     """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, after the last layer.
 
-    v is the vector of a token's n streams. `hyper_collapse` computes the same x.
+    v is the concatenation of a token's n streams. The formula is that of x in `hyper_collapse`, but this op has a
+    separate mix, base and scale.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, n] fp32: a linear projection of v
@@ -227,6 +229,7 @@ def _hyper_head(
 
 
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
-    """(threads, steps) of the smallest CTA whose registers hold a token."""
+    """Return (threads, 16-byte vectors per thread and stream) of the smallest CTA that keeps a token's streams in
+    registers."""
     width = 16 // streams.element_size()
     return next(tile for tile in HYPER_TILES if streams.shape[2] <= math.prod(tile) * width)

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's hyper-connections between two sublayers: the new streams and their projection."""
+"""DeepSeek-V4's hyper-connections between two sublayers: `hyper_expand` and the next sublayer's `hyper_mix` in one
+op."""
 
 import torch
 
@@ -23,19 +24,19 @@ HYPER_EXPAND_MIX = Arguments(
 def hyper_expand_mix(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new streams X' = `dsa.hyper_expand(y, streams, post, comb)`, and mix = `dsa.hyper_mix(X', parts)`.
+    """X' = `dsa.hyper_expand(y, streams, post, comb)`, the new streams, and mix = `dsa.hyper_mix(X', parts)`.
 
     y        [T, D] bf16: a sublayer's output
     streams  X [T, n, D] bf16
     post     [T, n] fp32
     comb     [T, n, n] fp32
-    parts    [3, C, n D] bf16: the matrix of the next sublayer
+    parts    [3, C, n D] bf16: the projection of the next sublayer, as in `dsa.hyper_mix`
 
-    Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous, with the bits of the two functions.
+    Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous, bit-identical to the results of the two functions.
     Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel up to 4 tokens, and the kernels of the two functions for more. The limits are those of the two
-    functions. Deterministic; a token's results do not depend on the other tokens. CUDA-graph safe, no host
+    On Hopper: one kernel for up to 4 tokens; the kernels of the two functions for more tokens. The limits are those of
+    the two functions. Deterministic; a token's results do not depend on the other tokens. CUDA-graph safe, no host
     synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """

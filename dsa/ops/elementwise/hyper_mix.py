@@ -1,4 +1,5 @@
-"""DeepSeek-V4's hyper-connections: the fp32 projection of a token's residual streams, by a matrix of bf16 parts."""
+"""DeepSeek-V4's hyper-connections: the projection of a token's residual streams by an fp32 matrix, which is given as
+the sum of three bf16 matrices."""
 
 import torch
 
@@ -21,8 +22,8 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 
 __all__ = ["hyper_mix"]
 
-FEW_TOKENS = 64  # the kernel for few tokens is the faster one up to here
-CLUSTERS = 14  # clusters of 8 CTAs that an H100 or H200 runs at a time: more tiles take twice as long
+FEW_TOKENS = 64  # up to this many tokens the kernel for few tokens is the faster one
+CLUSTERS = 14  # clusters of 8 CTAs that run at once on an H100 or H200: one more cluster needs a second wave
 BF16 = (torch.bfloat16,)
 
 
@@ -42,10 +43,10 @@ LIMITS = {
 def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     """mix[t, c] = sum_k W[c, k] v[t, k] in fp32, for `hyper_collapse`.
 
-    v is the vector of a token's n streams. W is the sum of three bf16 matrices: high = bf16(W), middle =
-    bf16(W - high), low = bf16(W - high - middle). This sum represents an fp32 number of magnitude 2^-110 to
-    3.39e38, bf16's largest, with a relative error of at most 2^-24. The products of the parts with bf16 numbers are
-    exact in fp32.
+    v is the concatenation of a token's n streams. W is the sum of three bf16 matrices: high = bf16(W), middle =
+    bf16(W - high), low = bf16(W - high - middle). This sum represents an fp32 number of magnitude 2^-110 to 3.39e38
+    (bf16's largest number) with a relative error of at most 2^-24. The product of a part and a bf16 number is exact in
+    fp32.
 
     streams  X [T, n, D] bf16
     parts    [3, C, n D] bf16: high, middle, low
@@ -54,11 +55,11 @@ def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel. D a multiple of 8; n D at most 2^30; C at most 524280; T at most 2^31 - 512; rows of streams
-    at multiples of 16 bytes; parts contiguous. It sums in another order than the reference, in tensor cores, which
-    truncate. The largest measured error for n D = 16384 is 1.4e-8 of sum_k |W[c, k] v[t, k]|.
-    More than 1792 tokens take a second kernel and a workspace of 1.5 KB per token. More than 64 tokens are fastest with
-    C = 24, D a multiple of 64, contiguous streams in each token and a stride of T above 0; otherwise the kernel for few
-    tokens runs, with the same bits.
+    at multiples of 16 bytes; parts contiguous. The kernel and the reference sum in different orders, and the kernel's
+    tensor cores truncate the sums. The largest measured error for n D = 16384 is 1.4e-8 of sum_k |W[c, k] v[t, k]|.
+    More than 1792 tokens take a second kernel and a workspace of 1.5 KB per token. For more than 64 tokens a faster
+    kernel runs if C = 24, D is a multiple of 64, the streams of each token are contiguous and the stride of T is above
+    0. Otherwise the kernel for few tokens runs, with the same bits.
     Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """

@@ -50,12 +50,12 @@ def rms_norm_cast_to_fp8(
     eps        added to the mean of the squares: a finite number, at least 0
     use_ue8m0  True: scales are powers of two
 
-    Returns (y [T, D] in x's dtype, q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, for layers that read y
-    and its cast. From D = 256 on the bits are those of `dsa.rms_norm` and then `dsa.per_token_cast_to_fp8`. Not
+    Returns (y [T, D] in x's dtype, q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, for layers that read
+    both y and its cast. For D >= 256 the bits are those of `dsa.rms_norm` and then `dsa.per_token_cast_to_fp8`. Not
     differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel that reads x once. D up to 16384 (fp32: 8192); contiguous channels; rows at any multiples of
     16 bytes. Deterministic; a row's results do not depend on the other rows. CUDA-graph safe, no host synchronisation.
-    Source: see these two functions.
+    Source: see `dsa.rms_norm` and `dsa.per_token_cast_to_fp8`.
     """
     return _rms_norm_cast_to_fp8(x, weight, eps, use_ue8m0)
 
@@ -63,7 +63,7 @@ def rms_norm_cast_to_fp8(
 def add_rms_norm_cast_to_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """total = residual + x, rounded to their dtype, and `dsa.rms_norm_cast_to_fp8` of total.
+    """total = residual + x, rounded to x's dtype, and `dsa.rms_norm_cast_to_fp8` of total.
 
     x          [T, D] bf16, fp16 or fp32, D a multiple of 128: a layer's result
     residual   [T, D] in x's dtype: the stream to which x is added

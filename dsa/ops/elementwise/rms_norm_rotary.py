@@ -36,8 +36,8 @@ def rms_norm_rotary(
 ) -> torch.Tensor:
     """y[t, h] = R(t) (x[t, h] / sqrt(mean(x[t, h]^2) + eps) * weight): V4's norm of each query head, and its rope.
 
-    The norm is computed in fp32 and rounded to x's dtype. Then R(t) rotates the last R channels, as pairs of neighbours
-    (a, b) -> (a cos - b sin, a sin + b cos), in fp32, and rounds again.
+    The norm is computed in fp32 and rounded to x's dtype. Then R(t) rotates the last R channels, as pairs of adjacent
+    channels (a, b) -> (a cos - b sin, a sin + b cos), in fp32, and rounds again.
 
     x         [T, H, D] bf16, fp16 or fp32
     weight    [D] fp32, or None for ones

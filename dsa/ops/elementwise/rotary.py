@@ -27,7 +27,7 @@ DIMS = ("first", "last")
 
 
 def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
-    """Raise ValueError where the argument `name` has fewer channels than cos and sin rotate."""
+    """Raise ValueError if the argument `name` has fewer channels than cos and sin rotate."""
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
@@ -63,20 +63,22 @@ def apply_rotary(
     (a, b) -> (a cos - b sin, a sin + b cos) on pairs of channels, in fp32, rounded once to x's dtype.
 
     x            [T, ..., D] bf16, fp16 or fp32
-    cos, sin     [T, R / 2] fp32, R at most D, for the tokens' positions. With -sin for sin the op rotates back
-    interleaved  True: the pairs are (2i, 2i + 1); False: (i, i + R / 2). It must be what the model was trained with:
-                 DeepSeek-V3.2 has True in MLA and False in the indexer. No check notices a wrong one
+    cos, sin     [T, R / 2] fp32, R at most D, for the tokens' positions. With -sin in place of sin the op applies the
+                 inverse rotation
+    interleaved  True: the pairs are (2i, 2i + 1); False: (i, i + R / 2). The pairing must be the one that the model was
+                 trained with: True for MLA of DeepSeek-V3.2, False for its indexer. No check notices a wrong pairing
     dims         which R channels are rotated: the "first" or the "last"
     out          None, or the tensor to write to, with x's shape, dtype and device and rows at any stride, such as a
-                 part of a wider tensor. It may be x itself; its other channels are not touched then. If out overlaps x
-                 in any other way, the result is undefined
+                 slice of a wider tensor. It may be x itself; then the op does not touch the channels that it does not
+                 rotate. If out overlaps x in any other way, the result is undefined
 
-    Returns out, or a new contiguous tensor. Differentiable in x if out is None: the gradient is rotated back.
+    Returns out, or a new contiguous tensor. Differentiable in x if out is None: the backward pass applies the inverse
+    rotation to the gradient.
     Raises TypeError or ValueError for other types, dtypes and shapes, and for an out if gradients are asked for.
-    On Hopper: one kernel with exactly the reference's bits. R at least 2; D even (in place any D); last dimensions of x
+    On Hopper: one kernel, bit-identical to the reference. R at least 2; D even (in place any D); last dimensions of x
     and out contiguous; all dimensions between T and D mergeable into one. Fast for rows at multiples of 16 bytes with R
     and D multiples of 8; other rows are read one channel at a time. cos and sin are copied if the kernel cannot read
-    their layout. Only the reference has gradients of cos and sin. CUDA-graph safe, no host synchronisation.
+    their layout. Only the reference computes gradients of cos and sin. CUDA-graph safe, no host synchronisation.
     Source: RoFormer (arXiv 2104.09864); `apply_rotary_emb` of DeepSeek-V3.2's and V4's inference code.
     """
     wants_gradients = torch.is_grad_enabled() and wants_gradient(x, cos, sin, out)
@@ -100,7 +102,7 @@ def _results(x: torch.Tensor) -> torch.Tensor:
 
 def _check_rows(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
-        out = x  # a new tensor has aligned rows whenever the kernel can read groups of 8 channels
+        out = x  # if x allows groups of 8 channels, a new tensor's rows are aligned for them too
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
     if x.shape[-1] % 2:
@@ -145,8 +147,8 @@ def _apply_rotary(
 def _rotated_parts(
     x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(what the kernel reads of x, what it writes of out, the first rotated channel of the two). In place, the kernel
-    gets the rotated channels alone."""
+    """Return (the channels of x that the kernel reads, the channels of out that it writes, the first rotated channel in
+    these views). If out is x, the views contain only the rotated channels."""
     rotated = 2 * cos.shape[1]
     begin = x.shape[-1] - rotated if dims == "last" else 0
     if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
@@ -155,12 +157,13 @@ def _rotated_parts(
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ..., D] as [T, H, D]."""
+    """Return x [T, ..., D] as [T, H, D]."""
     return x if x.dim() == 3 else x.view(x.shape[0], -1, x.shape[-1])
 
 
 def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x and out as the kernel for groups of 8 channels takes them, or None if it cannot."""
+    """Return x and out with strides for the kernel that accesses groups of 8 channels, or None if it cannot access
+    them."""
     if x.shape[-1] % (2 * ROTARY_PAIRS) or rotated % (2 * ROTARY_PAIRS):
         return None
     x, out = rows_at_16_bytes(x), rows_at_16_bytes(out)
@@ -168,7 +171,7 @@ def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tenso
 
 
 def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
-    """cos or sin in a layout that the kernel reads; another layout is copied, which is cheap."""
+    """Return cos or sin in a layout that the kernel can read. Other layouts are copied, which costs little."""
     given = rows_at_16_bytes(x) if wide else unit_inner(x)
     if given is None or given.stride(1) != 1:
         return x.clone(memory_format=torch.contiguous_format)
@@ -182,7 +185,7 @@ def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 def _rotate_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    # The registered op can be traced and has this backward, too.
+    # Call the registered op, because it can be traced and has this same backward pass.
     back = torch.ops.dsa.apply_rotary(grad.contiguous(), cos, -sin, ctx.interleaved, ctx.dims)
     return back, None, None, None, None
 

@@ -1,1 +1,1 @@
-"""FP8 and FP4 GEMM: quantised products, casts, and small products in fp32."""
+"""FP8 and FP4 GEMM: products of quantised matrices, casts, and small products with fp32 results."""

@@ -1,4 +1,4 @@
-"""Operands of products: tuples of values and scales, and the rules of grouped products' rows."""
+"""Operands of products: checks of tuples of values and scales, and of the number of rows in grouped products."""
 
 import torch
 
@@ -6,12 +6,13 @@ from dsa.runtime.declare import check_pair
 
 
 def pair(name: str, value: object) -> tuple:
-    """Unpack an FP8 operand: values and scales."""
+    """Return an FP8 operand as (values, scales). Raises TypeError if it is not a pair."""
     return check_pair(name, value, "(e4m3 values, fp32 scales)")
 
 
 def fp4_weight(name: str, value: object) -> tuple:
-    """Unpack an FP4 weight: packed values, scales of groups and scales of blocks."""
+    """Return an FP4 weight as (packed values, scales of groups, scales of blocks). Raises TypeError for anything
+    else."""
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: must be (FP4 values, e8m0 scales, fp32 block scales), got {got}")
@@ -21,14 +22,15 @@ def fp4_weight(name: str, value: object) -> tuple:
 def check_rows(
     q: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None, expected_rows: int | None
 ) -> None:
-    """Rule of grouped products: without `rows`, each row of q gives one row of the result."""
+    """Check `weights` and `expected_rows` of a grouped product. Without `rows`, each row of q gives one row of the
+    result."""
     if rows is None and weights is not None and len(weights) != len(q):
         raise ValueError(f"weights: shape must be [{len(q)}], got [{len(weights)}] (sizes as of a[0], without rows)")
     check_expected_rows(q, rows, expected_rows)
 
 
 def check_expected_rows(q: torch.Tensor, rows: torch.Tensor | None, expected_rows: int | None) -> None:
-    """Rule: expected_rows is at most the number of rows."""
+    """Raise ValueError if expected_rows is above the number of rows of the result."""
     count, origin = (len(q), "a[0], without rows") if rows is None else (len(rows), "rows")
     if expected_rows is not None and expected_rows > count:
         raise ValueError(f"expected_rows: must be at most M = {count}, got {expected_rows} (sizes as of {origin})")

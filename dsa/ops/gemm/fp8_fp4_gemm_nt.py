@@ -45,7 +45,7 @@ FEW_ROWS = 24
 
 
 def check_groups(name: str, packed: torch.Tensor) -> None:
-    """Rule of packed weights: the channels are whole groups."""
+    """Raise ValueError unless the number of channels is a multiple of the group size."""
     channels = 2 * packed.shape[-1]
     if channels % fp4_cast.GROUP:
         raise ValueError(
@@ -83,17 +83,19 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     packed  [..., N, K / 2] int8 or uint8: two e2m1 codes a byte, the low nibble the even channel; K a multiple of 32
     scale   [..., N, K / 32] float8_e8m0fnu: one scale per 32 channels of a row
 
-    Groups of zeros are ignored; a block with nothing else gets 2^-126, the lowest scale. Returns
+    Groups whose values are all zero are ignored. A block with only such groups gets 2^-126, the lowest scale. Returns
     [..., ceil(N / 128), ceil(K / 128)] fp32: the scale of `widen_fp4`, and the block_scale of
-    `grouped_fp8_fp4_gemm_nt`. The last blocks of rows and channels may be smaller.
-    Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block whose groups'
-    scales differ by more than 2^14: e4m3 holds no more with one scale. The message names the block and the spread.
+    `grouped_fp8_fp4_gemm_nt`. The last block of a row or column of blocks may be smaller.
+    Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block whose largest
+    and smallest group scales differ by more than a factor of 2^14, the most that e4m3 can represent with one scale. The
+    message names the block and the factor.
     """
     return widen_fp4(packed, scale)[1]
 
 
 def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An FP4 weight in FP8, exactly: q * s = e2m1 * scale, where s is 2^-6 times the largest scale of a block's groups.
+    """Convert an FP4 weight to FP8 exactly: q * s = e2m1 * scale, where s is 2^-6 times the largest scale of a block's
+    groups.
 
     packed  [..., N, K / 2] int8 or uint8: two e2m1 codes a byte, the low nibble the even channel; K a multiple of 32
     scale   [..., N, K / 32] float8_e8m0fnu: one scale per 32 channels of a row
@@ -123,24 +125,26 @@ def grouped_fp8_fp4_gemm_nt(
     b              (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
                    [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel;
                    one scale per 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
-    ends           int32 [E], ascending from at least 0 to at most M; any weight may have no rows, also all of them
+    ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end. One, several or
+                   all weights may have no rows
     out_dtype      float32, bfloat16 or float16
     rows           int32 [M]: row m of the product uses row rows[m] of a, from 0 to A - 1; a row may be used several
                    times. None: the rows of a in order, M = A
-    weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
-    expected_rows  number of rows expected before ends[E - 1], from 0 to M. It changes the speed and no bit of the
-                   result, and `ends` may have another number. None: M
+    weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), multiplied in fp32 and rounded once; None: 1
+    expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of
+                   the result; ends[E - 1] may differ from it. None: M
 
     Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
     computed for them, and their result is undefined, as in `grouped_fp8_gemm_nt`. The weights stay FP4 in memory. The
-    kernel widens them to e4m3 for the tensor cores: the values take up the ratio of a group's scale to the block's.
+    kernel widens them to e4m3 for the tensor cores and multiplies the values by the ratio of their group's scale to the
+    block's scale.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
     ends and rows like `grouped_fp8_gemm_nt`, and for block scales other than those of `fp4_block_scales`, which refuses
-    blocks that e4m3 cannot hold. With other block scales the kernel's result is undefined.
-    On Hopper: K a multiple of 32, N a multiple of 8, E up to 1024, E N below 2^31; packed and scale contiguous, from a
-    multiple of 16 bytes on; no host synchronisation. Every call copies the scales of a and b unless K is a multiple of
-    512. Kernel and work tiles are chosen for the expected rows: up to 24 per weight on average run in a small-M kernel
-    if K is a multiple of 128. For the others the call first copies `rows` of a.
+    blocks that e4m3 cannot represent. With other block scales the kernel's result is undefined.
+    On Hopper: K a multiple of 32, N a multiple of 8, E up to 1024, E N below 2^31; packed and scale contiguous,
+    starting at a multiple of 16 bytes; no host synchronisation. Every call copies the scales of a and b unless K is a
+    multiple of 512. The op chooses the kernel and the work tiles by the expected rows: up to 24 per weight on average
+    run in a small-M kernel if K is a multiple of 128. Otherwise the call first copies `rows` of a.
     Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
     """
     operands = *pair("a", a), *fp4_weight("b", b)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
-# Largest number of rows for the small-M kernel of grouped products: in all, and per matrix on average.
+# The small-M kernel of grouped products runs for at most this many rows: in all, or per matrix on average.
 FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -88,7 +88,7 @@ def per_block_cast_to_fp8(
     """q = round_to_e4m3(w * (1 / scale)), scale = max(amax(|w|), 1e-4) / 448 over each block x block tile of a weight.
 
     w          [O, I] fp32, bf16 or fp16
-    use_ue8m0  True: scale is the next power of two at or above that number
+    use_ue8m0  True: the scale is rounded up to a power of two; False: it is not
     block      rows and columns of a tile; the last tiles may be smaller
 
     Returns q [O, I] e4m3 and scale [ceil(O / block), ceil(I / block)] fp32; w ~ q * scale (the scale multiplies).
@@ -122,16 +122,17 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
 
     a          (q [..., M, K] e4m3, s [..., M, ceil(K / 128)] fp32): activations and their scales
     b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): row-major weight and its scales; both may be
-               columns of wider tensors
+               slices of wider tensors
     out_dtype  float32, bfloat16 or float16
 
-    Returns [..., M, N]. Scales are any fp32 numbers, and multiply. N and K may be any numbers: the last block may be
-    smaller than 128. A row's result depends on no other row. Without rows the result is empty, without channels zero.
+    Returns [..., M, N]. Scales may be any fp32 numbers. N and K may be any numbers: the last block may be smaller than
+    128. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, K a multiple of 16, N a multiple of 8 and below 2^31. The kernel reads w in place if its rows
-    start at multiples of 16 bytes. It reads the scales in place if their rows do and ceil(K / 128) is a multiple of 4;
-    else the call copies them. Within a block the tensor cores sum with about 14 bits; blocks are added in order in
-    fp32. Deterministic. CUDA-graph safe, no host synchronisation.
+    start at multiples of 16 bytes. It reads the scales in place if ceil(K / 128) is a multiple of 4 and the rows of
+    scales start at multiples of 16 bytes; otherwise the call copies the scales. Within a block the tensor cores
+    accumulate with a precision of about 14 bits; the sums of blocks are added in order in fp32. Deterministic.
+    CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     return _fp8_gemm_nt(*pair("a", a), *pair("b", b), out_dtype)
@@ -147,30 +148,32 @@ def grouped_fp8_gemm_nt(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
-    with weight e. Rows from ends[E - 1] on belong to no expert: no product is computed for them.
+    """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, and rows before
+    ends[0] with weight 0. Rows from ends[E - 1] on belong to no expert: no product is computed for them.
 
     a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
     b              (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): weights and their scales
-    ends           int32 [E], ascending from at least 0 to at most M; any weight may have no rows, also all of them
+    ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end. One, several or
+                   all weights may have no rows
     out_dtype      float32, bfloat16 or float16
     rows           int32 [M]: row m of the product uses row rows[m] of a, from 0 to A - 1; a row may be used several
                    times. None: the rows of a in order, M = A
-    weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
-    expected_rows  number of rows expected before ends[E - 1], from 0 to M. It changes the speed and no bit of the
-                   result, and `ends` may have another number. None: M
+    weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), multiplied in fp32 and rounded once; None: 1
+    expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of
+                   the result; ends[E - 1] may differ from it. None: M
 
-    Returns [M, N]. A row's result depends on no other row. The result of rows of no expert is undefined: kernels do not
-    write it, the reference fills it with NaN. What a, `rows` and `weights` hold there does not matter.
+    Returns [M, N]. A row's result depends on no other row. The result of rows that belong to no expert is undefined:
+    kernels do not write it, the reference fills it with NaN. The values of a, `rows` and `weights` in these rows do not
+    matter.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
-    ends that do not ascend from at least 0 to at most M, and for an expert's row outside a. The kernel cannot raise
-    these errors: a weight has no rows if its end is before the previous end or outside the rows. The result is then
-    undefined in rows that belong to no weight, and where rows[m] is outside a.
+    ends that do not ascend from at least 0 to at most M, and for rows[m] outside a in a row m of an expert. The kernel
+    cannot raise these errors: it treats a weight as one without rows if the weight's end is before the previous end or
+    outside [0, M]. The result is then undefined in rows that belong to no weight, and where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as for `fp8_gemm_nt`, E up to 1024, E N below
-    2^31. The time depends on the experts' rows alone. Kernel and work tiles are chosen for the expected rows, and
-    change no bit. Up to 4096 expected rows, the kernel gathers `rows` of a; for more the call first copies these rows,
-    which is faster, also those of no expert. Without `rows` and `weights`, up to 64 expected rows in all, or 8 per
-    weight on average, run in a small-M kernel.
+    2^31. The time depends only on the experts' rows. The op chooses the kernel and the work tiles by the expected rows;
+    the choice changes no bit. For up to 4096 expected rows, the kernel gathers `rows` of a. For more, the call first
+    copies all of these rows, which is faster, including the rows of no expert. Without `rows` and `weights`, up to 64
+    expected rows in all, or 8 per weight on average, run in a small-M kernel.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index per row.
     """
     return _grouped_fp8_gemm_nt(*pair("a", a), *pair("b", b), ends, out_dtype, rows, weights, expected_rows)
@@ -228,7 +231,7 @@ def _grouped_fp8_gemm_nt(
 
 
 def write_product(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the product of q [M, K] and w [N, K] to out [M, N]. Rows of q and w may be parts of longer rows."""
+    """Write the product of q [M, K] and w [N, K] to out [M, N]. q and w may be slices of wider tensors."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm
@@ -258,7 +261,8 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the products of q [M, K], or of the rows `rows` of q, with w [E, N, K], times weights [M], to out."""
+    """Write the grouped product of q [M, K], or of the rows `rows` of q, and w [E, N, K], times weights [M], to out [M,
+    N]."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 
@@ -286,12 +290,14 @@ def write_grouped_product(
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
-    """Return the number of rows to choose kernel and tile for. Any choice is right for any number of rows."""
+    """Return the number of rows by which kernel and tile are chosen. Every choice gives right results for any number of
+    rows."""
     return count if expected_rows is None else max(expected_rows, 1)
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether the small-M kernel of grouped products takes the call: loading the weights then takes all the time."""
+    """Whether the small-M kernel of grouped products runs. With so few rows nearly all of the time goes into loading
+    the weights."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
@@ -300,7 +306,8 @@ def gathered_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return (q, s, rows) for the kernel.
 
-    The kernel gathers few rows faster than a copy does. Many rows are copied first, and rows is then None.
+    For few rows, gathering in the kernel is faster than a copy. Many rows are copied first, and the returned rows is
+    None.
     """
     from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS
 
@@ -310,7 +317,8 @@ def gathered_rows(
 
 
 def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
-    """Copy these rows of q and s. A number outside q is clamped: the result of this row is undefined."""
+    """Copy the rows `rows` of q and s. An index outside q is clamped, because the result of such a row is undefined
+    anyway."""
     if rows is None:
         return q, s
     rows = rows.clamp(0, len(q) - 1)
@@ -318,7 +326,7 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
-    """Whether work tiles are scheduled dynamically: tiles of several matrices take different times."""
+    """Whether work tiles are scheduled dynamically, because the tiles of several matrices take different times."""
     return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 
@@ -328,7 +336,7 @@ def tile_counter(like: torch.Tensor, is_dynamic: bool) -> torch.Tensor | None:
 
 
 def aligned_rows(q: torch.Tensor) -> torch.Tensor:
-    """Return q [M, K] with rows at multiples of 16 bytes; copies where needed."""
+    """Return q [M, K], or a copy if its rows are not at multiples of 16 bytes."""
     aligned = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 

@@ -1,4 +1,4 @@
-"""The first half of a mixture's experts: gate and up projection in one grouped product, SwiGLU, and the cast to FP8."""
+"""The first half of the MLP of experts: gate and up projection in one grouped product, SwiGLU, and the cast to FP8."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ _OPTIONS = {
     "dtype": Dtype(FLOATS),
     "expected_rows": Int(least=0, optional=True),
 }
-_LIMITS = {"N": multiple_of(2 * GROUP), "limit": POSITIVE}  # N = 2 I rows, of gate and up
+_LIMITS = {"N": multiple_of(2 * GROUP), "limit": POSITIVE}  # N = 2 I: the rows of gate and up
 GROUPED_FP8_GEMM_SWIGLU = Arguments(
     limits=_LIMITS,
     rule=check_expected_rows,
@@ -77,7 +77,7 @@ def grouped_fp8_gemm_swiglu(
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`swiglu_cast_to_fp8` of the halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
+    """`swiglu_cast_to_fp8` of gate and up, the two halves of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
     a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
     b              (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): weights and their scales; the rows of
@@ -85,21 +85,23 @@ def grouped_fp8_gemm_swiglu(
     ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; any weight may
                    have no rows
     rows           int32 [M]: row m of the result uses row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
-    limit          a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
-    use_ue8m0      True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+    limit          a finite number above 0: first gate = min(gate, limit) and up = clamp(up, -limit, limit). None: no
+                   clamp
+    use_ue8m0      True: a scale is max(amax, 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
     dtype          float32, bfloat16 or float16: gate, up and their SwiGLU are rounded to it
-    expected_rows  number of rows expected before ends[E - 1], from 0 to M. It changes the speed and no bit of the
-                   result, and `ends` may have another number. None: M
+    expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of
+                   the result; ends[E - 1] may differ from it. None: M
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
     projection. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
     computed for them, and their q and scale are undefined (NaN in the reference).
-    NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
+    NaN and infinity have the same effect as in `swiglu_cast_to_fp8`. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
-    ends and rows like `grouped_fp8_gemm_nt`. With the kernel, ends that do not ascend also make rows from ends[E - 1]
-    on undefined.
-    On Hopper: K and E as for `grouped_fp8_gemm_nt`; the SwiGLU within the bounds of `swiglu_cast_to_fp8`. Calls with so
-    few rows that `grouped_fp8_gemm_nt` runs the small-M kernel run this kernel and a cast, which is faster.
+    ends and rows like `grouped_fp8_gemm_nt`. With the kernel, the results of rows that belong to no expert are
+    undefined also if ends do not ascend.
+    On Hopper: K and E as for `grouped_fp8_gemm_nt`; the error of the SwiGLU is within the bounds of
+    `swiglu_cast_to_fp8`. If there are so few rows that `grouped_fp8_gemm_nt` would run the small-M kernel, the call
+    runs the small-M kernel and then a cast, which is faster.
     CUDA-graph safe, no host synchronisation.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
@@ -126,7 +128,7 @@ def grouped_fp8_fp4_gemm_swiglu(
 
     The other arguments and the results are those of `grouped_fp8_gemm_swiglu`.
     Raises TypeError or ValueError like `grouped_fp8_gemm_swiglu`, and for FP4 weights like `grouped_fp8_fp4_gemm_nt`.
-    On Hopper: packed and scale contiguous, from a multiple of 16 bytes on. Every call copies the scales of a and b
+    On Hopper: packed and scale contiguous, starting at a multiple of 16 bytes. Every call copies the scales of a and b
     unless K is a multiple of 512. Few rows run in a small-M kernel if K is a multiple of 128.
     CUDA-graph safe, no host synchronisation.
     Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
@@ -173,7 +175,7 @@ def _grouped_fp8_gemm_swiglu(
         return out, scale
     expected = fp8.rows_to_choose_for(count, expected_rows)
     if fp8.has_few_rows(expected, matrices, rows):
-        # Loading the weights takes all the time, which the small-M kernel does faster. The cast takes hardly any.
+        # Nearly all of the time goes into loading the weights, which the small-M kernel does faster. The cast is short.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
         return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
     q, s, rows = fp8.gathered_rows(q, s, rows, expected)
@@ -217,7 +219,8 @@ def _grouped_fp8_fp4_gemm_swiglu(
     dtype: torch.dtype,
     expected_rows: int | None,
 ) -> Scaled:
-    # A fused kernel widens 256 columns per 128 rows; a product with 128 columns per 256 rows and a cast are faster.
+    # A fused kernel must widen 256 weight rows (gate and up) per 128 rows of a. A product that widens 128 weight rows
+    # per 256 rows of a, followed by a cast, is faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
     return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)

@@ -1,4 +1,4 @@
-"""Product of few tokens and a 16-bit matrix, with fp32 results."""
+"""Product of a few tokens with a 16-bit matrix, with fp32 results."""
 
 import torch
 
@@ -31,19 +31,20 @@ LINEAR_FP32 = Arguments(
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
-    """y[t, o] = s_o sum_k x[t, k] W[o, k], summed and returned in fp32; s_o = scale from o = scaled_from on, 1 before.
+    """y[t, o] = s_o sum_k x[t, k] W[o, k], summed and returned in fp32; s_o = scale for o >= scaled_from, otherwise 1.
 
     x            [T, I] bf16 or fp16
     weight       W [O, I] of x's dtype
     scale        a finite number that multiplies the sums
-    scaled_from  first row of W whose sums `scale` multiplies, for the matrices of several layers in one W
+    scaled_from  the first row of W whose sums are multiplied by `scale`; for a W that concatenates the matrices of
+                 several layers
 
     Returns y fp32 [T, O], contiguous. Differentiable in x and weight: if a gradient is needed, the formula runs in
     PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, T up to 64, O up to 2^20 - 16, I a multiple of 32, rows of x and weight at multiples of 16
-    bytes. The kernel reads W once per 32 tokens and is meant for few tokens: from about T O = 50000 results on,
-    `torch.mm(x, weight.T, out_dtype=torch.float32)` is likely to be faster. The tensor cores sum in an order that
-    depends on I alone: a row of y has the same bits for any T, a column of y for any O.
+    bytes. The kernel reads W once per 32 tokens and is meant for few tokens: above about T O = 50000 results,
+    `torch.mm(x, weight.T, out_dtype=torch.float32)` is likely to be faster. The order of the sum depends only on I, so
+    a row of y has the same bits for any T, and a column of y for any O.
     Deterministic. CUDA-graph safe.
     """
     return _linear_fp32(x, weight, scale, scaled_from)

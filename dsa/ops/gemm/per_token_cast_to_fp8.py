@@ -31,7 +31,7 @@ def per_token_cast_to_fp8(
     """q = round_to_e4m3(x * (1 / scale)), scale = max(amax(|x|), 1e-4) / 448 over groups of a token's channels.
 
     x          [..., K] bf16, fp16 or fp32, K a multiple of gran_k
-    use_ue8m0  True: scale is the next power of two at or above max(amax(|x|), 1e-4) / 448; False: that number itself
+    use_ue8m0  True: the scale is rounded up to a power of two; False: it is not
     gran_k     channels per scale
     hadamard   True: first replace each group of gran_k channels by H x / sqrt(gran_k), rounded to x's dtype (H the
                Sylvester matrix), as the lightning indexer does for queries and keys
@@ -40,8 +40,8 @@ def per_token_cast_to_fp8(
     multiplies). NaN in a group makes its scale and values NaN; infinity makes the scale infinite. Not differentiable.
     Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride, gran_k or flag.
     The bytes equal those of DeepGEMM's function on the same device, except in groups with NaN or infinity. PyTorch
-    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU: without ue8m0 a scale's last bit may differ between the
-    two.
+    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU: without ue8m0 the last bit of a scale can differ between
+    CPU and GPU.
     On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows with one stride that is a
     multiple of 16 bytes; the same bits as the reference on this GPU. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's function of this name and `act_quant` / `rotate_activation` of DeepSeek-V3.2's inference code.

@@ -1,4 +1,4 @@
-"""Rotation of heads and FP8 cast by groups of heads, for the product after attention."""
+"""Rope on heads and FP8 cast, with the rows ordered by group of heads for the grouped product after attention."""
 
 import torch
 
@@ -42,17 +42,19 @@ ROTARY_CAST_TO_FP8 = Arguments(
 def rotary_cast_to_fp8(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[g * T + t] = FP8 of R(t) x[t, h] for the heads h of group g: attention's result as input of a grouped product.
+    """Row g * T + t is the FP8 cast of R(t) x[t, h] for the heads h of group g: attention's result for a grouped
+    product.
 
-    R(t) rotates the last R channels of each head, pairs of neighbours (a, b) -> (a cos - b sin, a sin + b cos) in fp32,
-    rounded to x's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of a group are
-    adjacent, each with the channels of the group's heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up
-    to groups * T.
+    R(t) rotates the last R channels of each head as pairs of adjacent channels, (a, b) -> (a cos - b sin, a sin + b
+    cos) in fp32, rounded to x's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of
+    a group are adjacent, and each row concatenates the channels of the group's heads: the activations of
+    `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
 
     x          [T, H, d] bf16, fp16 or fp32, d a multiple of 128
-    cos, sin   [T, R / 2] fp32, R at most d, of the tokens' positions. -sin instead of sin rotates heads back
-    groups     number of groups of H / groups neighbouring heads; divides H
-    use_ue8m0  True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+    cos, sin   [T, R / 2] fp32, R at most d, for the tokens' positions. With -sin in place of sin the op applies the
+               inverse rotation
+    groups     number of groups, each of H / groups adjacent heads; divides H
+    use_ue8m0  True: a scale is max(amax, 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
     Returns q [groups * T, H / groups * d] float8_e4m3fn and scale [groups * T, H / groups * d / 128] fp32, contiguous.
     Not differentiable. Without tokens the results are empty. Raises TypeError or ValueError for other types, dtypes,

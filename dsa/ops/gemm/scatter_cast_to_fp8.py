@@ -1,4 +1,5 @@
-"""FP8 cast of tokens straight to the rows of their experts, without a copy of the cast values by expert."""
+"""FP8 cast that writes each token to the rows of its experts, so that no second kernel sorts the cast values by
+expert."""
 
 import torch
 
@@ -35,15 +36,15 @@ def scatter_cast_to_fp8(
 
     x          [T, K] bf16, fp16 or fp32, K a multiple of 128
     places     int32 [T, k]: token t goes to the rows places[t, 0] to places[t, k - 1] of the results; numbers outside
-               [0, T * k) are ignored. The `rows` of `sort_by_expert` are such places
-    use_ue8m0  True: a scale is the next power of two at or above max(amax(|x|), 1e-4) / 448; False: that number itself
+               [0, T * k) are ignored. `sort_by_expert` returns such numbers as `rows`
+    use_ue8m0  True: a scale is max(amax(|x|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
     Returns q [T * k, K] float8_e4m3fn and scale [T * k, K / 128] float32, both contiguous: the activations of
-    `grouped_fp8_gemm_swiglu`. A kernel leaves rows without a token undefined. If several tokens go to one row, one of
+    `grouped_fp8_gemm_swiglu`. The kernel leaves rows without a token undefined. If several tokens go to one row, one of
     them is stored. Not differentiable. Without tokens or channels the results are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, contiguous channels, rows at multiples of 16 bytes; the same bits as the cast on this GPU.
-    CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel, contiguous channels, rows at multiples of 16 bytes; the same bits as `per_token_cast_to_fp8`
+    on the same GPU. CUDA-graph safe, no host synchronisation.
     """
     return _scatter_cast_to_fp8(x, places, use_ue8m0)
 

@@ -38,8 +38,8 @@ def swiglu_cast_to_fp8(
     """q = round_to_e4m3(h * (1 / scale)) of h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
 
     gate, up   [..., I] bf16, fp16 or fp32, of the same dtype; they may be the halves of a [..., 2 I] tensor
-    use_ue8m0  True: scale is the next power of two at or above max(amax(|h|), 1e-4) / 448; False: that number itself
-    limit      a finite number above 0: gate is first clamped to at most limit, up to -limit to limit. None: no clamp
+    use_ue8m0  True: a scale is max(amax(|h|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
+    limit      a finite number above 0: first gate = min(gate, limit) and up = clamp(up, -limit, limit). None: no clamp
 
     h is computed in fp32 and rounded to the operands' dtype. Returns q [..., I] float8_e4m3fn and scale
     [..., ceil(I / 128)] float32, both contiguous; h ~ q * scale (the scale multiplies). The last block of channels may
@@ -47,9 +47,9 @@ def swiglu_cast_to_fp8(
     silu(-inf) is NaN. Not differentiable. Without rows or channels the results are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and limits.
     On Hopper: one kernel, I a multiple of 8, contiguous channels and rows at multiples of 16 bytes (the dimensions
-    before the last mergeable into one). The fp32 value of h is within 2^-20 of the exact one, or within
-    1e-36 * max(|up|, 1). After h is rounded, q and scale have the same bits as the cast on this GPU. CUDA-graph safe,
-    no host synchronisation.
+    before the last mergeable into one). The fp32 value of h has a relative error of at most 2^-20, or an absolute error
+    of at most 1e-36 * max(|up|, 1). For the rounded h, q and scale have the same bits as `per_token_cast_to_fp8` gives
+    on the same GPU. CUDA-graph safe, no host synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     return _swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)
@@ -85,9 +85,10 @@ def _swiglu_cast_to_fp8(
 def cast_of_matrices(
     gate_up: torch.Tensor, ends: torch.Tensor, use_ue8m0: bool, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast the halves of a grouped product [M, 2 I], I a multiple of 128.
+    """Apply `swiglu_cast_to_fp8` to the halves of a grouped product [M, 2 I], I a multiple of 128.
 
-    Rows from ends[E - 1] on belong to no expert. The cast skips them if it takes more than one wave of CTAs.
+    Rows from ends[E - 1] on belong to no expert. If the cast needs more than one wave of CTAs, a persistent kernel runs
+    that skips these rows.
     """
     from dsa.kernels.gemm import swiglu_cast_sm90 as kernel
 

@@ -1,1 +1,1 @@
-"""Lightning indexer: scores, top-k selection and their inputs."""
+"""Lightning indexer: scores, top-k selection, and the projections that the scores read."""

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over contiguous keys."""
+"""Scores of the lightning indexer for keys in one tensor, not in cache pages."""
 
 import torch
 
@@ -61,20 +61,20 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    q                   [S, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                   [S, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
     cu_seq_len_k_end    [S] int32, ke: one past the last key. If ke <= ks, query t sees no key. Both are clipped to
-                        [0, Skv]. Ranges may overlap, and may come in any order
+                        [0, Skv]. The ranges of queries may overlap and may be in any order
     clean_logits        True: positions outside [ks, ke) are -inf. False: they are unspecified
     max_seqlen_k        0: the result is [S, Skv]. Above 0: it is [S, max_seqlen_k], column j is key ks[t] + j, and keys
                         that do not fit are left out
     logits_dtype        torch.float32 or torch.bfloat16: the sum is fp32, rounded once
     accumulators        torch.float32, or torch.float16 for speed on Hopper: then the products q . k and sums over 8
-                        heads are fp16, scaled so that none overflows if weights are below 2^113. Scores are off by
-                        about 5e-4 of their root mean square. A key scores exactly 0 if all its products are negative by
-                        more than their error
+                        heads are fp16, scaled so that none overflows if weights are below 2^113. The error of scores is
+                        about 5e-4 of their root mean square. A score is exactly 0 if each of its products q . k is
+                        negative by more than the error of the product
 
     Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's column.
     Without queries the result is empty; without keys it is empty or -inf. Raises TypeError or ValueError for other
@@ -156,7 +156,8 @@ def _fp8_mqa_logits(
     half = accumulators == torch.float16
     config = kernel.choose_config(heads, dim, half)
     chunk, work_tiles = kernel.choose_chunk(queries, keys, config.columns // heads, sms)
-    # Without max_seqlen_k the kernel writes whole tiles of keys: the last one ends in the buffer's padding.
+    # Without max_seqlen_k the kernel writes whole tiles of 64 keys, and the last tile may extend into the buffer's
+    # padding.
     columns = max_seqlen_k or -(-keys // 64) * 64
     whole = out.as_strided((queries, columns), out.stride())
     flat = q.view(queries * heads, dim)

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over a paged key cache, and the plan that divides them among SMs."""
+"""Scores of the lightning indexer over a paged key cache, and the plan that divides their work among SMs."""
 
 import torch
 
@@ -41,7 +41,7 @@ def _check_plan(name: str, plan: torch.Tensor) -> None:
 
 
 def _lengths_layout(context_lens: torch.Tensor) -> str:
-    """The kernels take a vector of any stride, or a matrix of contiguous rows."""
+    """Return the layout that the kernels require: any stride for a vector, contiguous rows for a matrix."""
     return INNER if context_lens.dim() == 2 else ANY
 
 
@@ -65,20 +65,22 @@ LIMITS = {"H": HEADS, "D": HEAD_DIMS, "next_n": NEXT_N, "P": PAGE_SIZES, **slots
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i to boundary i + 1, which it excludes.
+    """Return the plan of `fp8_paged_mqa_logits`: SM i computes the work from row i of the plan up to row i + 1,
+    exclusive.
 
     context_lens  [B] or [B, next_n] int32, keys per sequence or per query. A sequence is as long as its longest query
     block_kv      page size, a divisor of 256
     num_sms       how many SMs share the work; `dsa.num_sms(device)` is the GPU's number
 
-    Returns [num_sms + 1, 2] int32. The work is divided into splits of 256 keys: those of sequence 0 come first, then
-    those of sequence 1, and so on. A sequence has ceil(length / 256) splits, and its queries share them. Row i is
-    (sequence, split), the first split of SM i. Every SM gets total // num_sms splits, and the last total % num_sms SMs
-    get one more. The last row is (B, 0); without work all rows are. A sequence counts for at most (2^31 - 1) // B
-    splits, so that their total is an int32.
+    Returns [num_sms + 1, 2] int32. The work is divided into splits of 256 keys: the splits of sequence 0 come first,
+    then the splits of sequence 1, and so on. A sequence has ceil(length / 256) splits. A split covers all queries of
+    the sequence. Row i is (sequence, split), the first split of SM i. Every SM gets total // num_sms splits, and the
+    last total % num_sms SMs get one more. The last row is (B, 0); without work all rows are (B, 0). A sequence counts
+    for at most (2^31 - 1) // B splits, so that the total fits in int32.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, no host synchronisation. In a CUDA graph with the scores it plans again at every replay.
-    Source: DeepGEMM's function of this name; this is its plan for next_n <= 2.
+    On Hopper: one kernel, no host synchronisation. Captured in a CUDA graph together with the scores, it makes a new
+    plan at every replay.
+    Source: DeepGEMM's function of this name; for next_n <= 2 the plan is the same as DeepGEMM's.
     """
     return _get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
 
@@ -97,26 +99,26 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
-    q                [B, next_n, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                [B, next_n, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv_cache         [pages, P, 1, D + 4] uint8: P x D e4m3 and then P fp32 scales per page (`write_indexer_cache`);
-                     pages any multiple of 16 bytes apart. The cache may exceed 2^31 bytes
+                     the page stride is any multiple of 16 bytes. The cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative
-    context_lens     [B] int32: row i sees the first context_lens[b] - next_n + i + 1 keys, so the last row sees all of
-                     them; or [B, next_n] int32: row i sees the first context_lens[b, i] keys. May be 0
-    block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past a
-                     row's keys are ignored; a page outside the cache is not read
+    context_lens     [B] int32: query i sees the first context_lens[b] - next_n + i + 1 keys, so the last query sees all
+                     of them; or [B, next_n] int32: query i sees the first context_lens[b, i] keys. A length may be 0
+    block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
+                     sequence's keys are ignored; a page outside the cache is not read
     schedule_meta    [SMs + 1, 2] int32, contiguous, from `get_paged_mqa_logits_metadata` for these lengths; or None:
-                     the op makes the plan. The scores do not depend on the number of SMs. With a plan for
-                     other lengths, or with arbitrary numbers, scores may stay unwritten, but the op writes nothing
-                     outside the result
-    max_context_len  columns of the result; keys past them are left out
-    clean_logits     True: columns past a row's keys are -inf. False: they are unspecified
+                     the op makes the plan. The scores do not depend on the number of SMs. With a plan for other lengths
+                     or with arbitrary numbers, some scores may not be written, but the op writes nothing outside the
+                     result
+    max_context_len  columns of the result; later keys are left out
+    clean_logits     True: columns past the keys that a query sees are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once
     accumulators     torch.float32, or torch.float16 for speed on Hopper if next_n H > 128: then the products q . k and
-                     sums over 8 heads are fp16, scaled so that none overflows if weights are below 2^113. Scores are
-                     off by about 5e-4 of their root mean square. A key scores exactly 0 if all its products are
-                     negative by more than their error. With next_n H <= 128, torch.float16 gives the scores of
-                     torch.float32, which is as fast
+                     sums over 8 heads are fp16, scaled so that none overflows if weights are below 2^113. The error of
+                     scores is about 5e-4 of their root mean square. A score is exactly 0 if each of its products q . k
+                     is negative by more than the error of the product. With next_n H <= 128, torch.float16 gives the
+                     scores of torch.float32, because fp16 would not be faster
 
     Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A key whose
     page is outside the table or the cache gives -inf. NaN in a key reaches only that key's column.

@@ -1,4 +1,5 @@
-"""The lightning indexer's projections to FP8 in one kernel each: queries for the scores, keys into the cache."""
+"""The lightning indexer's projections in FP8: one kernel quantises the queries, another writes the keys to the
+cache."""
 
 import torch
 
@@ -69,13 +70,14 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)), with one scale s per token and head, which multiplies the weight: w8 = weights s.
+    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, and w8 = weights s: the queries and weights of the
+    scores.
 
     H128 is the Hadamard transform of 128 channels, and FP8 is the cast `per_token_cast_to_fp8`.
 
     q            [T, H, 128] bf16, fp16 or fp32: the query projection, last dimension contiguous
     weights      [T, H] fp32
-    cos, sin     [T, R / 2] fp32, R at most 128: of the angles at the tokens' positions
+    cos, sin     [T, R / 2] fp32, R at most 128, for the tokens' positions
     interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
     dims         whether rope rotates the "first" or the "last" R channels
     use_ue8m0    whether scales are powers of two
@@ -111,7 +113,7 @@ def write_indexer_keys(
     k            [T, 128] bf16, fp16 or fp32: the key projection, last dimension contiguous
     norm_weight  [128] fp32: weight of the LayerNorm over the 128 channels
     norm_bias    [128] fp32: bias of the LayerNorm
-    cos, sin     [T, R / 2] fp32, R at most 128: of the angles at the tokens' positions
+    cos, sin     [T, R / 2] fp32, R at most 128, for the tokens' positions
     cache        [pages, P, 1, 132] uint8, in the layout of `write_indexer_cache`
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
     eps          added to the variance: a finite number, at least 0
@@ -123,8 +125,8 @@ def write_indexer_keys(
     ValueError for other types, dtypes and shapes. For a slot below -1 or beyond the cache the reference raises
     ValueError, and the kernel skips the token.
     On Hopper: one kernel, R in {32, 64, 128}, rows and pages at multiples of 16 bytes. The kernel and the reference sum
-    the LayerNorm in different orders, so a few values round to a neighbouring number. CUDA-graph safe, no host
-    synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
+    the LayerNorm in different orders, so a few values round to an adjacent representable number. CUDA-graph safe, no
+    host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     _write_indexer_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
 
@@ -189,13 +191,14 @@ def _write_indexer_keys(
 
 
 def _angle_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return cos or sin with rows at multiples of 16 bytes: a copy, which is small, if they are not."""
+    """Return cos or sin, or a small copy if its rows are not contiguous at multiples of 16 bytes."""
     if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
-    """Return x with its row length as the stride of dimensions of size 1, for which torch allows any stride."""
+    """Return x with the row length as the stride of each dimension of size 1. torch allows any stride there, kernels do
+    not."""
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape[:-1])]
     return x if strides == list(x.stride()[:-1]) else x.as_strided(x.shape, (*strides, 1))

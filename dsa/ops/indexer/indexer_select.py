@@ -1,4 +1,4 @@
-"""Lightning-indexer scores and the selection of the largest in one op, which does not store the scores."""
+"""Lightning-indexer scores and top-k selection in one op. With many keys the op does not store all scores."""
 
 import torch
 
@@ -19,13 +19,13 @@ from dsa.runtime.declare import INNER, INT32, Arguments, Dtype, Flag, Int, Tenso
 
 __all__ = ["indexer_select"]
 
-MOST_QUERIES = 2**19  # per launch, so that offsets of lists fit in 32 bits
+MOST_QUERIES = 2**19  # most queries per launch, so that offsets in the candidate lists fit in 32 bits
 
 
 def _check_paging(
     q: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
 ) -> None:
-    """Each query has a row of scores."""
+    """Check the paging arguments. The scores have a row per query, so q stands for them."""
     topk_indices.check_paging(q, block_table, page_size, row_to_seq)
 
 
@@ -60,7 +60,7 @@ def indexer_select(
     """The top_k keys with the largest scores I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) among
     ks[t] <= s < ke[t], for every query t; ties go to the lowest key.
 
-    q                   [S, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                   [S, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
@@ -79,14 +79,17 @@ def indexer_select(
     and ke. Indices ascend and count from the first key that the query sees. Queries that see fewer than top_k keys end
     in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. With block_table an index
     becomes -1 under the conditions of `topk_indices`.
-    Exact for any input: a query's result does not depend on other queries, on the machine or on the run. Its time does:
-    plateaus of equal scores take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: up to 8192 keys the two ops run. For more keys each query has a list of candidates, and a sample of the
-    keys bounds the k-th largest score. The workspace is at most 33 KiB per query; lists are for 2^19 queries at a time.
-    If a list overflows or its bound was too high, as on a plateau of equal scores, a second pass over the query's keys
-    selects. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows of k 16-byte aligned.
-    At most two SMs share a block of four queries, so the op pays off from about a thousand queries on. CUDA-graph safe
-    with new ranges, no host synchronisation. Not differentiable.
+    Exact for any input: a query's result does not depend on other queries, on the machine or on the run. The time
+    depends on the scores: many equal scores take longest. Raises TypeError or ValueError for other types, dtypes and
+    shapes.
+    On Hopper: for up to 8192 keys `fp8_mqa_logits` and `topk_indices` run. For more keys a sample of the keys gives,
+    per query, a bound that the k-th largest score almost certainly reaches. The keys that reach the bound are the
+    query's candidates, which are stored in a list. The workspace is at most 33 KiB per query, for up to 2^19 queries at
+    a time. If a list overflows or its bound was too high, for example with many equal scores, another kernel computes
+    the scores of all of the query's keys again and selects. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048,
+    less than 2^30 keys; rows of k 16-byte aligned. At most two SMs work on a block of four queries, so the op is faster
+    than the two ops only for about a thousand queries or more. CUDA-graph safe with new ranges, no host
+    synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
@@ -137,7 +140,7 @@ def _indexer_select(
     table = None if block_table is None else unit_inner(block_table)
     for begin in range(0, queries, MOST_QUERIES):
         part = slice(begin, begin + MOST_QUERIES)
-        # Without row_to_seq query t uses row t of the table.
+        # Without row_to_seq query t uses row t of the table, so the table must be sliced like the queries.
         own = table if table is None or row_to_seq is not None else table[part]
         of_part = (x if x is None else x[part] for x in (row_to_seq, indices, values if return_values else None))
         _select(
@@ -162,7 +165,7 @@ def _select(
     values: torch.Tensor | None,
     half: bool,
 ) -> None:
-    """Select from lists of candidates for up to MOST_QUERIES queries."""
+    """Select by lists of candidates, for up to MOST_QUERIES queries."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import indexer_select_sm90 as exact
     from dsa.kernels.indexer.candidate_select_sm90 import compile_candidate_select
@@ -170,7 +173,7 @@ def _select(
     (queries, heads, dim), keys = q.shape, len(k)
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     options = 0 if values is None else VALUES
-    # The kernels do not read what is not given: any tensor of the same kind is a placeholder.
+    # The kernels do not read arguments that are not given. Any tensor of the same dtype and rank serves as placeholder.
     table, sequences = indices, cu_seq_len_k_start
     if block_table is not None:
         table, options = block_table, options | PAGED
@@ -184,7 +187,7 @@ def _select(
         _list_candidates(scored, ranges, lists, heads, top_k, half)
         ends = torch.empty(queries, dtype=torch.int32, device=q.device)
         compile_candidate_select()(*ranges, *lists, ends, *results, keys, page_size or 1, options)
-    else:  # the kernel does not write rows without a key
+    else:  # the kernel does not write the rows of queries without keys
         indices.fill_(-1)
         if values is not None:
             values.fill_(-torch.inf)
@@ -197,7 +200,7 @@ Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _lists(device: torch.device, queries: int, capacity: int) -> Lists:
-    """Allocate the workspace: entries of 8 bytes, counts and bounds."""
+    """Allocate the candidate lists: entries of 8 bytes, counts and bounds."""
     entries = torch.empty(queries, capacity, dtype=torch.int64, device=device)
     counts = torch.empty(queries, 2, dtype=torch.int32, device=device)
     return entries, counts, torch.empty(queries, dtype=torch.float32, device=device)
@@ -211,7 +214,8 @@ def _list_candidates(
     top_k: int,
     half: bool,
 ) -> None:
-    """Launch the passes over the keys, and between them the kernels that bound the k-th largest score."""
+    """Launch the passes over the keys, which list candidates, and between two passes the kernel that bounds the k-th
+    largest score."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import candidate_scores_sm90 as scores
     from dsa.kernels.indexer.candidate_bounds_sm90 import compile_candidate_bounds
@@ -248,11 +252,11 @@ def _in_two(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Store the scores and select from them."""
+    """Run the two ops: store the scores, then select from them."""
     starts, ends = (x.clamp(0, len(k)) for x in (cu_seq_len_k_start, cu_seq_len_k_end))
     options = False, len(k), torch.float32, accumulators
     scores = fp8_mqa_logits._fp8_mqa_logits.launch_on(q.device, q, k, k_scale, weights, starts, ends, *options)
     given = None, ends - starts, block_table, page_size, row_to_seq, False, return_values
     topk_indices.select(scores, *given, indices, values)
     if return_values:
-        values.add_(0.0)  # no -0.0
+        values.add_(0.0)  # turns -0.0 into 0.0

@@ -1,4 +1,4 @@
-"""Lightning-indexer scores over a paged key cache and the selection of the largest in one op, for decoding."""
+"""Lightning-indexer scores over a paged key cache and top-k selection in one op, for decoding."""
 
 import torch
 
@@ -36,13 +36,13 @@ def paged_indexer_select(
     """The top_k keys with the largest scores I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] *
     relu(q[b, i, h] . k[b, s]) among those that query i of sequence b sees; ties go to the lowest key.
 
-    q                [B, next_n, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
+    q                [B, next_n, H, D] float8_e4m3fn, contiguous; the caller multiplies the scales of q into `weights`
     kv_cache         [pages, P, 1, D + 4] uint8: P x D e4m3 and then P fp32 scales per page (`write_indexer_cache`);
-                     pages any multiple of 16 bytes apart. The cache may exceed 2^31 bytes
+                     the page stride is any multiple of 16 bytes. The cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative
     context_lens     [B] int32: query i sees the first context_lens[b] - next_n + i + 1 keys, so the last query sees all
-                     of them; or [B, next_n] int32: query i sees the first context_lens[b, i] keys. May be 0. The number
-                     of keys that a query sees is clipped to [0, min(max_context_len, max_pages * P)]
+                     of them; or [B, next_n] int32: query i sees the first context_lens[b, i] keys. A length may be 0.
+                     The number of keys that a query sees is clipped to [0, min(max_context_len, max_pages * P)]
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past a
                      query's keys are ignored; a page outside the cache is not read
     max_context_len  keys past this position are left out
@@ -53,18 +53,18 @@ def paged_indexer_select(
 
     Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: the bits of
     `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len), top_k,
-    lengths=L, ...)` for the clipped L. Positions ascend. Queries that see fewer than top_k keys end in -1, where values
-    are -inf. A value of zero is 0.0. A NaN score is never selected. A key whose page is outside the cache scores -inf,
-    and is selected if fewer than top_k keys score more; but a cache without pages has no key to select. With slots an
-    index becomes -1, and its value -inf, under the conditions of `topk_indices`: for a negative page, or a slot of 2^31
-    or more.
+    lengths=L, ...)` where L are the clipped numbers of keys. Positions ascend. Queries that see fewer than top_k keys
+    end in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. A key whose page is outside
+    the cache has the score -inf, and is selected if fewer than top_k keys have larger scores; but from a cache without
+    pages no key is selected. With slots an index becomes -1, and its value -inf, under the conditions of
+    `topk_indices`: for a negative page, or a slot of 2^31 or more.
     Exact for any input: a query's result does not depend on other queries, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: the kernels of both ops. During the call the scores take 4 bytes per query and key, for
     min(max_context_len, max_pages * P) keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in
     {32, 64}, top_k up to 4096, less than 2^30 keys. CUDA-graph safe with new lengths and keys, no host synchronisation.
-    The op makes the plan of the scores; layers with the same lengths can share one plan by calling the two ops instead.
-    Not differentiable.
+    The op makes the plan of the scores in every call. To share one plan among layers with the same lengths, call the
+    two ops instead. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(
@@ -138,5 +138,5 @@ def _paged_indexer_select(
     lengths = _visible_keys(context_lens, next_n)
     of_topk.select(scores, None, lengths, *paging, False, return_values, indices, values)
     if return_values:
-        values.add_(0.0)  # no -0.0
+        values.add_(0.0)  # turns -0.0 into 0.0
     return indices, values

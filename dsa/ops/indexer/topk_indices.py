@@ -27,7 +27,8 @@ __all__ = ["topk_indices"]
 def check_paging(
     scores: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
 ) -> None:
-    """Raise ValueError if block_table, page_size and row_to_seq do not go together. scores: any tensor of its rows."""
+    """Raise ValueError for a wrong combination of block_table, page_size and row_to_seq. scores: any tensor with a row
+    per selection."""
     rows = scores.shape[0]
     if block_table is None:
         for name, value in (("page_size", page_size), ("row_to_seq", row_to_seq)):
@@ -84,23 +85,23 @@ def topk_indices(
     sorted         True: by value, largest first, ties by index. False: by index, smallest first
     return_values  True: also return the picked scores
     out            None, or a tensor [rows, k] int32 on the device of scores, any row stride: the op writes the indices
-                   to it, with -1 for missing ones, and nothing between its rows. It must not begin at the address of an
-                   input. If it overlaps an input elsewhere, the contents of the overlap are undefined
+                   and the -1 of missing indices to it, and writes nothing between its rows. It must not begin at the
+                   address of an input. If it overlaps an input elsewhere, the contents of the overlap are undefined
 
     Returns indices [rows, k] int32, which is out if that was given, and with return_values also values [rows, k] fp32.
-    An index is relative to the row's start, as in vLLM's and SGLang's prefill top-k: 0 is column starts[r]. Rows with
-    fewer than k candidates end in -1, and values are -inf where the index is -1. -0.0 equals 0.0. -inf is the lowest
-    score and may be picked. NaN is never picked, so a row with NaN may have fewer than k indices. With block_table, an
-    index becomes -1 if its page is negative or outside the table, if its slot is 2^31 or more, or if row_to_seq names
-    no sequence for the row. The other slots stay in the order of their indices.
-    In prefill, give starts and lengths of each query's keys; in decoding give lengths; in speculative decoding, with
-    next_n rows per sequence, give lengths of each row and row_to_seq = r // next_n.
+    An index counts from the row's start, as in vLLM's and SGLang's prefill top-k: index 0 is column starts[r]. Rows
+    with fewer than k candidates end in -1, and values are -inf where the index is -1. -0.0 equals 0.0. -inf is the
+    lowest score and may be picked. NaN is never picked, so a row with NaN may have fewer than k indices. With
+    block_table, an index becomes -1 if its page is negative or outside the table, if its slot is 2^31 or more, or if
+    row_to_seq of the row is not a row of block_table. The other slots stay in the order of their indices.
+    In prefill, pass starts and lengths of each query's keys. In decoding, pass lengths. In speculative decoding with
+    next_n rows per sequence, pass lengths per row and row_to_seq = r // next_n.
 
     Exact for any input: a row's result does not depend on other rows, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     On Hopper: one kernel that reads the scores once; k up to 4096, cols below 2^30, the last dimensions of scores,
     block_table and out contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
-    Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, plus the order of ties.
+    Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, with a defined order of ties.
     """
     arguments = (scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
     if out is None:
@@ -174,7 +175,7 @@ def select(
     elif rows:
         no_integer, no_integers, no_values = _absent(scores.device)
         options = (
-            (starts is not None)  # the bits of dsa.kernels.indexer.limits
+            (starts is not None)  # the flags of dsa.kernels.indexer.limits
             | (lengths is not None) << 1
             | (block_table is not None) << 2
             | (row_to_seq is not None) << 3
@@ -197,7 +198,7 @@ def select(
 
 
 def _vectors(scores: torch.Tensor) -> int:
-    """Return the most 16-byte vectors that a row overlaps."""
+    """Return an upper bound of the number of aligned 16-byte vectors that a row overlaps."""
     size = scores.element_size()
     unaligned = scores.data_ptr() % 16 or (scores.stride(0) * size % 16 and scores.shape[0] > 1)
     return (scores.shape[1] * size + (15 + 16 if unaligned else 15)) // 16

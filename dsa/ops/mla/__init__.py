@@ -1,1 +1,1 @@
-"""Latent attention: dense, sparse and windowed attention, merges, and products with kv_b."""
+"""Latent attention: dense, sparse and sliding-window attention, merging of results, and products with kv_b."""

@@ -1,4 +1,4 @@
-"""Dense MLA decoding: what `flash_mla_with_kvcache` does without indices, once its arguments are checked."""
+"""Dense MLA decoding: the op that `flash_mla_with_kvcache` calls if it gets no indices."""
 
 import math
 
@@ -37,9 +37,9 @@ from dsa.runtime.declare import (
     unit_inner,
 )
 
-SHORT = 4  # decoding is short up to this many tiles per part, on average
-# Few CTAs combine short decoding with at least so many rows and at most so many splits per sequence: a CTA reads its
-# splits one after another.
+SHORT = 4  # a call with at most this many key tiles per part of the plan, on average, counts as short
+# A short call with at least this many rows and at most this many splits per sequence runs the combine kernel with few
+# CTAs. A CTA reads its splits one after another, so few CTAs do not pay for many splits.
 FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
 
 
@@ -70,7 +70,7 @@ DENSE_MLA_DECODE = Arguments(
 
 
 def _check_dtype(q: torch.Tensor, k_cache: torch.Tensor) -> None:
-    if k_cache.dtype != q.dtype:  # bytes
+    if k_cache.dtype != q.dtype:  # a byte cache
         raise ValueError(
             f"k_cache: the kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
             f"{dtype_name(k_cache.dtype)}"
@@ -114,13 +114,13 @@ def _dense_mla_decode(
     causal: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode without indices; without a plan, batch-invariantly."""
+    """Decode without indices. Without a plan the decoding is batch-invariant."""
     from dsa.kernels.mla.mla_combine_sm90 import FEW, choose_config, compile_mla_combine
     from dsa.kernels.mla.mla_decode_sm90 import cluster_of, compile_mla_decode
 
     out = _allocate_out(q, head_dim_v) if out is None else out
     lse = _allocate_lse(q)
-    if 0 in (*q.shape[:3], len(k_cache), block_table.shape[1]):  # no query, or no key
+    if 0 in (*q.shape[:3], len(k_cache), block_table.shape[1]):  # no queries or no keys
         return out.zero_(), lse.fill_(torch.inf)
 
     batch, s_q, h_q, _ = q.shape
@@ -137,13 +137,14 @@ def _dense_mla_decode(
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
 
-    # A cluster of two CTAs reads shared keys once, which does not pay for a few tiles.
+    # A cluster of two CTAs reads their shared keys once, which does not pay for few tiles.
     tiles = -(-capacity // TILE_N)
     short = not fixed_splits and batch * tiles <= SHORT * plan.shape[0]
     cluster = 1 if short else cluster_of(rows)
     decode = compile_mla_decode(dtype_name(q.dtype), math.gcd(page_size, TILE_N), cluster)
 
-    # Batch-invariant decoding adds splits in an order that depends on one sequence's rows only.
+    # In batch-invariant decoding the order in which splits are added must depend on one sequence only, so the rows of
+    # the other sequences do not count.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     few = short and together >= FEW_CTAS_ROWS and min(per_sequence, tiles) <= FEW_CTAS_SPLITS
     config = FEW if few else choose_config(per_sequence, together)

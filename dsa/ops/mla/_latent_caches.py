@@ -1,4 +1,4 @@
-"""What the ops of decoding ask of a paged cache and of what they write to."""
+"""Specs and checks of the paged caches and outputs that the decoding ops share."""
 
 import torch
 
@@ -6,17 +6,17 @@ from dsa.ops.cache._specs import cache_dim
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
 from dsa.runtime.declare import FLOATS, ROWS, Tensor, check_flag, dtype_name
 
-# Of dense and of sparse decoding. The heads of a query are contiguous; queries may be any distance apart.
+# The output of dense and of sparse decoding. The heads of a query are contiguous; the stride of queries is free.
 OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merged=(2, 4))}
 
 
 def latent_cache(shape: str, **options: object) -> Tensor:
-    """The spec of a paged cache for queries q: in their dtype, or bytes."""
+    """Return the spec of a paged cache for queries q. The cache has the dtype of q, or consists of bytes."""
     return Tensor(shape, (*FLOATS, *BYTE_DTYPES), like="q", besides=BYTE_DTYPES, **options)
 
 
 def check_latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """Checks that specs cannot express: a row of the cache has as many numbers as a query."""
+    """Check what specs cannot express, mainly that a row of the cache has as many channels as a query."""
     heads = cache.shape[2]
     if heads == 0:
         raise ValueError(f"{name}: must have at least one head, got shape {list(cache.shape)}")
@@ -28,7 +28,7 @@ def check_latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_layout_flag(name: str, cache: object, is_fp8_kvcache: bool) -> None:
-    """is_fp8_kvcache must be True for a cache of bytes and False for others."""
+    """Raise ValueError unless is_fp8_kvcache is True for a byte cache and False for other caches."""
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if isinstance(cache, torch.Tensor) and is_fp8_kvcache != (cache.dtype in BYTE_DTYPES):
         accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"

@@ -1,4 +1,5 @@
-"""Plans of decoding: how FlashMLA's callers ask for one and hand it over, in the old and in the new style."""
+"""Plans of decoding: the arguments with which callers of FlashMLA request and pass a plan, in the old and the new
+style."""
 
 import dataclasses
 
@@ -21,22 +22,22 @@ MLA_METADATA = Arguments(
     cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int(), most_keys=Int(least=0)
 )
 
-_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")  # which other libraries' have, too
-_KEPT = "_dsa_sched_meta"  # the attribute of another library's object that holds what is remembered with it
+_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")  # also in other libraries' classes
+_KEPT = "_dsa_sched_meta"  # the attribute of another library's object in which our FlashMLASchedMeta is stored
 Plan = FlashMLASchedMeta | torch.Tensor | None
 
 
 def own_plan(tile_scheduler_metadata: object) -> Plan:
-    """The plan that an argument stands for. An object of another library's class with the fields of FlashMLASchedMeta
-    holds our plan in another attribute.
+    """Return the plan that an argument stands for. If an object of another library's class has the fields of
+    FlashMLASchedMeta, our plan is stored in an extra attribute of the object.
 
-    Its own fields are neither read nor written: FlashMLA's plan there has other columns.
+    The object's other fields are neither read nor written, because FlashMLA stores a plan with other columns there.
     """
     meta = tile_scheduler_metadata
     if meta is None or isinstance(meta, (FlashMLASchedMeta, torch.Tensor, type)):
         return meta
     if not all(hasattr(meta, name) for name in _FIELDS):
-        return meta  # which `check_plan` refuses
+        return meta  # `check_plan` refuses this argument
     own = getattr(meta, _KEPT, None)
     if not isinstance(own, FlashMLASchedMeta):
         own = FlashMLASchedMeta()
@@ -52,7 +53,7 @@ def own_plan(tile_scheduler_metadata: object) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class MetadataRequest:
-    """The arguments of `get_mla_metadata` in the old style."""
+    """The arguments of `get_mla_metadata` in the old style that affect the plan."""
 
     cache_seqlens: torch.Tensor
     num_q_tokens_per_head_k: int
@@ -68,7 +69,7 @@ def metadata_request(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> MetadataRequest:
-    """The request with its last three arguments checked. num_heads_q and is_fp8_kvcache change nothing."""
+    """Check the last three arguments, and return the request. num_heads_q and is_fp8_kvcache do not affect the plan."""
     if num_heads_q is not None:
         check_positive("num_heads_q", num_heads_q)
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
@@ -78,7 +79,7 @@ def metadata_request(
 
 
 def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
-    """The plan must be of a type that `get_mla_metadata` returns."""
+    """Raise TypeError or ValueError unless the two arguments are a pair that `get_mla_metadata` returns, or None."""
     meta = tile_scheduler_metadata
     if meta is None:
         if num_splits is not None:
@@ -98,12 +99,14 @@ def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -
 
 
 def _named(meta: object) -> str:
-    """The type of a wrong plan; the class FlashMLASchedMeta itself has the fields, too."""
+    """Return the type of a wrong plan for a message. For a class return "the class NAME", because the class
+    FlashMLASchedMeta itself is a likely mistake."""
     return f"the class {meta.__name__}" if isinstance(meta, type) else type(meta).__name__
 
 
 def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check that a plan of the old style has q's sequences. For sparse decoding, which does not read it."""
+    """Check that a plan of the old style has as many sequences as q. For sparse decoding, which does not read the
+    plan."""
     if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
         check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
         check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")
@@ -111,7 +114,7 @@ def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Ten
 
 
 def bind_plan(meta: Plan, config: dict[str, object]) -> None:
-    """Remember the shapes of the plan's first call; ValueError for later calls with others."""
+    """Store the shapes of the plan's first call in the plan. Raises ValueError for a later call with other shapes."""
     if not isinstance(meta, FlashMLASchedMeta):
         return
     if meta.have_initialized and meta.config != config:

@@ -1,4 +1,5 @@
-"""Sparse MLA prefill of few heads where neighbouring queries share keys: the launch."""
+"""Launch sparse MLA prefill for few heads, where a group of adjacent queries reads the keys they have in common
+once."""
 
 import math
 
@@ -16,18 +17,18 @@ from dsa.ops.mla._sparse_attention import (
 from dsa.runtime import backends
 from dsa.runtime.declare import dtype_name
 
-# The fewest indices for which grouping is tried. Where queries share few keys the attempt costs 15 us, and attention to
-# so many keys takes 600 us.
+# The smallest number of indices for which grouping is tried. If queries share too few keys, the attempt costs 15 us in
+# vain; attention to this many keys takes 600 us.
 LEAST_INDICES = 2**22
-# The most keys for which grouping is tried. Building a group's list takes a pass over its indices for each 65536 or
-# 131072 keys of the cache, selected or not: for a whole pool of pages that takes longer than groups save. A group of 8
-# has no sample of keys beyond.
+# The largest number of keys for which grouping is tried. To build a group's list, the kernel passes over the group's
+# indices once per 65536 or 131072 keys of the cache, whether selected or not. For a pool of pages with more keys the
+# passes take longer than groups save. The key sample of a group of 8 does not cover more keys either.
 MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether to try groups of queries with few heads, a key of GROUP_SIZES at most: where there are enough groups for
-    all SMs and not too many keys. Only the GPU knows which keys queries share."""
+    """Whether to try groups of queries with at most max(GROUP_SIZES) heads: if there are enough groups for all SMs and
+    not too many keys. Which keys queries share is known only on the GPU, so the kernel decides per group."""
     queries, heads, _ = q.shape
     return (
         queries >= group_size(heads) * backends.num_sms(q.device)
@@ -37,7 +38,7 @@ def may_share(q: torch.Tensor, selection: Selection) -> bool:
 
 
 def group_size(heads: int) -> int:
-    """Queries per group for this number of heads."""
+    """Return the number of queries per group for this number of heads."""
     return next(size for most, size in GROUP_SIZES.items() if heads <= most)
 
 
@@ -48,7 +49,8 @@ def attend_groups(
     sink: torch.Tensor | None,
     results: Results,
 ) -> None:
-    """q [T, h, d] over a selection, for up to 16 heads, with max_logits; T, h, K and s_kv above 0.
+    """Write attention of q [T, h, d] to the selected keys, for up to 16 heads and with max_logits; T, h, K and s_kv
+    above 0.
 
     The first kernel decides which groups to compute together. The second computes these groups, the third the other
     queries one by one."""
@@ -61,7 +63,7 @@ def attend_groups(
     size, num_sms = group_size(heads), backends.num_sms(q.device)
     q, groups = aligned(q), -(-queries // size)
     [cache], [indices], [counts], counted = list_arguments([selection], q.device)
-    # The longest list of a group that is computed together.
+    # The most keys that the list of a group can have if the group is computed together.
     width = max(1, min(size * indices.shape[2] * MOST_UNION[0] // MOST_UNION[1], cache.shape[0]))
 
     def int32(*shape: int) -> torch.Tensor:

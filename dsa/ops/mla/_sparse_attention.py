@@ -12,19 +12,20 @@ from dsa.runtime import backends
 from dsa.runtime.declare import INT_MAX, dtype_name, rows_at_16_bytes, unit_inner
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
-# For FP8 caches, by heads per CTA: microseconds per tile on an H200, and fixed overhead with split queries. With more
-# heads a CTA converts a key's bytes for more heads; with fewer heads partial results are smaller.
+# For FP8 caches, by heads per CTA: microseconds per key tile on an H200, and fixed overhead in microseconds if queries
+# are split. With more heads per CTA one conversion of a key serves more heads; with fewer heads partial results are
+# smaller.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
-WHOLE = 5.0  # fixed overhead without split queries, in microseconds
-SPLIT_COST = 3  # cost of splitting queries, in tiles
-LEAST_TILES = 2  # tiles per worker of split queries
+WHOLE = 5.0  # fixed overhead in microseconds if no query is split
+SPLIT_COST = 3  # cost of splitting queries, in key tiles
+LEAST_TILES = 2  # fewest key tiles per CTA that works on split queries
 SHORT_LIST_HEADS = 32  # most heads per CTA for lists that are too short to be split
 
 
 class Selection(NamedTuple):
-    """cache [pages, P, d] in q's dtype or [pages, P, 656 | 584] bytes, keys at multiples of 16 bytes; indices [T, K];
-    and if given, counts [B]: how many of a query's indices count. With max_logits cache [s_kv, 1, d], indices
-    [T, 1, K]."""
+    """Selected keys. cache: [pages, P, d] in q's dtype or [pages, P, 656 | 584] bytes, keys at multiples of 16 bytes.
+    indices: [T, K]. counts: None, or [B]: only the first counts[b] indices of a query count. If max_logits are returned
+    (prefill), cache is [s_kv, 1, d], indices [T, 1, K] and counts [T]."""
 
     cache: torch.Tensor
     indices: torch.Tensor
@@ -32,7 +33,8 @@ class Selection(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out [B, s_q, h, 512] and lse [B, h, s_q]; or out [T, h, 512], lse and max_logits [T, h]."""
+    """Allocated results. Decoding: out [B, s_q, h, 512] and lse [B, h, s_q]. Prefill: out [T, h, 512], lse and
+    max_logits [T, h]."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -47,9 +49,10 @@ def attend(
     results: Results,
     may_split: bool,
 ) -> None:
-    """q [T, h, d] over one or two selections; T, h, K and the caches' sizes above 0.
+    """Write attention of q [T, h, d] to the keys of one or two selections; T, h, K and the caches' sizes above 0.
 
-    may_split  a query may be split into several work tiles, by the number of queries; not with max_logits
+    may_split  whether a query's keys may be split among several CTAs. How they are split depends on the number of
+               queries. False with max_logits
     """
     from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
     from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv
@@ -87,13 +90,14 @@ def attend(
 
 
 def aligned(q: torch.Tensor) -> torch.Tensor:
-    """q, copied if its rows are not contiguous at multiples of 16 bytes."""
+    """Return q, or a copy if its rows are not contiguous at multiples of 16 bytes."""
     rows = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if rows is None else rows
 
 
 def of_caller(out: torch.Tensor) -> torch.Tensor:
-    """The caller's out [..., h, 512] with strides that kernels accept: those of dimensions of size 1 are replaced."""
+    """Return the caller's out [..., h, 512] with strides that kernels accept: strides of dimensions of size 1 are
+    replaced."""
     out = rows_at_16_bytes(out)
     if out.stride(-2) == HEAD_DIM_V:
         return out
@@ -103,7 +107,7 @@ def of_caller(out: torch.Tensor) -> torch.Tensor:
 def list_arguments(
     selections: list[Selection], device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], int]:
-    """(caches, indices, counts, counted) of a kernel."""
+    """Return (caches, indices, counts, counted) for a kernel. Bit i of counted says whether selection i has counts."""
     caches, indices, counts = zip(*selections)
     no_count, _ = _absent(device)
     return (
@@ -115,35 +119,35 @@ def list_arguments(
 
 
 def sink_arguments(sink: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
-    """(sink, has_sink) of a kernel."""
+    """Return (sink, has_sink) for a kernel."""
     return _absent(device)[1] if sink is None else sink, int(sink is not None)
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
-    """(workers, full_waves, split_workers) of the StreamKScheduler.
+    """Return (workers, full_waves, split_workers) of the StreamKScheduler.
 
-    For each tile of heads there are `workers` CTAs. Each computes full_waves whole queries; the remaining queries are
-    split evenly among the first split_workers CTAs."""
+    For each tile of heads there are `workers` CTAs. Each CTA computes full_waves unsplit queries; the tiles of the
+    remaining queries are divided evenly among the first split_workers CTAs."""
     workers = max(1, num_sms // head_tiles)
     full_waves, rest = divmod(queries, workers)
     split_workers = min(workers, rest * tiles // LEAST_TILES)
-    may_split = may_split and split_workers * rest * tiles <= INT_MAX  # as the scheduler multiplies them
+    may_split = may_split and split_workers * rest * tiles <= INT_MAX  # the scheduler computes this product in int32
     if rest and (not may_split or split_workers <= rest or -(-rest * tiles // split_workers) + SPLIT_COST >= tiles):
         full_waves, split_workers = full_waves + 1, 0
     return min(workers, max(queries, split_workers)), full_waves, split_workers
 
 
 def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_split: bool) -> int:
-    """Heads per CTA for FP8 caches: the fastest by the measured times.
+    """Return the number of heads per CTA for FP8 caches that is fastest according to FP8_KV_TIMES.
 
-    If queries may not be split, the number of heads alone decides, so that a result does not depend on the other
-    queries. The same holds for short lists, such as windows: they are not split, and 16 and 32 heads per CTA give the
-    same bits."""
+    If queries may not be split, only the number of heads decides, so that a result does not depend on the other
+    queries. Results for short lists, such as windows, do not depend on the other queries either: short lists are not
+    split, and 16 and 32 heads per CTA give the same bits."""
 
     def time(head_tile: int) -> float:
         (of_tile, overhead), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
         workers, full_waves, split_workers = stream_k(queries, head_tiles, tiles, num_sms, may_split)
-        turns = -(-head_tiles // num_sms)  # above 1 for more tiles of heads than SMs
+        turns = -(-head_tiles // num_sms)  # above 1 if there are more head tiles than SMs
         if not split_workers:
             return WHOLE + turns * full_waves * tiles * of_tile
         split_tiles = -(-(queries - full_waves * workers) * tiles // split_workers)
@@ -158,12 +162,12 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x, a small tensor, copied if its last dimension is not contiguous."""
+    """Return the small tensor x, or a copy if its last dimension is not contiguous."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of parts of queries' keys."""
+    """Allocate out and lse of the splits."""
     shape = (splits, 1, heads)
     out = torch.empty(*shape, HEAD_DIM_V, dtype=torch.float32, device=device)
     return out, torch.empty(shape, dtype=torch.float32, device=device)
@@ -171,11 +175,11 @@ def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[tor
 
 @functools.cache
 def no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Placeholders for partial results if no query is split. The kernel does not touch them."""
+    """Return placeholders for partial results if no query is split. The kernel does not access them."""
     return _partial_results(1, heads, device)
 
 
 @functools.cache
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Placeholders for counts and a sink that are not given. The kernel does not read them."""
+    """Return placeholders for counts and a sink that are not given. The kernel does not read them."""
     return tuple(torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))

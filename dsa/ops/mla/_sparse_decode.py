@@ -1,4 +1,4 @@
-"""Sparse MLA decoding: what `flash_mla_with_kvcache` does with indices, once its arguments are checked."""
+"""Sparse MLA decoding: the op that `flash_mla_with_kvcache` calls if it gets indices."""
 
 import torch
 
@@ -64,7 +64,7 @@ SPARSE_MLA_DECODE = Arguments(
 
 
 def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, s_q, h_q, head_dim_v] and lse."""
+    """Allocate out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
     return _allocate_out(q, head_dim_v), _allocate_lse(q)
 
 
@@ -73,8 +73,8 @@ def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
 
 
 def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
-    """[B, h_q, s_q] with the strides of a view of [B, s_q, h_q]: FlashMLA's layout. A view would be one more
-    step of every call."""
+    """Allocate lse [B, h_q, s_q] with the strides of a transposed [B, s_q, h_q], which is FlashMLA's layout. Allocating
+    it with these strides saves the step of a view in every recorded call."""
     batch, s_q, h_q, _ = q.shape
     width = max(h_q, 1)
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
@@ -110,7 +110,7 @@ def _sparse_mla_decode(
     enable_batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode with indices."""
+    """Launch sparse decoding. Without queries or keys, fill the results instead."""
     out = _allocate_out(q, head_dim_v) if out is None else out
     lse = _allocate_lse(q)
     selections = []
@@ -132,7 +132,7 @@ def _sparse_mla_decode(
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """ValueError for a cache that the reference takes and the kernels do not."""
+    """Raise ValueError for a cache that the reference accepts but the kernels do not."""
     if _is_bytes(cache) and q.dtype != torch.bfloat16:
         raise ValueError(f"q: the kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
 
@@ -142,7 +142,7 @@ def _is_bytes(cache: torch.Tensor) -> bool:
 
 
 def _byte_pages(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with the strides that the kernel expects: those of dimensions of size 1 are replaced."""
+    """Return the cache as uint8 with strides that the kernel expects: strides of dimensions of size 1 are replaced."""
     pages, page_size, _, width = cache.shape
     stride = cache.stride(0) if pages > 1 else page_size * width + -page_size * width % 16
     return cache.view(torch.uint8).as_strided(cache.shape, (stride, width, width, 1))

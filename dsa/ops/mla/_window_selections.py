@@ -1,8 +1,8 @@
-"""The keys of attention over windows as selections: the window's keys, and other selected keys."""
+"""The selections of sliding-window attention: the keys of the windows, and other selected keys."""
 
 import torch
 
-# The module, not its names: ops imported by name would count as ops of the importing module.
+# Import the module, because ops that are imported by name would count as ops of the importing module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
 from dsa.runtime.declare import F32, FLOATS, INT32, ROWS, Int, Number, Tensor, rows_at_16_bytes
@@ -22,11 +22,11 @@ Selected = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def window_selections(packed: Packed, near: torch.Tensor | None, selected: Selected | None) -> list[Selection]:
-    """Selections of checked arguments.
+    """Return the selections that have keys. The arguments are checked already.
 
     packed    queries, keys, both cu_seqlens, window
-    near      the window's lists of rows of the keys, or None: made here
-    selected  other keys, each query's rows of them, and how many of these count; or None"""
+    near      the rows of kv in each query's window, [T, window]; None: this function launches `window_indices`
+    selected  None, or (other keys, each query's rows of these keys, None or how many of the rows count)"""
     q, kv, cu_seqlens_q, cu_seqlens_k, window = packed
     selections = []
     if kv.shape[0]:

@@ -1,4 +1,4 @@
-"""Sparse MLA prefill: attention to selected keys of one contiguous latent array."""
+"""Sparse MLA prefill: attention to selected keys of one tensor of latents, without pages."""
 
 import torch
 
@@ -41,7 +41,7 @@ FLASH_MLA_SPARSE_FWD = Arguments(
     topk_length=Tensor("s_q", INT32, optional=True),
     enable_batch_invariant=Flag(),
 )
-# The heads of a query are contiguous; queries may be any distance apart.
+# The heads of a query are contiguous; the stride of queries is free.
 OUT = {"out": Tensor("s_q h_q d_v", FLOATS, like="q", layout=ROWS, merged=(1, 3))}
 
 
@@ -60,32 +60,33 @@ def flash_mla_sparse_fwd(
 
     q            [s_q, h_q, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     kv           [s_kv, 1, d] in q's dtype; a value is the first d_v numbers of its key
-    indices      [s_q, 1, K] int32; negative or at least s_kv is no key. A key named twice counts twice
+    indices      [s_q, 1, K] int32; indices outside [0, s_kv) are ignored. A key that is selected twice counts twice
     sm_scale     multiplies the logits: a finite number
     d_v          at most d
     attn_sink    [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length  [s_q] int32 or None: only the first topk_length[t] indices count
-    out          None, or a tensor [s_q, h_q, d_v] of q's dtype and device to write to: every number of it, and nothing
-                 between its rows. On Hopper the heads of a query lie together and start at multiples of 16 bytes;
-                 queries may be any distance apart, as in a part of a tensor with more heads. It may not begin where q
-                 or kv does, and if it shares memory with an input otherwise, what that memory holds is undefined
-    enable_batch_invariant  True: a query's result does not depend on the other queries, bit for bit. False: of up to 16
-                 heads it may (below); it is still the same from run to run
+    out          None, or a tensor [s_q, h_q, d_v] of q's dtype and device: the op writes every number of it, and
+                 nothing between its rows. On Hopper the heads of a query must be contiguous and start at a multiple of
+                 16 bytes; the stride of queries is free, as in a slice of a tensor with more heads. out must not begin
+                 at the address of q or kv. If it overlaps an input elsewhere, the contents of the overlap are undefined
+    enable_batch_invariant  True: a query's result does not depend on the other queries, bit for bit. False: with up to
+                 16 heads it can depend on them (see below), but not on the run
 
-    Returns out [s_q, h_q, d_v] in q's dtype, the one that was given or a contiguous one, max_logits [s_q, h_q] fp32,
-    the largest scaled logit, and lse [s_q, h_q] fp32 (natural log); the sink changes neither max_logits nor lse. A
-    query without keys has out 0, max_logits -inf and lse +inf. NaN in kv reaches only the queries that select it.
+    Returns out [s_q, h_q, d_v] in q's dtype, which is `out` if that was given and a new contiguous tensor otherwise,
+    max_logits [s_q, h_q] fp32, the largest scaled logit, and lse [s_q, h_q] fp32 (natural log); the sink changes
+    neither max_logits nor lse. A query without keys has out 0, max_logits -inf and lse +inf. NaN in kv reaches only the
+    queries that select it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
     fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
-    synchronisation. Deterministic. No gradients on Hopper: `sparse_mla_attention` has them.
-    Mostly one kernel without workspace; then a query's result does not depend on the others, bit for bit. Calls with at
-    most 16 heads, at least 2^22 indices, groups for all SMs and s_kv up to 2^21 group neighbouring queries, unless
-    enable_batch_invariant is True: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3 with more. A group whose
-    selections have enough keys in common, none of them twice in a query, is computed together. The order of a query's
-    sums then depends on the selections of its group, and its group on its number in the call. Workspace of such calls:
-    2.8 bytes per index, 376 MB for 65536 queries of 2048 keys.
+    synchronisation. Deterministic. No gradients on Hopper: use `sparse_mla_attention` for gradients.
+    Most calls run one kernel without workspace, and a query's result does not depend on the other queries, bit for bit.
+    Unless enable_batch_invariant is True, calls with at most 16 heads, at least 2^22 indices, enough groups for all SMs
+    and s_kv up to 2^21 group adjacent queries: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3 with more. The
+    kernel computes a group together if its selections have enough keys in common and no query selects a key twice. The
+    order in which such a query's terms are added depends on the selections of its group, and its group depends on its
+    row in q. These calls need a workspace of 2.8 bytes per index, 376 MB for 65536 queries of 2048 keys.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)
@@ -104,7 +105,7 @@ def _allocate_out(q: torch.Tensor, d_v: int) -> torch.Tensor:
 
 
 def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """max_logits and lse."""
+    """Allocate max_logits and lse."""
     return tuple(q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
 
 

@@ -1,4 +1,4 @@
-"""MLA decoding over a paged cache, dense or over selected keys, and its plan."""
+"""MLA decoding over a paged cache, with all keys (dense) or selected keys (sparse), and the plan of dense decoding."""
 
 import functools
 from typing import Any
@@ -25,19 +25,22 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence, in tiles: by default (unknown lengths, HALVED to SHORT tiles per part, or sequences that stay
-# whole); for longer sequences that are cut; for fewer than HALVED tiles per part.
+# Fixed cost per sequence, in key tiles: OVERHEAD by default (unknown lengths, HALVED to SHORT tiles per part, or
+# sequences that are not split), OVERHEAD_OF_LONG for longer sequences that are split, OVERHEAD_OF_SHORT for at most
+# HALVED tiles per part.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Up to so many tiles per part, half of the SMs are faster: the others run the combine kernel.
+# Up to this many tiles per part, decoding on half of the SMs is faster, because the combine kernel can start on the
+# others.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
-    """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
+    """Return a plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
     New style, without arguments: returns (FlashMLASchedMeta(), None). The first call of `flash_mla_with_kvcache` that
-    gets the object makes a plan and keeps it there with the call's shapes; later calls with the same shapes use it.
+    gets the object makes a plan and stores it in the object together with the call's shapes; later calls with the same
+    shapes use the plan.
 
     Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
     by position or by name: returns (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
@@ -45,19 +48,21 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
       num_q_tokens_per_head_k  s_q * h_q / h_k
       num_heads_k              h_k
       topk                     None, or how many keys every query selects
-    A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; its tile of 64 keys
-    where the work begins; the last sequence; its tile where the work ends (2^30: at the end of the sequence, whatever
-    its length is then); how many splits of the first sequence earlier parts have; in row i the i-th sequence that is
-    split, or -1; and two unused zeros. num_splits[b] counts the splits of the split sequences before b.
+    A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; the tile of 64 keys
+    of this sequence where the work begins; the last sequence; the tile of this sequence where the work ends (2^30: at
+    the end of the sequence, also if its length changes later); how many splits of the first sequence belong to earlier
+    parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] is the number of splits
+    of the split sequences before b.
 
-    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives right results,
-    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph.
-    A plan that is made inside a graph follows the lengths, and has its numbers once the graph is replayed: a call
-    outside the graph with the same FlashMLASchedMeta, or in another graph, makes its own plan. The stream of the first
-    call makes the plan. A call on another stream must wait for it, or it may read numbers that are not a plan yet: no
-    kernel reads or writes outside its tensors then, but results are unspecified. In the new style, and without a plan,
-    the block table bounds the number of keys, and few keys are cut into fewer parts than in the old style: results of
-    the two styles differ in rounding then.
+    A plan only determines where long sequences are split. A plan for other lengths of the same number of sequences also
+    gives right results, but with the work less evenly divided. So a plan that was made outside a CUDA graph serves all
+    replays of the graph. A plan that is made inside a graph is computed at every replay, from the lengths at that time.
+    Before the first replay it contains no numbers, so a call outside the graph with the same FlashMLASchedMeta, or in
+    another graph, makes a new plan. The plan is made on the stream of the first call. A call on another stream must
+    wait for it. Otherwise the call may read numbers that are not a plan yet: its results are then unspecified, but no
+    kernel reads or writes outside its tensors. In the new style, and without a plan, the block table bounds the number
+    of keys, and few keys are split into fewer parts than in the old style. The results of the two styles then differ in
+    rounding.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
@@ -99,53 +104,55 @@ def flash_mla_with_kvcache(
                    `write_kv_cache` lays them out (d = 576 or 512). h_k divides h_q; query head h reads key head
                    h // (h_q / h_k). A value is the first head_dim_v numbers of its key
     head_dim_v     at most d
-    tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: the op plans itself. A
-                   FlashMLASchedMeta may be used again with the same shapes only. So may an object of another library's
-                   class with its fields, such as FlashMLA's own: this op's plan is kept in it as another attribute,
-                   and what its fields hold is neither read nor written, whoever has filled them
+    tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: the op makes a plan. A
+                   FlashMLASchedMeta may be used again only with the same shapes. The same holds for an object of
+                   another library's class with the fields of FlashMLASchedMeta, such as FlashMLA's class: the op stores
+                   its plan in an extra attribute of the object, and neither reads nor writes the other fields
     softmax_scale  multiplies the logits: a finite number, or None: d^-0.5
-    out            None, or a tensor [B, s_q, h_q, head_dim_v] of q's dtype and device to write to: every number of it,
-                   and nothing between its rows. On Hopper the heads of a query lie together and start at multiples of
-                   16 bytes; queries may be any distance apart, as in a part of a tensor with more heads. It may not
-                   begin where q or a cache does, and if it shares memory with an input otherwise, what that memory
-                   holds is undefined
+    out            None, or a tensor [B, s_q, h_q, head_dim_v] of q's dtype and device: the op writes every number of
+                   it, and nothing between its rows. On Hopper the heads of a query must be contiguous and start at a
+                   multiple of 16 bytes; the strides of sequences and queries are free, as in a slice of a tensor with
+                   more heads. out must not begin at the address of q or a cache. If it overlaps an input elsewhere, the
+                   contents of the overlap are undefined
     enable_batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. In dense
-                   decoding a sequence's splits then follow from its length alone (at least 4096 keys each, at most
-                   32), and the plan is not used; in sparse decoding no query is split, and without topk_length a
-                   query's result does not depend on the sequence's others. False: the plan, or in sparse decoding the
-                   number of queries, changes how a result is rounded; it is still the same from run to run
+                   decoding the splits of a sequence then depend only on its length (at most 32 splits of at least 4096
+                   keys), and the plan is not used. In sparse decoding no query is split then, and without topk_length a
+                   query's result does not depend on the other queries of its sequence either. False: the rounding of a
+                   result depends on the plan, or in sparse decoding on the number of queries, but not on the run
 
     Dense decoding, if indices is None:
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
-                   sequence mean nothing; a page outside the cache holds no keys and is not read
+                   sequence are ignored; a page outside the cache counts as one without keys and is not read
     cache_seqlens  [B] int32, keys per sequence, 0 included
     causal         True: query i sees the first cache_seqlens - s_q + i + 1 keys. False: it sees all of them
 
-    Sparse decoding, if indices are given (h_k = 1, causal False; block_table, cache_seqlens and plan are not used):
-    indices        [B, s_q, K] int32, page * P + offset; negative or outside the cache is no key. A key named twice
-                   counts twice
+    Sparse decoding, if indices are given (h_k = 1, causal False; block_table, cache_seqlens and the plan are not used):
+    indices        [B, s_q, K] int32, page * P + offset; indices that are negative or outside the cache are ignored. A
+                   key that is selected twice counts twice
     topk_length    [B] int32 or None: only the first topk_length[b] indices count
     attn_sink      [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
-    extra_k_cache, extra_indices_in_kvcache [B, s_q, K2], extra_topk_length [B]  a second cache, of its own layout and
-                   page size, whose selected keys join the same softmax
+    extra_k_cache, extra_indices_in_kvcache [B, s_q, K2], extra_topk_length [B]  a second cache, whose layout and page
+                   size may differ from the first one's; its selected keys are part of the same softmax
 
-    Returns out [B, s_q, h_q, head_dim_v] in q's dtype, the one that was given or a contiguous one, and lse [B, h_q,
-    s_q] fp32 (natural log, without the sink): contiguous, or in sparse decoding a view of [B, s_q, h_q]. A query
-    without keys has out 0 and lse +inf. Unused cache rows may hold NaN. In dense decoding on Hopper NaN in a key that
-    one query of a sequence sees may reach the sequence's other queries.
+    Returns out [B, s_q, h_q, head_dim_v] in q's dtype, which is `out` if that was given and a new contiguous tensor
+    otherwise, and lse [B, h_q, s_q] fp32 (natural log, without the sink): contiguous, or in sparse decoding a view of
+    [B, s_q, h_q]. A query without keys has out 0 and lse +inf. Unused cache rows may contain NaN. In dense decoding on
+    Hopper, a NaN in a key that one query of a sequence sees can reach the other queries of the sequence.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys (64
-    and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
-    bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before the values are multiplied by them.
+    and more are fastest), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond
+    2^31 bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before the values are multiplied by
+    them.
     On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, any number of heads, queries and indices, pages of any
-    size, keys at multiples of 16 bytes; or, with bf16 q, a cache of bytes whose pages are each contiguous and start at
-    multiples of 16 bytes. Of a cache of bytes, e4m3 numbers go into the logits exactly and are multiplied by the fp32
-    scales in fp32; as values they are multiplied by their scale and rounded to fp16's 11 bits. Where a group's scale
-    is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost as well.
-    No gradients on Hopper, whatever q or a cache asks for. Deterministic. CUDA-graph safe with new lengths and indices,
-    no host synchronisation. The workspace is at most two partial results per SM, or in dense decoding
-    with enable_batch_invariant one for each sequence and split.
-    Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
+    size, keys at multiples of 16 bytes; or, with bf16 q, a byte cache in which each page is contiguous and starts at a
+    multiple of 16 bytes. In the logits of a byte cache, products with e4m3 numbers are exact and are multiplied by the
+    fp32 scales in fp32. For the values, the e4m3 numbers are multiplied by their scale and rounded to the 11 bits of
+    fp16. If a group's scale is below 2^-20 of the key's largest scale, there is an additional error of up to 2^-22 of
+    the largest scale.
+    No gradients on Hopper, also if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
+    indices, no host synchronisation. The workspace is at most two partial results per SM; in dense decoding with
+    enable_batch_invariant it is one partial result per sequence and split.
+    Source: FlashMLA's function of this name, which accepts fewer caches, numbers of heads and combinations.
     """
     meta = own_plan(tile_scheduler_metadata)
     extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
@@ -188,7 +195,7 @@ def _check_options(
     is_fp8_kvcache: bool,
     enable_batch_invariant: bool,
 ) -> None:
-    """Check the arguments that the ops of dense and sparse decoding do not have."""
+    """Check the arguments that are not arguments of the two ops for dense and sparse decoding."""
     check_flag("causal", causal)
     check_flag("enable_batch_invariant", enable_batch_invariant)
     if causal and indices is not None:
@@ -200,7 +207,8 @@ def _check_options(
 
 
 def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
-    """softmax_scale, or its default; any number for a q that the checks will refuse."""
+    """Return softmax_scale, or its default if it is None. For a q that the checks will refuse, the default is
+    arbitrary."""
     if softmax_scale is not None:
         return softmax_scale
     shape = shape_of(q)
@@ -210,17 +218,18 @@ def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
 def _config_of(
     q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> dict[str, object]:
-    """What a plan remembers of a call: shapes of q and of (cache, indices) pairs; indices are None in dense decoding.
-    Tensors are not checked. Calls of the same shapes share one dict, which is read only."""
+    """Return what a plan stores of a call: the shapes of q and of the pairs (cache, indices), where indices is None in
+    dense decoding. The tensors need not be checked yet. Calls with equal shapes share one dict, which nobody may
+    change."""
     shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
-    config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns of caches
+    config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns about lru_cache
     return config(shape_of(q), causal, shapes)
 
 
 def _config(
     q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 ) -> dict[str, object]:
-    """`_config_of` shapes; () stands for what is not a tensor."""
+    """Return `_config_of` from shapes. The shape () stands for an argument that is not a tensor."""
     config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
     sparse = [(cache, indices) for cache, indices in selections if cache and indices]
     if sparse:
@@ -234,7 +243,8 @@ _known_config = functools.lru_cache(256)(_config)
 def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
-    """Bind the plan to the call's shapes. A wrong call raises first, so that it changes nothing in the plan."""
+    """Bind the plan to the call's shapes. The arguments are checked before, so that a wrong call does not change the
+    plan."""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config
@@ -249,8 +259,8 @@ def _plan_of(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The plan that the object holds, or a new plan, which it then holds. None for tensors that decoding will refuse,
-    and if there is nothing to plan."""
+    """Return the plan that is stored in meta, or make a new plan and store it there. Return (None, None) for tensors
+    that decoding will refuse, and if there is nothing to plan."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         if meta.capture is None or meta.capture == capture_number(q):
             return meta.tile_scheduler_metadata, meta.num_splits
@@ -268,10 +278,10 @@ def _plan_of(
 
 
 def capture_number(x: torch.Tensor) -> int | None:
-    """The CUDA runtime's number of the graph that the current stream is being captured into; None: no capture."""
+    """Return the CUDA runtime's ID of the current stream's capture; None if the stream is not being captured."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
-    from cuda.bindings import runtime  # comes with the kernels' DSL
+    from cuda.bindings import runtime  # installed as a dependency of the CuTe DSL
 
     error, _, number, *_ = runtime.cudaStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
     if error != runtime.cudaError_t.cudaSuccess:
@@ -280,14 +290,16 @@ def capture_number(x: torch.Tensor) -> int | None:
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
-    """(parts, fixed cost per sequence) of a plan. most_keys: the most keys of a sequence; 0: unknown."""
+    """Return (parts, fixed cost per sequence in tiles) of a plan. most_keys: upper bound of the keys of a sequence; 0:
+    unknown."""
     parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
     tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
     if tiles == 0:
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
-        whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD  # what the plan allows a part
+        # The right side is the largest number of tiles that the plan gives to a part.
+        whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD
         return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:
         return parts, OVERHEAD

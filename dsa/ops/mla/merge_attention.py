@@ -1,4 +1,4 @@
-"""The merge of attention branches with disjoint keys."""
+"""Merge the results of attention over disjoint sets of keys (branches)."""
 
 from collections.abc import Sequence
 
@@ -33,28 +33,29 @@ MERGE_ATTENTION = Arguments(
 def merge_attention(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
+    """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of the branches' keys.
 
     outs       list of branches [..., H, d_v] bf16, fp16 or fp32, all of one dtype, computed without a sink
-    lses       list of the branches' LSE, [..., H] fp32 (natural log); an infinity of either sign marks an empty branch,
-               whose out is not looked at and may hold NaN
+    lses       list of the branches' LSE, [..., H] fp32 (natural log); +inf or -inf marks an empty branch, whose out is
+               ignored and may contain NaN
     attn_sink  [H] fp32 or None, any value from -inf to +inf: the merged out is scaled by e^lse / (e^lse + e^sink), once
                for all branches
 
     Returns out [..., H, d_v] in the branches' dtype and lse [..., H] fp32, without the sink, both contiguous. Where
     every branch is empty, out is 0 and lse +inf. Where all branches but one are empty and there is no sink, the result
-    is exactly that branch. Everything is fp32 in between. Not differentiable.
+    is exactly that branch. Intermediate results are fp32. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, 1 to 4 branches, d_v a multiple of 8, outs with contiguous channels and rows at
-    multiples of 16 bytes, lses and attn_sink of any strides (of more than two dimensions before H, all but the last
-    must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
+    On Hopper: one kernel, 1 to 4 branches, d_v a multiple of 8, outs with contiguous channels and rows at multiples of
+    16 bytes; lses and attn_sink of any strides (if there are more than two dimensions before H, all of them but the
+    last must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     return _merge_attention(_list_of(outs), _list_of(lses), attn_sink)
 
 
 def _list_of(branches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Branches in a list, if they are in a tuple or stacked in a tensor; what is neither, as it is."""
+    """Return the branches of a tuple or a stacked tensor as a list. Anything else is returned unchanged, for the
+    checks."""
     if isinstance(branches, torch.Tensor) and branches.layout is torch.strided and not branches.is_nested:
         return list(branches.unbind()) if branches.dim() else branches
     return list(branches) if isinstance(branches, tuple) else branches

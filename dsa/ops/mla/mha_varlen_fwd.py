@@ -1,4 +1,4 @@
-"""Multi-head attention over packed sequences, over all keys or over those that are selected."""
+"""Multi-head attention over packed sequences, to all keys or to selected keys."""
 
 import math
 
@@ -13,8 +13,8 @@ from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Ten
 __all__ = ["mha_varlen_fwd"]
 
 LOG2E = math.log2(math.e)
-L2_BYTES = 16 << 20  # keys and values of the heads that run at the same time, so that they stay in the L2 cache
-MOST_WORDS = 2**31 - 1  # words of all queries' selections: int32 offsets
+L2_BYTES = 16 << 20  # most bytes of keys and values of the heads that run at once, to keep them in the L2 cache
+MOST_WORDS = 2**31 - 1  # most words in `selected`, because their offsets are int32
 
 
 def _check(
@@ -72,31 +72,35 @@ def mha_varlen_fwd(
     dense_keys: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j
-    that query t sees: its sequence's Lk; if `causal` of these the ones up to its own place, counted from the end, j -
-    Lk <= i - Lq for query i of Lq; and of these the ones that are `selected`.
+    that query t sees. These are the Lk keys of its sequence; if `causal`, only those with j - Lk <= i - Lq for query i
+    of the sequence's Lq queries (the last query sees all keys); and with `selected`, only the selected ones.
 
     q              [Tq, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
-    k, v           [Tk, Hk, d] and [Tk, Hk, dv] in q's dtype, H a multiple of Hk; parts of one tensor will do
-    k_rope         [Tk, dr] or None: the last dr of a key's d channels, where all heads have the same; k has d - dr then
+    k, v           [Tk, Hk, d] and [Tk, Hk, dv] in q's dtype, H a multiple of Hk; they may be slices of one tensor
+    k_rope         [Tk, dr] or None: the last dr of a key's d channels, if they are the same for all heads; k then has d
+                   - dr channels
     cu_seqlens_q   [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
-    cu_seqlens_k   [B + 1] int32, likewise for the keys; a sequence may have more keys than queries, a cached prefix
-    max_seqlen_k   at least the keys of the longest sequence. It decides the order of work, and how many words
-                   `selected` has to have
+    cu_seqlens_k   [B + 1] int32, likewise for the keys; a sequence may have more keys than queries, for example with a
+                   cached prefix
+    max_seqlen_k   at least the number of keys of the longest sequence. It determines the order of work, and how many
+                   words `selected` must have
     softmax_scale  multiplies the logits: a finite number above 0
-    selected       [Tq, words] int32, as `selection_bits` gives them, or None: all
-    dense_keys     with `selected`: queries that see at most so many keys have all of them selected, and need not be
-                   looked up
+    selected       [Tq, words] int32, from `selection_bits`, or None: all keys are selected
+    dense_keys     with `selected`: for a query that sees at most this many keys, the op takes all of them as selected
+                   and does not read its words
 
     Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log). A query without keys has out 0 and lse
-    +inf, one that is in no sequence anything. Infinities and NaN in v reach all queries of the sequence.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside are
-    no error: their sequence has no queries, or no keys, and others are right.
-    On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as DeepSeek-V3.2 has it, or (256, 256) as GLM-5, of these two
-    with k_rope of 64 channels; what lies between is padded. Any strides, with a copy where rows are at no multiples of
-    16 bytes; fewer than 2^31 words of `selected`. Logits and sums are fp32; softmax weights are rounded to q's dtype
-    before the values are multiplied by them. One kernel, and one that zeroes a counter.
-    Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe, no host
-    synchronisation.
+    +inf. The results of a query that belongs to no sequence are unspecified. Infinities and NaN in v reach all queries
+    of the sequence.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside the
+    tensors raise no error: such a sequence counts as one without queries or keys, and the results of other sequences
+    are right.
+    On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as in DeepSeek-V3.2, or (256, 256) as in GLM-5; the last two
+    also with a k_rope of 64 channels. Other sizes up to (256, 256) are padded. Any strides; tensors whose rows are not
+    at multiples of 16 bytes are copied. `selected` has fewer than 2^31 words. Logits and sums are fp32; softmax weights
+    are rounded to q's dtype before the values are multiplied by them. One kernel for the attention, and one that zeroes
+    a counter. Deterministic, and a query's result does not depend on the other queries, bit for bit. CUDA-graph safe,
+    no host synchronisation.
     Source: FlashAttention's `flash_attn_varlen_func`; the selection is DeepSeek-V3.2's.
     """
     return _mha_varlen_fwd(
@@ -121,7 +125,7 @@ def _check_kernel(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | Non
 
 
 def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
-    """(d, dv) of the kernel to run: the smallest that fits; None: too many channels."""
+    """Return (d, dv) of the smallest kernel that fits; None if there are too many channels."""
     return next((dims for dims in MHA_DIMS if q.shape[2] <= dims[0] and v.shape[2] <= dims[1]), None)
 
 

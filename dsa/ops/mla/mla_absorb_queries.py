@@ -1,4 +1,4 @@
-"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels rotated."""
+"""Queries for absorbed MLA: multiply the queries by W_UK, which is FP8, and rotate the rope channels."""
 
 import torch
 
@@ -29,7 +29,8 @@ KV_B_LIMITS = {"L": (HEAD_DIM_V,), "N": at_most(MAX_UP_PROJECTION_ROWS)}
 
 
 def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
-    """The rows of kv_b must be a multiple of the heads of the argument `named`, at least `least` per head."""
+    """Raise ValueError unless kv_b has the same number of rows for each head of the argument `named`, at least
+    `least`."""
     rows = len(weight)
     if rows % heads if heads else rows:
         raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")
@@ -62,21 +63,23 @@ def mla_absorb_queries(
 ) -> torch.Tensor:
     """q[t, h] = [sum_d q_nope[t, h, d] W_UK[h][d] | rope(q_pe[t, h])]: the queries of the latents and of the rope keys.
 
-    W_UK[h] are the first rows of head h in kv_b, as many as q_nope has channels; W_UV[h] come after them. A weight is
-    e4m3 * scale, rounded to q_nope's dtype, as `dequantize_per_block` gives it; products are summed in fp32 and rounded
-    once. Rope rotates pairs of neighbours (2i, 2i + 1), as `apply_rotary(interleaved=True)` does, bit for bit.
+    W_UK[h] consists of the first rows of head h in kv_b, as many as q_nope has channels; the rows of W_UV[h] follow. A
+    weight is e4m3 * scale, rounded to q_nope's dtype, as `dequantize_per_block` returns it. Products are summed in
+    fp32, and the sum is rounded once. Rope rotates pairs of adjacent channels (2i, 2i + 1), with the same bits as
+    `apply_rotary(interleaved=True)`.
 
-    q_nope    [T, H, nope] bf16 (fp16, fp32), such as a part of q's channels
+    q_nope    [T, H, nope] bf16 (fp16 or fp32 in the reference), for example a slice of q's channels
     q_pe      [T, H, R] of q_nope's dtype
     cos, sin  [T, R / 2] fp32
     kv_b      (w [H * N, L] e4m3, ws [ceil(H * N / 128), ceil(L / 128)] fp32), N at least nope: the weight of MLA's kv_b
-              and its scales, which multiply. The rows of a head need not begin at a block of 128
+              and its scales. The first row of a head need not be a multiple of 128
 
     Returns q [T, H, L + R] in q_nope's dtype, contiguous. Not differentiable. Without tokens or heads it is empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel for bf16, nope of 128 or 192, L = 512, R = 64, N a multiple of 32; other dtypes run the
-    PyTorch reference, with a warning. Meant for few tokens, where the weights' bytes count: with many it is slow.
-    Deterministic, and a token's result does not depend on the others. CUDA-graph safe, no host synchronisation.
+    PyTorch reference, with a warning. Meant for few tokens, where loading the weights takes most of the time; slow for
+    many tokens. Deterministic, and a token's result does not depend on the other tokens. CUDA-graph safe, no host
+    synchronisation.
     Source: `MLA` of DeepSeek-V3.2's inference code, decoding: `einsum("bshd,hdc->bshc", q_nope, wkv_b[:, :nope])`.
     """
     return _mla_absorb_queries(q_nope, q_pe, cos, sin, *pair("kv_b", kv_b))

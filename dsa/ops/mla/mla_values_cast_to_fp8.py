@@ -1,4 +1,4 @@
-"""Values of attended latents: MLA's W_UV, in FP8, applied to what a head attended to, and the result cast to FP8."""
+"""Output of absorbed MLA: multiply each head's attention result by W_UV, which is FP8, and cast the product to FP8."""
 
 import torch
 
@@ -29,25 +29,26 @@ MLA_VALUES_CAST_TO_FP8 = Arguments(
 def mla_values_cast_to_fp8(
     attended: torch.Tensor, kv_b: tuple[torch.Tensor, torch.Tensor], v_dim: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_token_cast_to_fp8(y)` of y[t, h] = W_UV[h] attended[t, h], heads one after another: what o_proj multiplies.
+    """`per_token_cast_to_fp8(y)` of y[t, h] = W_UV[h] attended[t, h], heads concatenated: the input of o_proj.
 
-    W_UV[h] are the last v_dim rows of head h in kv_b. A weight is e4m3 * scale, rounded to attended's dtype, as
-    `dequantize_per_block` gives it; products are summed in fp32, and y is rounded to that dtype before the cast.
+    W_UV[h] consists of the last v_dim rows of head h in kv_b. A weight is e4m3 * scale, rounded to attended's dtype, as
+    `dequantize_per_block` returns it. Products are summed in fp32, and y is rounded to attended's dtype before the
+    cast.
 
-    attended   [T, H, L] bf16 (fp16, fp32): what each head attended to, of the latents
+    attended   [T, H, L] bf16 (fp16 or fp32 in the reference): each head's attention result over the latents
     kv_b       (w [H * N, L] e4m3, ws [ceil(H * N / 128), ceil(L / 128)] fp32), N at least v_dim: the weight of MLA's
-               kv_b and its scales, which multiply. The rows of a head need not begin at a block of 128
+               kv_b and its scales. The first row of a head need not be a multiple of 128
     v_dim      channels of a head's value, a multiple of 128
-    use_ue8m0  True: a scale is the next power of two at or above max(amax(|y|), 1e-4) / 448; False: that number itself
+    use_ue8m0  True: a scale is max(amax(|y|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
     Returns q [T, H * v_dim] float8_e4m3fn and scale [T, H * v_dim / 128] fp32, contiguous. Not differentiable. Without
     tokens or heads they are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel for bf16, L = 512, N a multiple of 32; other dtypes run the PyTorch reference, with a warning.
-    Meant for few tokens, where the weights' bytes count: with many it is slow. Deterministic, and a token's result does
-    not depend on the others. CUDA-graph safe, no host synchronisation.
+    Meant for few tokens, where loading the weights takes most of the time; slow for many tokens. Deterministic, and a
+    token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation.
     Source: `MLA` of DeepSeek-V3.2's inference code, decoding: `einsum("bshc,hdc->bshd", x, wkv_b[:, -v_dim:])`, and the
-    cast of wo.
+    cast before wo.
     """
     return _mla_values_cast_to_fp8(attended, *pair("kv_b", kv_b), v_dim, use_ue8m0)
 

@@ -1,4 +1,4 @@
-"""Which keys are selected, a bit a key."""
+"""Convert lists of selected keys to bits, one bit per key."""
 
 import torch
 
@@ -15,16 +15,16 @@ SELECTION_BITS = Arguments(
 
 
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
-    """bits[t, 4 b + c], bit 2 i + j: whether indices[t] has the key starts[t] + 128 b + 8 i + 2 c + j.
+    """bits[t, 4 b + c], bit 2 i + j: whether indices[t] contains the key starts[t] + 128 b + 8 i + 2 c + j.
 
-    indices   [T, k] int32: rows of the keys that a query selects, in any order; negative, or not one of the query's
-              max_keys from starts[t] on, is no key
-    starts    [T] int32: the row of the first key of each query's sequence. None: indices count from there, as those
+    indices   [T, k] int32: rows of the keys that query t selects, in any order. Negative indices are ignored, and so
+              are indices outside [starts[t], starts[t] + max_keys)
+    starts    [T] int32: the row of the first key of each query's sequence. None: indices count from that row, as those
               of `topk_indices` do
     max_keys  keys of the longest sequence, at least 0
 
-    Returns int32 [T, 4 * ceil(max_keys / 128)], contiguous: what `mha_varlen_fwd` takes as `selected`. A word has the
-    bits of the 32 keys of a block of 128 that one thread of that kernel computes.
+    Returns int32 [T, 4 * ceil(max_keys / 128)], contiguous: the argument `selected` of `mha_varlen_fwd`. In a block of
+    128 keys, the kernel of `mha_varlen_fwd` computes 32 keys per thread, and a word contains the bits of these 32 keys.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, rows of indices contiguous. Deterministic. CUDA-graph safe, no host synchronisation.
     """

@@ -1,4 +1,4 @@
-"""Attention to the last keys of each sequence: of packed keys, also joined with selected ones, and of a cache."""
+"""Sliding-window attention: to packed keys, to packed keys and selected keys in one softmax, and to a cache."""
 
 import torch
 
@@ -7,7 +7,7 @@ from dsa.ops.cache._specs import COUNTED_SLOTS, page_layout
 from dsa.ops.mla import _sparse_decode
 from dsa.ops.mla import window_indices as window_lists
 
-# The module, not its names: ops imported by name would count as ops of this module.
+# Import the module, because ops that are imported by name would count as ops of this module.
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, inner_contiguous
 from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
@@ -71,34 +71,35 @@ def sliding_window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position among its sequence's keys. A sequence's queries belong to its last keys: query i of Lq has
-    p = Lk - Lq + i. A query with p < 0 sees no key.
+    p is the query's position among the Lk keys of its sequence. The Lq queries of a sequence have its last positions:
+    query i has p = Lk - Lq + i. A query with p < 0 sees no key.
 
     q              [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with
                    a warning on Hopper
     kv             [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q   [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
-    window         keys that a query sees at most, itself included; at least 1
+    window         most keys that a query sees, including its own; at least 1
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
-    indices        [total_q, window] int32 or None: what `window_indices` gives for these sequences, which is the same
-                   for all layers of a pass. None: the op calls it, which costs a kernel
+    indices        [total_q, window] int32 or None: the result of `window_indices` for these sequences, which is the
+                   same for all layers of a forward pass. None: the op calls `window_indices`, which costs a kernel
+                   launch
 
     Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
-    without keys, also one that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries whose
-    window holds it.
-    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices; and where the reference runs,
-    for decreasing, negative or too large cu_seqlens. The kernel does not see these in time: a query of such a sequence
-    attends to unspecified keys of kv, or to none, and nothing outside kv is read.
+    without keys, also a query that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries
+    whose window contains it.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices; the reference also raises for
+    decreasing, negative or too large cu_seqlens. The kernel cannot raise for these cu_seqlens: a query of such a
+    sequence attends to unspecified keys of kv, or to none, and nothing outside kv is read.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any strides of q, rows of kv at multiples of 16 bytes, softmax_scale above 0. Logits and sums are fp32;
-    softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, `window_indices`'
-    and `flash_mla_sparse_fwd`'s, which gathers keys in tiles of 64: a window of another size pays for whole tiles.
-    Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe with new cu_seqlens,
-    no host synchronisation. The workspace is the list of indices, 4 bytes for each query and key of its window. No
-    gradients on Hopper, whatever q or kv asks for.
+    softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, those of
+    `window_indices` and `flash_mla_sparse_fwd`. The latter gathers keys in tiles of 64, so a window costs as much as
+    its size rounded up to a multiple of 64. Deterministic, and a query's result does not depend on the other queries,
+    bit for bit. CUDA-graph safe with new cu_seqlens, no host synchronisation. The workspace is the list of indices, 4
+    bytes per query and key of its window. No gradients on Hopper, also if q or kv requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     softmax = (softmax_scale, d_v, attn_sink)
@@ -122,29 +123,29 @@ def window_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . k_j) k_j[:d_v] over the keys of t's window and its selected entries.
 
-    The window's keys are those rows of kv that `sliding_window_attention` attends to, the selected entries the rows
-    indices[t] of compressed. There is one softmax over all of them, and one sink. That is V4's layer in prefill; in
-    decoding it is `flash_mla_with_kvcache` with `window_slots` as indices, and the entries as extra_k_cache with
-    extra_indices_in_kvcache.
+    The window's keys are the rows of kv that `sliding_window_attention` attends to. The selected entries are the rows
+    indices[t] of compressed. There is one softmax over all of them, and one sink. This is the attention of V4's layers
+    in prefill. In decoding, call `flash_mla_with_kvcache` with the result of `window_slots` as indices, and the entries
+    as extra_k_cache with extra_indices_in_kvcache.
 
     q             [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with a
                   warning on Hopper
     kv            [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q, cu_seqlens_k  [B + 1] int32, not decreasing: where the sequences begin in q and in kv
-    window        keys of kv that a query sees at most, itself included; at least 1
+    window        most keys of kv that a query sees, including its own; at least 1
     compressed    [n, 1, d] in q's dtype, keys of any origin; a value is the first d_v numbers of its key
-    indices       [total_q, K] int32, rows of compressed; negative or at least n is no key. A key named twice counts
-                  twice
+    indices       [total_q, K] int32, rows of compressed; indices outside [0, n) are ignored. A key that is selected
+                  twice counts twice
     softmax_scale multiplies the logits: a finite number
     d_v           at most d
     attn_sink     [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length   [total_q] int32 or None: only the first topk_length[t] of indices[t] count
-    window_indices  [total_q, window] int32 or None: what the function of this name gives, which is the same for all
-                  layers of a pass. None: the op calls it, which costs a kernel
+    window_indices  [total_q, window] int32 or None: the result of `dsa.window_indices`, which is the same for all
+                  layers of a forward pass. None: the op calls that function, which costs a kernel launch
 
     Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
     without keys has out 0 and lse +inf. NaN in a key reaches only the queries that attend to it.
-    Raises as `sliding_window_attention` does, and on Hopper takes the same shapes, with any K and n, and gives no
+    Raises the errors of `sliding_window_attention`. On Hopper it accepts the same shapes, with any K and n, and has no
     gradients.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
@@ -166,8 +167,8 @@ def sliding_window_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[b, i] = softmax_j(softmax_scale * q[b, i] . k_j) k_j[:d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
-    key.
+    p = cache_seqlens[b] - s_q + i, because the queries have the last positions of the cached keys. A query with p < 0
+    sees no key.
 
     q              [B, s_q, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     cache          [pages, P, 1, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
@@ -175,23 +176,24 @@ def sliding_window_decode(
                    2^31 keys
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None: page b is a ring
                    of sequence b's keys, key s is at its offset s % P
-    cache_seqlens  [B] int32, keys per sequence, the queries' own included; may be 0
-    window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1; with a
-                   block_table, a window above max_pages * P counts as that
+    cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens; may be 0
+    window         most keys that a query sees, including its own; at least 1. A ring has P >= window + s_q - 1; with a
+                   block_table, a window above max_pages * P counts as max_pages * P
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
 
     Returns out [B, s_q, H, d_v] in q's dtype, contiguous, and lse [B, H, s_q] fp32 (natural log, without the sink), a
-    view of [B, s_q, H]. A query without keys has out 0 and lse +inf; a page outside the table or the cache holds no
-    keys and is not read. NaN in a cached row reaches only the queries whose window holds it.
+    view of [B, s_q, H]. A query without keys has out 0 and lse +inf; a page outside the table or the cache counts as
+    one without keys and is not read. NaN in a cached row reaches only the queries whose window contains it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
-    On Hopper: the kernel of `window_slots`, and with its indices that of `flash_mla_with_kvcache`. The indices are the
-    same for all layers of a pass, so that a caller with many layers makes them once and calls `flash_mla_with_kvcache`.
-    It takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of any size, softmax_scale above 0,
-    and bf16 q with a cache of bytes. Deterministic; with windows of up to 256 keys a sequence's result does not depend
-    on the other sequences, bit for bit, and with longer windows it depends on them by rounding. CUDA-graph safe with
-    new tables and lengths, no host synchronisation. No gradients on Hopper, whatever q or the cache asks for.
+    On Hopper: the kernel of `window_slots`, and then the kernel of `flash_mla_with_kvcache` with the resulting indices.
+    The indices are the same for all layers of a forward pass, so a caller with many layers should make them once and
+    call `flash_mla_with_kvcache`. The op takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of
+    any size and softmax_scale above 0; a byte cache needs bf16 q. Deterministic; with windows of up to 256 keys a
+    sequence's result does not depend on the other sequences, bit for bit. With longer windows its rounding depends on
+    them. CUDA-graph safe with new tables and lengths, no host synchronisation. No gradients on Hopper, also if q or the
+    cache requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)
@@ -291,7 +293,7 @@ def _attend(
     d_v: int,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of checked arguments. near: the window's keys, if the caller has them."""
+    """Return (out, lse) for checked arguments. near: the result of `window_indices`, or None."""
     q = packed[0]
     out, lse = _allocate(q, d_v)
     if 0 in q.shape[:2]:

@@ -1,4 +1,4 @@
-"""Attention over a sliding window and selected keys, rotated back and cast to FP8 for the next product."""
+"""Attention to a sliding window and selected keys, followed by inverse rope and the FP8 cast for the next product."""
 
 import math
 
@@ -91,29 +91,32 @@ def window_attention_cast_to_fp8(
     window_indices: torch.Tensor | None = None,
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[g * T + t] = FP8 of R(-t) o[t, h], h of group g, with o = `window_sparse_attention`: what V4's wo_a reads.
+    """Row g * T + t is the FP8 cast of R(-t) o[t, h] for the heads h of group g, o = `window_sparse_attention`: V4's
+    wo_a input.
 
-    o is attention over t's window and its selected entries, rounded to q's dtype. R(-t) rotates the last R channels of
-    each head back, pairs of neighbours (a, b) -> (a cos + b sin, b cos - a sin) in fp32, rounded to q's dtype. Then
-    each 128 channels get a scale as by `per_token_cast_to_fp8`. A group's rows lie together, T of them, each with the
-    channels of its heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
+    o is attention to t's window and its selected entries, rounded to q's dtype. R(-t), the inverse of rope, rotates the
+    last R channels of each head as pairs of adjacent channels, (a, b) -> (a cos + b sin, b cos - a sin) in fp32,
+    rounded to q's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of a group are
+    adjacent, and each row concatenates the channels of the group's heads: the activations of `grouped_fp8_gemm_nt` with
+    ends T, 2 T, up to groups * T.
 
     q             [T, H, d] bf16 or fp16, the sequences one after another, d a multiple of 128; fp32 runs the PyTorch
                   reference, with a warning on Hopper
     kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, attn_sink, window_indices
-                  as of `window_sparse_attention`; a value is its whole key
-    compressed, indices, topk_length  likewise, or None: attention to the window alone
+                  see `window_sparse_attention`; a value is all d channels of its key
+    compressed, indices, topk_length  see `window_sparse_attention`, or None: attention to the window alone
     cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are rotated; R at most d
-    groups        of as many neighbouring heads each; divides H
-    use_ue8m0     True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+    groups        number of groups, each of H / groups adjacent heads; divides H
+    use_ue8m0     True: a scale is max(amax, 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
     Returns q [groups * T, H / groups * d] float8_e4m3fn and scale [groups * T, H / groups * d / 128] fp32, contiguous.
-    Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices, and for one
-    of compressed and indices without the other.
+    Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices, and if only
+    one of compressed and indices is given.
     On Hopper: d = 512, R = 64, any number of heads (in tiles of 64), rows of keys at multiples of 16 bytes,
     softmax_scale above 0; one kernel, or two without window_indices. The bits are those of `window_sparse_attention`
-    (more than 32 heads), `apply_rotary` and the cast, one after the other, and two passes over 2 bytes a channel are
-    saved. Deterministic, and a query's result does not depend on the others. CUDA-graph safe, no host synchronisation.
+    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with these, two passes over 2 bytes per
+    channel are saved. Deterministic, and a query's result does not depend on the other queries. CUDA-graph safe, no
+    host synchronisation.
     Source: `Attention` of DeepSeek-V4's inference code, from attention to wo_a.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -159,7 +162,7 @@ def _window_attention_cast_to_fp8(
         return out, scale
     selected = None if compressed is None else (compressed, indices, topk_length)
     selections = window_selections((q, kv, cu_seqlens_q, cu_seqlens_k, window), window_indices, selected)
-    if not selections:  # no keys at all: pass one that no query selects
+    if not selections:  # without any keys: pass one key that no query selects
         nothing = torch.full((queries, 1), -1, dtype=torch.int32, device=q.device)
         selections = [Selection(q.new_zeros(1, 1, HEAD_DIM_V), nothing, None)]
     sink = None if attn_sink is None else inner_contiguous(attn_sink)

@@ -1,4 +1,5 @@
-"""The keys of a sliding window as lists for sparse attention: the same for all layers of a pass."""
+"""Lists of the keys in each query's sliding window, for sparse attention. All layers of a forward pass use the same
+lists."""
 
 import torch
 
@@ -48,19 +49,20 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees.
 
     Query t = cu_seqlens_q[b] + i is number i of the Lq queries of sequence b, whose Lk keys begin at k0 =
-    cu_seqlens_k[b]. p is the query's position among these keys. The queries belong to the last of them: p = Lk - Lq +
-    i, and a query with p < 0 sees no key.
+    cu_seqlens_k[b]. p is the query's position among these keys. The queries have the last positions: p = Lk - Lq + i. A
+    query with p < 0 sees no key.
 
     cu_seqlens_q  [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k  [B + 1] int32, likewise for the keys
-    total_q       how many queries there are, at least 0; those of no sequence see no key
-    window        keys that a query sees at most, itself included; at least 1
+    total_q       the number of queries, at least 0; queries that belong to no sequence see no key
+    window        most keys that a query sees, including its own; at least 1
 
-    Returns [total_q, window] int32, contiguous: rows of keys as `sliding_window_attention` sees them, ascending, with
-    -1 after the last one. Each index is below the largest number in cu_seqlens_k, and so an int32. Boundaries that
-    decrease or lie outside are no error: a query belongs to that sequence with queries which begins last before it, if
-    the sequence ends after it. A boundary below 0 or beyond total_q thus changes only the lists of the sequences
-    before and after it; an index is still -1 or at least 0, and no memory but that of the arguments is read.
+    Returns [total_q, window] int32, contiguous: the rows of kv to which `sliding_window_attention` attends, ascending,
+    with -1 after the last one. Each index is below the largest number in cu_seqlens_k, and so fits in int32. Boundaries
+    that decrease or lie outside [0, total_q] raise no error. A query belongs to the non-empty sequence that begins last
+    at or before the query, if that sequence ends after the query. So a boundary below 0 or beyond total_q changes only
+    the lists of the sequences before and after it. An index is still -1 or at least 0, and no memory outside the
+    arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.
@@ -72,26 +74,28 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
 def window_slots(
     block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
 ) -> torch.Tensor:
-    """slots[b, i] = where the keys max(0, p - window + 1), ..., p of sequence b lie in its cache, for query i of s_q.
+    """slots[b, i] = the cache slots of the keys max(0, p - window + 1), ..., p of sequence b, which its query i sees.
 
-    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
-    key.
+    p = cache_seqlens[b] - s_q + i, because the queries have the last positions of the cached keys. A query with p < 0
+    sees no key.
 
     block_table    [B, max_pages] int32: key s is in slot block_table[b, s // page_size] * page_size + s % page_size.
                    None: page b is a ring of sequence b's keys, key s is in slot b * page_size + s % page_size
-    cache_seqlens  [B] int32, keys per sequence, the queries' own included
+    cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens
     s_q            queries per sequence, at least 0
-    page_size      keys per page; of a ring at least window + s_q - 1, as many as all queries together see
-    window         keys that a query sees at most, itself included; at least 1
+    page_size      keys per page; in a ring at least window + s_q - 1, the number of keys that all queries of a sequence
+                   see together
+    window         most keys that a query sees, including its own; at least 1
 
-    Returns [B, s_q, window] int32, contiguous: `flash_mla_with_kvcache`'s indices, from the lowest position to the
-    highest, with -1 after the last key. A key is -1, too, if its page is negative or outside the table or if its slot
-    is 2^31 or more, which is no int32.
+    Returns [B, s_q, window] int32, contiguous: indices for `flash_mla_with_kvcache`, ordered by position, with -1 after
+    the last key. A key's slot is also -1 if its page is negative or outside the table, or if the slot does not fit in
+    int32.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices, also for a ring of more than 2^31
     slots.
     On Hopper: one kernel, any strides; B * s_q, page_size and window up to 2^30. Deterministic. CUDA-graph safe with
     new tables and lengths, no host synchronisation, no workspace.
-    Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
+    Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code uses a ring, inference engines use
+    pages.
     """
     return _window_slots(block_table, cache_seqlens, s_q, page_size, window)
 

@@ -1,1 +1,1 @@
-"""Mixture of experts: router, gate, row order and the experts' sum."""
+"""Mixture of experts: router, gate, order of rows by expert, and the sum over experts."""

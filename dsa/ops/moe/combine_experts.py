@@ -1,4 +1,4 @@
-"""The weighted sum of what a mixture's experts computed for each token."""
+"""The weighted sum of the experts' outputs for each token in a mixture of experts."""
 
 import torch
 
@@ -35,23 +35,25 @@ def combine_experts(
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; and residual + out.
+    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once. With residual:
+    residual[t] + out[t].
 
-    y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order. A row that `rows`
-             does not name may hold anything, NaN too; its gradient is zero
-    rows     [T, k] int32 or int64, any k: which rows of y are the outputs for token t. A row outside [0, M) is not read
-             and counts as zero, whatever its weight
-    weights  [T, k] fp32, or None: 1, where the rows have their weights already
+    y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order. A row that is not
+             in `rows` may contain anything, also NaN; its gradient is zero
+    rows     [T, k] int32 or int64, any k: rows[t] are the rows of y with the outputs for token t. A row outside [0, M)
+             is not read and counts as zero, also if its weight is NaN or infinite
+    weights  [T, k] fp32, or None: weights of 1, for rows that are multiplied by their weights already
     shared   [T, H] of y's dtype, the shared expert's output, or None: zero
-    residual [T, H] of y's dtype, the stream that the rounded sum is added to, rounded again; or None
+    residual [T, H] of y's dtype, or None: the rounded sum is added to this stream, and the result is rounded again
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
-    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. Where M or k is 0 the sum is shared,
-    or zeros. Differentiable in all but rows: where a gradient is asked for, the formula runs in PyTorch.
+    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. If M or k is 0, the sum is shared, or
+    zero without shared. Differentiable in all arguments but rows: if a gradient is asked for, the formula runs in
+    PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of
-    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and as many CTAs, each of which has 2 KiB of
-    a token.
+    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y and 2^31 - 1 CTAs, each of which computes 2
+    KiB of a token.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
@@ -88,7 +90,8 @@ def _combine_experts(
 ) -> torch.Tensor:
     from dsa.kernels.moe.combine_experts_sm90 import compile_combine_experts
 
-    # Nothing to sum: PyTorch needs one or two kernels, and ours take no empty tensors.
+    # There is nothing to sum. PyTorch needs one or two kernels for this case, and our kernel does not accept empty
+    # tensors.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared, residual)
     out = _results(y, rows)

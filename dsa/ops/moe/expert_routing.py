@@ -1,4 +1,4 @@
-"""The gate of a mixture of experts, and the sort of its entries by expert."""
+"""The gate of a mixture of experts, and the sort of (token, expert) entries by expert."""
 
 import torch
 
@@ -12,7 +12,8 @@ SCORES = ("sigmoid", "sqrtsoftplus")
 
 
 def check_groups(name: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
-    """Raise ValueError unless top_k of the `experts` experts of argument `name` can be chosen from so many groups."""
+    """Raise ValueError unless top_k experts can be chosen from topk_group groups. The argument `name` has `experts`
+    experts."""
     if experts % n_group:
         raise ValueError(f"n_group: must divide the {experts} experts of {name}, got {n_group}")
     if topk_group > n_group:
@@ -54,48 +55,50 @@ def moe_gate(
     normalise: bool = True,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts a token goes to, and with what weights.
+    """Choose the experts of each token, and compute their weights.
 
-    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts
-    counts as much as the sum of its two best experts, the best topk_group groups stay, and the top_k best experts of
-    these groups are chosen, the best first. An expert's weight is its s without the bias, with `normalise` divided by
-    the sum of the chosen experts' s plus 1e-20, times `scale`: a token whose scores are all 0 has weights of 0. Of
-    equal groups or experts the one with the lowest number is chosen.
+    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias. The score of a group of E / n_group
+    experts is the sum of its two largest s + bias. The topk_group groups with the largest scores remain, and of their
+    experts the top_k with the largest s + bias are chosen, the largest first. An expert's weight is its s without the
+    bias, times `scale`. With `normalise`, s is first divided by (the sum of the chosen experts' s + 1e-20), so a token
+    whose s are all 0 has weights of 0. Ties between groups or experts go to the lowest number.
 
     logits      fp32 [T, E]
     bias        fp32 [E]
-    top_k       experts of a token
+    top_k       experts per token
     scores      "sigmoid" or "sqrtsoftplus"
-    n_group     how many groups of equally many experts there are
-    topk_group  how many groups stay
+    n_group     number of groups, all of the same size
+    topk_group  number of groups that remain
     normalise   whether a token's weights are divided by their sum
     scale       multiplies the weights: a finite number
 
     Returns experts int64 [T, top_k] and weights fp32 [T, top_k]. A NaN counts as larger than all numbers; experts are
-    from 0 to E - 1 in any case. Differentiable in logits, through the weights: where gradients are asked for, the
-    formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes and devices.
-    On Hopper: one kernel, which computes s to a few parts in 10^6; E up to 1024, top_k and n_group up to 32.
+    always from 0 to E - 1. Differentiable in logits, through the weights: if gradients are asked for, the formula runs
+    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes and devices.
+    On Hopper: one kernel, which computes s with a relative error of a few 10^-6; E up to 1024, top_k and n_group up to
+    32.
     Deterministic. CUDA-graph safe.
-    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
-    in every family.
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is from the
+    transformers library, which adds it in all model families.
     """
     return _moe_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The order of entries by expert, entries of the same expert in their own order.
+    """Sort entries by expert. Entries of the same expert keep their order.
 
-    experts  int32 or int64, any shape of N elements; a number below 0 or from `count` on is no expert, and its entry
-             comes last
-    count    E, how many experts there are
+    experts  int32 or int64, any shape of N elements; an entry with a number outside [0, count) has no expert and comes
+             last
+    count    E, the number of experts
 
     Returns (order, rows, ends):
       order  int32 [N]: row r has entry order[r]
-      rows   int32 in the shape of experts: the row of each entry, -1 for an entry without an expert
-      ends   int32 [E]: the rows of expert e end before row ends[e], as `grouped_fp8_gemm_nt` takes them; ends[E - 1]
-             is less than N by the entries without an expert
-    So a process that holds some of a model's experts numbers its own from 0 on and all others outside: their rows are
-    behind its own, where products compute nothing and `combine_experts` reads nothing.
+      rows   int32 in the shape of experts: the row of each entry, or -1 for an entry without an expert
+      ends   int32 [E]: the rows of expert e end before row ends[e], as in `grouped_fp8_gemm_nt`; ends[E - 1] is N minus
+             the number of entries without an expert
+    In expert parallelism a process numbers its own experts from 0 and gives other experts numbers outside [0, count).
+    The rows of these experts then come last, where grouped products compute nothing and `combine_experts` reads
+    nothing.
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
     On Hopper: one kernel, no workspace; N up to 2^31 - 512, E up to 2^31 - 2. Deterministic. CUDA-graph safe.
     """

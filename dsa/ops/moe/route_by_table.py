@@ -1,4 +1,4 @@
-"""Router and sort by expert of few tokens whose experts a table names."""
+"""Router and sort by expert for few tokens, with experts from a table instead of a gate."""
 
 import functools
 
@@ -64,7 +64,8 @@ def route_by_table(
     first_expert: int = 0,
     count: int | None = None,
 ) -> Routed:
-    """The experts that a table names for tokens, with what weights, and the order of (token, expert) entries by expert.
+    """Look up the experts of each token in a table, compute their weights, and sort all (token, expert) entries by
+    expert.
 
       experts[t, j] = table[tokens[t], j]
       s[t, j] = sqrt(softplus(x[t] . W[experts[t, j]])), summed in fp32
@@ -76,24 +77,24 @@ def route_by_table(
     table         int64 [V, K]: the experts of each token of the vocabulary
     tokens        int64 [T]
     scale         multiplies the weights: a finite number
-    first_expert  the number of the first of this process's experts
-    count         how many experts this process has, first_expert + count at most E; None: all from the first on
+    first_expert  the lowest number of this process's experts
+    count         how many experts this process has, first_expert + count at most E; None: E - first_expert
 
     Returns (experts, weights, order, rows, ends):
       experts  int64 [T, K]
       weights  fp32 [T, K]
       order    int32 [T K]: row r has entry order[r]; entry t K + j is the j-th expert of token t
-      rows     int32 [T, K]: the row of each entry, -1 for an expert that is not this process's
+      rows     int32 [T, K]: the row of each entry, or -1 for an expert of another process
       ends     int32 [count]: the rows of expert first_expert + e end before row ends[e]
-    A token below 0 or from V on has no experts, and a number below 0 or from E on is none: -1, its s and weight 0. NaN
-    and infinities of a token stay in it. Differentiable in x and weight, through the weights: where gradients are asked
-    for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and
-    devices.
-    On Hopper: two kernels, the second launched while the first runs, and 4 E bytes a token for the time of the call;
-    T up to 64, E up to 512, H a multiple of 32, K up to 32, rows of x and weight at multiples of 16 bytes. Logits are
-    those of `route_to_experts`, bit for bit, and so are the weights of the same experts in the same order.
+    A token outside [0, V) has no experts, and a number in the table outside [0, E) is no expert: experts is -1 there,
+    and s and the weight are 0. NaN and infinities of a token stay in that token. Differentiable in x and weight,
+    through the weights: if gradients are asked for, the formula runs in PyTorch. Raises TypeError or ValueError for
+    other types, dtypes, shapes, strides and devices.
+    On Hopper: two kernels, the second of which is launched while the first runs, and a workspace of 4 E bytes per
+    token; T up to 64, E up to 512, H a multiple of 32, K up to 32, rows of x and weight at multiples of 16 bytes.
+    Logits are bit-identical to those of `route_to_experts`, and so are weights, for the same experts in the same order.
     Deterministic. CUDA-graph safe.
-    Source: `Gate` of DeepSeek-V4's inference code, of its layers with a table `tid2eid`.
+    Source: `Gate` of DeepSeek-V4's inference code, for layers with a table `tid2eid`.
     """
     count = own_count(weight, first_expert, count)
     return _route_by_table(x, weight, table, tokens, scale, first_expert, count)

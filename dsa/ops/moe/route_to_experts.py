@@ -1,4 +1,4 @@
-"""Router, gate and sort by expert of a mixture of experts, for few tokens in one."""
+"""Router, gate and sort by expert of a mixture of experts in one op, for few tokens."""
 
 import functools
 
@@ -79,7 +79,7 @@ def route_to_experts(
     first_expert: int = 0,
     count: int | None = None,
 ) -> Routed:
-    """Which experts a token goes to, with what weights, and the order of all (token, expert) entries by expert.
+    """Choose the experts of each token, compute their weights, and sort all (token, expert) entries by expert.
 
       logits = x W^T, summed in fp32
       experts, weights = moe_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
@@ -88,25 +88,25 @@ def route_to_experts(
     x             [T, H] bf16 or fp16
     weight        W [E, H] of x's dtype
     bias          fp32 [E]
-    top_k         experts of a token; as of `moe_gate`, like scores, n_group, topk_group, normalise and scale
-    first_expert  the number of the first of this process's experts
-    count         how many experts this process has, first_expert + count at most E; None: all from the first on
+    top_k         experts per token; for top_k, scores, n_group, topk_group, normalise and scale see `moe_gate`
+    first_expert  the lowest number of this process's experts
+    count         how many experts this process has, first_expert + count at most E; None: E - first_expert
 
     Returns (experts, weights, order, rows, ends):
-      experts  int64 [T, top_k], numbers from 0 to E - 1 in any case
+      experts  int64 [T, top_k], always numbers from 0 to E - 1
       weights  fp32 [T, top_k]
       order    int32 [T top_k]: row r has entry order[r]; entry t top_k + j is the j-th expert of token t
-      rows     int32 [T, top_k]: the row of each entry, -1 for an expert that is not this process's
+      rows     int32 [T, top_k]: the row of each entry, or -1 for an expert of another process
       ends     int32 [count]: the rows of expert first_expert + e end before row ends[e]
-    NaN and infinities of a token stay in it. Differentiable in x and weight, through the weights: where gradients are
-    asked for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and
-    devices.
-    On Hopper: two kernels, the second launched while the first runs, and 4 E bytes a token for the time of the call;
-    T up to 64, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of 16
-    bytes. Logits are summed in another order than the reference's, one that depends on no other token, in the tensor
-    cores; of these logits it gives what `moe_gate` and `sort_by_expert` do, bit for bit. Deterministic. CUDA-graph
-    safe.
-    Source: as of `moe_gate`.
+    NaN and infinities of a token stay in that token. Differentiable in x and weight, through the weights: if gradients
+    are asked for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides
+    and devices.
+    On Hopper: two kernels, the second of which is launched while the first runs, and a workspace of 4 E bytes per
+    token; T up to 64, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of
+    16 bytes. The tensor cores sum the logits in another order than the reference; the order does not depend on the
+    other tokens. From these logits the op computes the same bits as `moe_gate` and `sort_by_expert`. Deterministic.
+    CUDA-graph safe.
+    Source: see `moe_gate`.
     """
     count = own_count(weight, first_expert, count)
     return _route_to_experts(
@@ -115,7 +115,8 @@ def route_to_experts(
 
 
 def own_count(weight: object, first_expert: object, count: int | None) -> int | None:
-    """All experts from `first_expert` on where count is None; None if one of these is wrong, as its check will say."""
+    """Return count. If count is None, return the number of experts from first_expert on, or None if the arguments are
+    wrong, which the checks will report."""
     shape = shape_of(weight)
     if count is None and shape and isinstance(first_expert, (int, torch.SymInt)):
         return shape[0] - first_expert

@@ -1,1 +1,1 @@
-"""Indexer training: losses and gradients of the warm-up and of the sparse stage."""
+"""Indexer training: attention, losses and gradients of the warm-up and of the sparse stage."""

@@ -1,16 +1,18 @@
-"""Launches of the warm-up loss's kernels: index scores in training and their gradients, for a range of q tiles.
+"""Launch the warm-up loss's kernels for index scores and their gradients, for a range of q tiles.
 
-A q tile is 128 consecutive queries of a sequence (q_tiles.py of the kernels has the fields of a row of `q_tiles`); tile
-j of a q tile has the q tile's rows and keys 128 j to 128 j + 127 of the sequence. It exists for j < key_tiles.
+A q tile is 128 consecutive queries of a sequence; q_tiles.py of the kernels lists the fields of a row of `q_tiles`. The
+scores of a q tile are divided into tiles: tile j consists of the scores of the q tile's queries for the keys 128 j to
+128 j + 127 of the sequence, for j < key_tiles.
 
 q_tiles  int32 [S, 8]
-scores   fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a q tile has. For the gradients each 64 rows of
-         a tile have their dI in the first half of their bytes instead, bf16 [64, 128]: 0 for keys that a row does not
-         see and for missing rows
+scores   fp32 [S, N, 128 (row), 128 (key)], where N is at least the largest key_tiles. Before the gradients are
+         computed, the warm-up's target kernel overwrites the scores with dI: in each 64 rows of a tile, the first half
+         of the bytes contains the dI of these rows, bf16 [64, 128], which is 0 for keys that a row does not see and for
+         missing rows
 active   int32 [S, 2 Hi, 2 N, 128]: bits (active_bits.py), written by `index_scores`, read by the gradients
 
-Nothing is checked here. Tensors are contiguous, at multiples of 16 bytes and on one device; Hi of INDEX_HEADS, di of
-INDEX_CHANNELS.
+These functions check nothing. Callers pass contiguous tensors at multiples of 16 bytes on one device, with Hi in
+INDEX_HEADS and di in INDEX_CHANNELS.
 """
 
 import torch
@@ -20,7 +22,8 @@ from dsa.runtime import backends
 
 
 def active_shape(q_tiles: int, heads: int, key_tiles: int) -> tuple[int, int, int, int]:
-    """The shape of `active` for so many q tiles, index heads and key tiles: words of 32 bits, of 64 x 64 blocks."""
+    """Return the shape of `active` for these numbers of q tiles, index heads and key tiles. The last dimension has the
+    32-bit words of a block of 64 x 64 products."""
     return q_tiles, 2 * heads, 2 * key_tiles, Q_TILE * K_TILE // (4 * 32)
 
 
@@ -32,12 +35,13 @@ def index_scores(
     scores: torch.Tensor,
     active: torch.Tensor,
 ) -> None:
-    """scores[t, j] = sum_h w[t, h] relu(q_idx_h[t] . k_idx[j]), and the bits of which products are above 0.
+    """Write scores[t, j] = sum_h w[t, h] relu(q_idx_h[t] . k_idx[j]), and to `active` which of the products are above
+    0.
 
     q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
-    minus_k_idx  bf16 [Tk, di], k_idx with its sign turned: a product's sign bit then says whether the head is active
+    minus_k_idx  bf16 [Tk, di], -k_idx, so that the sign bit of a product says whether the head is active
 
-    Scores of keys that a row does not see and of missing rows are undefined.
+    Scores of keys that a query does not see and of missing rows are undefined.
     """
     from dsa.kernels.training import indexer_scores_sm90 as kernel
 
@@ -63,9 +67,10 @@ def index_query_grad(
     dq: torch.Tensor,
     dw: torch.Tensor,
 ) -> None:
-    """With g_h[t] = sum_j dI[t, j] k_idx[j] over the keys whose product with q_idx_h[t] is above 0:
-    dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Only rows of the q
-    tiles.
+    """Write the gradients of q_idx and w. With g_h[t] = sum_j dI[t, j] k_idx[j] over the keys whose product with
+    q_idx_h[t] is above 0:
+    dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Other rows than those
+    of the q tiles are not written.
 
     q_idx, dq contiguous; k_idx bf16 [Tk, di]; w, dw fp32, contiguous.
     """
@@ -95,7 +100,7 @@ def index_key_grad(
     active: torch.Tensor,
     dk: torch.Tensor,
 ) -> None:
-    """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over what is active, dk fp32 [Tk, di]. The same bits every time.
+    """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over the active (t, h), dk fp32 [Tk, di]. Deterministic.
 
     q_idx contiguous; w [Tq, Hi] bf16, contiguous.
     """
@@ -118,12 +123,12 @@ def index_key_grad(
 
 
 def _tile_counter(like: torch.Tensor) -> torch.Tensor:
-    """The counter of dynamic scheduling: a launch's CTAs take their work tiles from it."""
+    """Return a zeroed counter for dynamic scheduling, from which the CTAs of a launch draw their work tiles."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def gradients_in(scores: torch.Tensor) -> torch.Tensor:
-    """dI in the memory of `scores`: bf16 [S, N, 2, 64 (row), 128 (key)]."""
+    """Return a view of dI in the memory of `scores`: bf16 [S, N, 2, 64 (row), 128 (key)]."""
     halves = scores.view(torch.bfloat16)
     q_tile, key_tile, *_ = halves.stride()
     shape, strides = (*scores.shape[:2], 2, Q_TILE // 2, K_TILE), (q_tile, key_tile, Q_TILE * K_TILE, K_TILE, 1)

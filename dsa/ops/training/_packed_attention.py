@@ -1,4 +1,4 @@
-"""Attention of packed sequences in training, with gradients: with keys per head, or absorbed with latents."""
+"""Attention of packed sequences in training, with gradients: multi-head attention, or absorbed attention to latents."""
 
 import math
 
@@ -11,8 +11,8 @@ from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
 from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
-MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys
-# Flash attention's backward pass overflows with this many numbers, before its commit b62d93f3 (2026).
+MOST_INDICES = 16 << 20  # most indices per chunk of queries, each with all of its keys
+# The offsets of flash attention's backward pass overflow from this many numbers on, before its commit b62d93f3 (2026).
 MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
@@ -20,8 +20,8 @@ Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, which ascend inside the tensors,
-    max_seqlen_q, max_seqlen_k"""
+    """Return (out [Tq, H, dv], lse [H, Tq]). sequences: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), where
+    cu_seqlens ascend and lie inside the tensors"""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         cu_q, cu_k, _, longest = sequences
         results = _mha_varlen_fwd.launch_on(q.device, q, k, v, cu_q, cu_k, longest, scale, causal, None, None, 0)
@@ -45,8 +45,9 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k and v. Absorbed, v is a view of k: the gradient of k includes that of v, and v gets None. It is
-    summed in a fixed order if torch.are_deterministic_algorithms_enabled()."""
+    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes the
+    gradient of v, and v gets None; k's gradient is summed in a fixed order if
+    torch.are_deterministic_algorithms_enabled()."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
@@ -62,12 +63,13 @@ def attention_backward(
 
 
 def _selections(sequences: Sequences, queries: int, causal: bool):
-    """Chunks of queries: (their rows, each one's keys [n, 1, max_seqlen_k], the number of visible keys [n])."""
+    """Yield (rows, indices, visible) per chunk of n queries: the slice of the queries, the rows of each query's keys
+    [n, 1, max_seqlen_k], and the number of keys that each query sees [n]."""
     cu_q, cu_k, _, most = sequences
     if queries == 0:
         return
     row = torch.arange(queries, device=cu_q.device, dtype=torch.int32)
-    # Rows before the first sequence and after the last one count as sequences without keys.
+    # The rows before the first sequence and after the last sequence are treated as two more sequences, without keys.
     sequence = torch.searchsorted(cu_q, row, right=True, out_int32=True).long()
     ends = torch.nn.functional.pad(cu_q, (1, 0)), torch.nn.functional.pad(cu_q, (0, 1), value=queries)
     begin, end = (x[sequence] for x in ends)
@@ -95,9 +97,10 @@ def flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by PyTorch's flash attention, for as many heads at a time as its 32-bit offsets allow (fp32 sums of q's
-    gradient). It raises an error without keys or sequences. It writes neither the rows outside of all sequences nor
-    those of a sequence after the longest length."""
+    """Return the gradients of q, k and v by PyTorch's flash attention, called for as many heads at a time as its 32-bit
+    offsets into the fp32 sums of q's gradient allow. PyTorch's op raises an error without keys or sequences, and does
+    not write the rows outside all sequences and the rows of a sequence after the given longest length; this function
+    fills these rows with 0."""
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
     if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
         return torch.zeros_like(q), torch.zeros_like(k), empty_values_gradient(q, v).zero_()
@@ -135,13 +138,13 @@ def _flash_backward(
 
 
 def empty_values_gradient(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As flash attention returns it: values are padded to q's channels."""
+    """Allocate v's gradient with the strides that flash attention gives it, where values are padded to q's channels."""
     return v.new_empty(*v.shape[:2], q.shape[2])[..., : v.shape[2]]
 
 
 def _heads_together(heads: int, group: int, numbers: int) -> int:
-    """How many heads of `numbers` numbers stay below MOST_NUMBERS: all, whole groups that share keys, or an even part
-    of a group."""
+    """Return how many heads, with `numbers` numbers each, one call can take below MOST_NUMBERS: all heads, a multiple
+    of the `group` heads that share keys, or a divisor of `group`."""
     most = max(1, (MOST_NUMBERS - 1) // numbers)
     if most >= heads:
         return heads
@@ -153,8 +156,8 @@ def _heads_together(heads: int, group: int, numbers: int) -> int:
 def _flash_backward_of_heads(
     tensors: tuple[torch.Tensor, ...], sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tensors: grad, q, k, v, out, lse. PyTorch's op takes queries and values of equally many channels, so values are
-    padded. It takes rows at multiples of 16 bytes."""
+    """Call PyTorch's op on tensors (grad, q, k, v, out, lse). The op requires as many channels in values as in queries,
+    so values are padded. It also requires rows at multiples of 16 bytes."""
     grad, q, k, v, out, lse = tensors
     q, k, v = (tma_rows(x) for x in (q, k, v))
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]

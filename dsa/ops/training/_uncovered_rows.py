@@ -1,4 +1,4 @@
-"""Fill the rows of results that are in no packed sequence: with zeros, or with an empty row's +inf."""
+"""Fill the rows of results that belong to no packed sequence: with 0, or with +inf if the result is an LSE."""
 
 import math
 
@@ -10,8 +10,8 @@ MOST = 2**31 - 1
 
 
 def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], most: int = MOST) -> None:
-    """Fill the rows of tensors [T, ...] that are in no sequence, and the rows of a sequence after its first `most`,
-    with 0 or +inf. The tensors are fp32 or, for 0, of 16 bits.
+    """Fill the rows of tensors [T, ...] that belong to no sequence, and the rows of a sequence after its first `most`
+    rows, with 0 or +inf. The tensors are fp32, or 16-bit if they are filled with 0.
 
     bounds  int32 [B + 1], ascending from 0 to T at most: where sequences begin, and where the last one ends
     """
@@ -26,7 +26,7 @@ def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], mo
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
-    """x of two or three dimensions as int32 [T, ., .], whose last dimension is contiguous."""
+    """Return x, which has two or three dimensions, as int32 [T, ., .] with a contiguous last dimension."""
     if x.dim() == 2:
         x = x.unsqueeze(1 if x.stride(1) == 1 else 2)
     return x.view(torch.int32)

@@ -1,4 +1,5 @@
-"""Launches of the warm-up's loss against the sum of all heads, and of its gradients, by chunks of queries."""
+"""Launch the kernels of the warm-up's loss, whose target is the sum of all heads' attention, and of the loss's
+gradients, by chunks of queries."""
 
 import itertools
 from dataclasses import dataclass
@@ -13,38 +14,40 @@ from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # bytes
 SHARE = 15 / 16
-INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # of an `Indexer`
+INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # limits of an `Indexer`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Q tiles of the packed queries, and the key tiles before each. The host does not know its contents."""
+    """Q tiles of the packed queries, and for each q tile the number of key tiles before it. A kernel writes both
+    tensors, so the host does not know their contents."""
 
     q_tiles: torch.Tensor
     key_tiles: torch.Tensor
     max_key_tiles: int
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
-        """Ranges of q tiles, as even as possible. With workers, which take a tile each per turn, all ranges but the
-        last are whole turns if the sequences are causal and as long as the longest."""
+        """Return ranges of q tiles, as even as possible. workers: the number of CTAs. If it is given, the number of
+        tiles in each range but the last is a multiple of it, provided that the attention is causal and all sequences
+        are as long as the longest."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
         each = -(-count // chunks)
-        turn = 2 * workers / (self.max_key_tiles + 1)  # q tiles
+        turn = 2 * workers / (self.max_key_tiles + 1)  # q tiles; on average they have (max_key_tiles + 1) / 2 tiles
         whole = int(each // turn * turn) if turn else 0
         last = count - (chunks - 1) * whole
         begins = range(0, count - last + 1, whole) if whole and 0 < last <= most else range(0, count, each)
         return [slice(begin, end) for begin, end in itertools.pairwise([*begins, count])]
 
     def only_if(self, wanted: torch.Tensor) -> "Plan":
-        """The same plan, or one without work if `wanted`, a bool on the device, is false."""
+        """Return the same plan, or a plan without work if `wanted`, a bool on the device, is false."""
         return Plan(self.q_tiles * wanted, self.key_tiles * wanted, self.max_key_tiles)
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer's tensors as the kernels take them: padded index heads, w in fp32."""
+    """The indexer's tensors in the form that the kernels take: with padded index heads, and w in fp32."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -61,7 +64,7 @@ class Indexer:
 
 
 def padded_heads(heads: int) -> int:
-    """The fewest index heads, at least so many, that the kernels take without padding."""
+    """Return the smallest number of index heads, at least `heads`, for which there is a kernel."""
     return next((found for found in INDEX_HEADS if found >= heads), heads)
 
 
@@ -77,9 +80,9 @@ def losses(
     query_grads: bool,
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
-    """kl [Tq], and the gradients of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in fp32. The
-    gradients of q_idx and w_idx are not written for queries in no q tile. budget: bytes of the workspace, or those of
-    one q tile if they are more."""
+    """Return kl [Tq] and the gradients (dq, dw, dk) of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in
+    fp32. The gradients of q_idx and w_idx are not written for queries in no q tile. budget: most bytes of the
+    workspace, unless a single q tile needs more."""
     from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
     from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
 
@@ -117,8 +120,8 @@ def losses(
 
 
 def workspace(*inputs: torch.Tensor) -> int:
-    """Bytes: a bit fewer than the inputs', so that with the results the op takes less than twice theirs. Few chunks
-    leave few SMs idle."""
+    """Return the budget of the workspace in bytes: slightly less than the inputs have, so that workspace and results
+    together need less than twice the inputs' memory. A large budget means few chunks, which leave few SMs idle."""
     return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 
@@ -127,8 +130,8 @@ def key_tiles_of(max_seqlen_k: int) -> int:
 
 
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, torch.Tensor]:
-    """The plan, and cu_seqlens_q and cu_seqlens_k [2, B + 1] whose bounds ascend from 0 to `queries` or `keys` at most,
-    whatever the given ones hold: every row that they name is inside the tensors."""
+    """Return the plan, and corrected cu_seqlens_q and cu_seqlens_k [2, B + 1], which ascend from at least 0 to at most
+    `queries` or `keys` for any contents of the given ones. So every row between these bounds is inside the tensors."""
     from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
 
     cu_seqlens_q, cu_seqlens_k, *longest = sequences
@@ -146,7 +149,7 @@ def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tu
 
 
 def empty_plan(cu_seqlens_q: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q_tiles and key_tiles of a `Plan`, not written yet."""
+    """Allocate q_tiles and key_tiles of a `Plan`."""
     batch = len(cu_seqlens_q) - 1
     count = queries // Q_TILE + batch if batch else 0
     ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}

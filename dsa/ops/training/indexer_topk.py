@@ -1,4 +1,4 @@
-"""The selection of training's sparse stage: each query's best keys by scores that are not quantised."""
+"""The selection of training's sparse stage: each query's keys with the largest scores, which are not quantised."""
 
 import torch
 
@@ -39,23 +39,25 @@ def indexer_topk(
     max_seqlen_k: int,
     causal: bool = True,
 ) -> torch.Tensor:
-    """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
+    """Select per query t of packed sequences the top_k keys s by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] .
+    k_idx[s]).
 
-    q_idx         [Tq, Hi, di]; k_idx [Tk, di] in its dtype; w_idx [Tq, Hi] in that or fp32, of any sign
+    q_idx         [Tq, Hi, di]; k_idx [Tk, di] in q_idx's dtype; w_idx [Tq, Hi] in q_idx's dtype or fp32, of any sign
     top_k         how many keys to pick, at least 1, possibly more than a sequence has
-    cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
+    cu_seqlens_q  int32 [B + 1], the boundaries of sequences in the queries, from 0 to Tq; cu_seqlens_k likewise for the
+                  keys, to Tk
     max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more keys than max_seqlen_k
                   rounded up to a multiple of 128 selects none
     causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
 
-    Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, then -1 where a query has fewer than top_k. Of equal
-    scores the lowest index is picked; NaN is never picked. A query of no sequence selects none. No gradients.
+    Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, then -1 if a query has fewer than top_k keys. Ties
+    go to the lowest index; NaN is never picked. A query that belongs to no sequence selects no key. No gradients.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference raises ValueError for
     cu_seqlens that do not ascend from 0 to the end; the kernels take such boundaries as `indexer_warmup_attention`
     does.
     On Hopper: bf16 (w_idx also fp32), di 64 or 128, up to 64 heads, top_k up to 4096; other dtypes run the PyTorch
-    reference, with a warning. Queries and keys are multiplied in bf16 and summed in fp32. The workspace holds the
-    scores of a chunk of queries for all keys: 192 MiB, or more where the smallest chunk of 128 queries needs it.
+    reference, with a warning. Queries and keys are multiplied in bf16 and summed in fp32. The workspace contains the
+    scores of a chunk of queries for all keys: at most 192 MiB, or more if the smallest chunk, 128 queries, needs more.
     CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -94,11 +96,12 @@ def _indexer_topk(
 def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
     queries, heads, n = len(indexer.q), indexer.q.shape[1], plan.max_key_tiles
     device = indexer.q.device
-    # The last row takes the results of missing rows.
+    # The last row receives the results of missing rows of q tiles, and is cut off at the end.
     found = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
     if 0 in (queries, len(indexer.k), len(plan.q_tiles)):
         return found[:queries, None]
-    # Scores as tiles and as rows, and the bits of active heads, which are not read here.
+    # Bytes per q tile: the scores twice, as tiles and as rows, and the bits of active heads, which `index_scores`
+    # writes although nothing reads them here.
     chunks = plan.chunks(n * Q_TILE * K_TILE * (8 + heads // 8), LEAST_WORKSPACE)
     most = chunks[0].stop
     scores = torch.empty(most, n, Q_TILE, K_TILE, dtype=torch.float32, device=device)

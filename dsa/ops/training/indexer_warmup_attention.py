@@ -1,4 +1,4 @@
-"""The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with gradients."""
+"""The indexer's warm-up: dense attention, and the loss of the indexer's distribution against it, with gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +65,7 @@ _INDEXER = {
 }
 _KIND = {"softmax_scale": Number(), "causal": Flag()}
 INDEXER_WARMUP_ATTENTION = Arguments(
-    limits={"H": at_least(1)},  # the indexer learns the mean over the heads
+    limits={"H": at_least(1)},  # the loss's target is a mean over the heads
     rule=_check_heads,
     **_ATTENTION,
     **_INDEXER,
@@ -115,7 +115,7 @@ def indexer_warmup_attention(
     softmax_scale: float,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of packed sequences, and how far the indexer's distribution is from it.
+    """Attention of packed sequences, and per query the KL divergence of the indexer's distribution from the attention.
 
     A_h[t, s] = softmax_s(softmax_scale q_h[t] . k[s]);   out_h[t] = sum_s A_h[t, s] v[s]
     I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
@@ -123,29 +123,31 @@ def indexer_warmup_attention(
 
     q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
                   k and v in q's dtype
-    q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
-    cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
+    q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in q's dtype or fp32, of any sign
+    cu_seqlens_q  int32 [B + 1], the boundaries of sequences in the queries, from 0 to Tq; cu_seqlens_k likewise for the
+                  keys, to Tk
     max_seqlen_*  at least the length of the longest sequence. On Hopper a sequence with more keys has NaN losses, and
                   in a longer sequence the rows after this length have gradients of 0 in q, k and v
     causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq]. A query without keys has out
-    0, lse +inf and kl 0. Gradients of out reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for
+    0, lse +inf and kl 0. The gradient of out flows to q, k and v; the gradient of kl flows only to q_idx, k_idx and
+    w_idx.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and if the reference runs, for
     cu_seqlens that do not ascend from 0 to the end. The kernels replace a boundary that is outside the tensor, or below
-    an earlier one, by the boundary before it; rows that are in no sequence are queries without keys, with gradients of
-    0.
+    an earlier boundary, by the boundary before it. Rows that belong to no sequence are treated as queries without keys,
+    with gradients of 0.
     On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) is (64, 64), (128,
     128), (192, 128) or (576, 512); the last one has Hk = 1 and v a view of k, and k's gradient then includes v's. di is
     64 or 128. Up to 64 index heads (8, 16, 32 and 64 without padding).
-    No matrix of all queries by all keys is stored: the workspace holds a chunk of queries by all keys, at most 15/16 of
-    the inputs or 192 MiB, whichever is more. The forward pass computes the indexer's gradients together with the loss,
-    as if all tokens had the same upstream gradient, and keeps them. The backward pass scales them, and computes k_idx's
-    gradient again if the upstream gradients differ. After `kl.sum()` the host knows that they are equal, after
-    `kl.mean()` the device finds out. The gradients of q, k and v are those of PyTorch's flash attention, or at
-    (576, 512) those of `sparse_mla_attention`, and are summed in no fixed order; everything else is deterministic. At
-    (576, 512) the order is fixed if torch.are_deterministic_algorithms_enabled() when the gradient is computed, with
-    2304 max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
+    No matrix of all queries by all keys is stored: the workspace contains a chunk of queries by all keys, at most 15/16
+    of the inputs' bytes or 192 MiB, whichever is more. The forward pass computes the indexer's gradients together with
+    the loss, for an upstream gradient of 1 for all tokens, and keeps them. The backward pass scales them, and computes
+    k_idx's gradient again if the upstream gradients of tokens differ. After `kl.sum()` the host knows from the strides
+    that they are equal; after `kl.mean()` only the device knows. The gradients of q, k and v are those of PyTorch's
+    flash attention, or for (576, 512) those of `sparse_mla_attention`, and are summed without a fixed order; everything
+    else is deterministic. At (576, 512) the order is fixed if torch.are_deterministic_algorithms_enabled() when the
+    gradient is computed, with 2304 max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
     On Hopper and under torch.compile lse has no gradient, and a second backward pass raises RuntimeError.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
@@ -158,14 +160,16 @@ def indexer_warmup_attention(
 
 
 def _check_view(k: torch.Tensor, v: torch.Tensor) -> None:
-    """Absorbed values are a part of the keys. A call's signature does not say in which memory v lies."""
+    """Check that in absorbed attention v is a view of k. The check runs in every launch, because a call's signature
+    does not contain addresses."""
     if (k.shape[2], v.shape[2]) == ABSORBED:
         if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
             raise ValueError(f"v: the kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
 
 
 def _attention_gradient_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
-    """With the strides of PyTorch's flash attention. Absorbed, k's gradient includes v's, and v's is empty."""
+    """Allocate the gradients of q, k and v, with the strides of PyTorch's flash attention. In absorbed attention k's
+    gradient includes v's, and v's is an empty tensor."""
     if (q.shape[2], v.shape[2]) == ABSORBED:
         return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(0)
     return torch.empty_like(q), torch.empty_like(k), empty_values_gradient(q, v)
@@ -213,7 +217,7 @@ def _indexer_warmup_attention_gradient(
     softmax_scale: float,
     causal: bool,
 ) -> Three:
-    """Gradients of q, k and v for the gradient of out."""
+    """Return the gradients of q, k and v, given the gradient of out."""
     sequences = *bounds.unbind(), max_seqlen_q, max_seqlen_k
     dq, dk, dv = attention_backward(grad, q, k, v, out, lse, sequences, float(softmax_scale), causal)
     return dq, dk, v.new_empty(0) if dv is None else dv
@@ -251,17 +255,19 @@ def _indexer_warmup_loss_gradient(
     causal: bool,
     of_keys: bool,
 ) -> Three:
-    """Gradients of q_idx, k_idx and w_idx for the gradient of kl. dq, dk and dw are those for ones, with padded heads,
-    as the forward pass keeps them. Without `of_keys` k_idx's gradient is not used: it holds for equal weights only."""
+    """Return the gradients of q_idx, k_idx and w_idx, given the gradient of kl. dq, dk and dw are the gradients that
+    the forward pass kept, for an upstream gradient of 1 and with padded heads. Without `of_keys` the caller does not
+    use k_idx's gradient, which then is right only for equal upstream gradients."""
     heads = q_idx.shape[1]
     dq_idx = _scaled(dq[:, :heads], grad[:, None, None], q_idx.dtype)
     dw_idx = _scaled(dw[:, :heads], grad[:, None], w_idx.dtype)
     if not len(q):
         return dq_idx, k_idx.new_zeros(k_idx.shape), dw_idx
-    # The kept sum over tokens of weight 1 is right for equal weights, which `kl.sum()` gives.
+    # Scaling the kept sum over tokens is right only if all upstream gradients are equal, as after `kl.sum()`.
     dk_idx = _scaled(dk, grad[0], k_idx.dtype)
     if of_keys and grad.stride(0) != 0:
-        # Only the device knows whether they differ. A plan without work costs the launches alone.
+        # The upstream gradients may differ, which only the device knows. If they do not, the plan has no work, and the
+        # launches are the only cost.
         differ = (grad != grad[0]).any()
         plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)
         indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad.float().contiguous()
@@ -272,7 +278,7 @@ def _indexer_warmup_loss_gradient(
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x * factor, rounded once, in one pass."""
+    """Return x * factor, rounded once, in one pass."""
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
@@ -328,7 +334,8 @@ def _results(
 
 
 def _kept(q_idx: torch.Tensor, k_idx: torch.Tensor, keep: bool) -> Three:
-    """Gradients of q_idx, with padded heads, of k_idx and of w_idx; empty unless they are kept."""
+    """Allocate the kept gradients of q_idx, k_idx and w_idx, with padded heads. They are empty tensors unless
+    `keep`."""
     if not keep:
         return q_idx.new_empty(0), *(q_idx.new_empty(0, dtype=torch.float32) for _ in range(2))
     tokens, heads, channels = q_idx.shape
@@ -353,7 +360,8 @@ def _reference(
     causal: bool,
     keep: bool,
 ) -> Results:
-    """What the kernels keep is zeros: the reference's gradients need the boundaries alone."""
+    """Run the reference. The tensors that the kernels keep for the backward pass are zeros, because the reference's
+    backward pass needs only the boundaries."""
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     out, lse, kl = reference.indexer_warmup_attention(
         *(q, k, v, q_idx, k_idx, w_idx), *sequences, *(softmax_scale, causal)
@@ -387,7 +395,8 @@ def _indexer_warmup_attention(
     causal: bool,
     keep: bool,
 ) -> Results:
-    """out, lse, kl, and for the backward pass: dq, dk, dw (`_kept`), q_tiles, key_tiles (`Plan`), bounds [2, B + 1].
+    """Return out, lse, kl, and for the backward pass dq, dk, dw (`_kept`), q_tiles, key_tiles (`Plan`) and the bounds
+    [2, B + 1].
 
     keep  whether the gradients of q_idx, k_idx and w_idx are computed, for upstream gradients of 1
     """
@@ -395,7 +404,7 @@ def _indexer_warmup_attention(
     scale, longest = float(softmax_scale), (max_seqlen_q, max_seqlen_k)
     sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *longest
     plan, bounds = make_plan(sequences, len(q), len(k), causal)
-    bound_q, bound_k = bounds.unbind()  # inside the tensors
+    bound_q, bound_k = bounds.unbind()  # corrected boundaries, inside the tensors
     out, lse = attention_forward(q, k, v, (bound_q, bound_k, *longest), scale, causal)
     ones = q.new_ones(len(q), dtype=torch.float32)
     indexer, budget = Indexer.of(q_idx, k_idx, w_idx), workspace(q, k, v, q_idx, k_idx, w_idx)

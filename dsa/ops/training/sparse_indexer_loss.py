@@ -45,7 +45,8 @@ SPARSE_INDEXER_LOSS_GRADIENT = Arguments(
     deterministic=Flag(),
 )
 
-# Sums of fixed-point gradients, 64-bit integers, stay below 2^62, and their scale is a normal number of fp32.
+# Fixed-point gradients are summed in 64-bit integers. The scale is chosen such that the sums stay below 2^62, and is
+# limited to 2^-126 to 2^126, so that it is a normal fp32 number.
 SUM_BITS, SCALE_BITS = 62, 126
 
 
@@ -66,27 +67,27 @@ def sparse_indexer_loss(
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
     q              [Tq, H, d] bf16 on Hopper; kv [Tk, 1, d] in q's dtype
-    q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
-    indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key named twice counts twice
+    q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in q's dtype or fp32, of any sign
+    indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key that is selected twice counts twice
     softmax_scale  multiplies the logits: a finite number
-    lse            [H, Tq] float: each head's LSE over all that its softmax covers (natural log). V4's attention also
-                   covers a window and a sink: with its lse a head counts by the share of attention that it gives these
-                   keys. None: the LSE over these keys alone, which `flash_mla_sparse_fwd` computes, so that every head
-                   counts the same (V3.2)
+    lse            [H, Tq] float: each head's LSE over all keys of its softmax (natural log). The softmax of V4's
+                   attention also covers a window and a sink; with its lse the weight of a head in p is the share of
+                   attention that the head gives to the selected keys. None: the LSE over the selected keys alone, which
+                   the op computes by `flash_mla_sparse_fwd`, so that all heads have the same weight (V3.2)
     deterministic  True: k_idx's gradient is bit-identical from run to run, as a sum of 64-bit integers. Everything else
-                   is always deterministic. None: as torch.are_deterministic_algorithms_enabled() says in the forward
-                   pass
+                   is always deterministic. None: the value of torch.are_deterministic_algorithms_enabled() in the
+                   forward pass
 
-    Returns kl [Tq] fp32. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only. For them the
-    forward pass keeps the indexer's tensors, the indices and [Tq, K] numbers in bf16. The relu has no gradient at 0.
-    NaN in a row that no index names reaches nothing. On Hopper and under torch.compile a second backward pass raises
+    Returns kl [Tq] fp32. A query without keys has kl 0. Gradients flow only to q_idx, k_idx and w_idx. For the backward
+    pass the forward pass keeps the indexer's tensors, the indices and [Tq, K] bf16 numbers. The relu has no gradient at
+    0. NaN in a row that is not selected has no effect. On Hopper and under torch.compile a second backward pass raises
     RuntimeError.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
     64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp16, fp32 and float64 run the
     PyTorch reference, with a warning. One kernel in the forward pass, and one in the backward pass, which sums k_idx's
-    gradient in fp32 unless `deterministic`. A query whose heads give each of its keys less than e^-129 of
-    their attention has no gradients. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
+    gradient in fp32 unless `deterministic`. If the heads of a query give less than e^-129 of their attention to each of
+    its keys, the query's gradients are 0. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
     synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
@@ -97,12 +98,15 @@ def sparse_indexer_loss(
 def _fixed_scale(
     q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale of fixed-point gradients [1], with which a sum of `most` parts has room, and its inverse [1]."""
-    # A part is g sum_i d a w q with |d| <= 1, of which d and g w q are rounded to bf16.
+    """Return the scale of fixed-point gradients [1], with which a sum of `most` terms fits in SUM_BITS, and its inverse
+    [1]."""
+    # A term is g sum_i d a w q, where d is the gradient of the score, |d| <= 1, and a the activity, 0 or 1. d and g w q
+    # are rounded to bf16, hence the factor 1.02.
     bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
     scale = torch.ldexp(torch.ones_like(bound), exponent.clamp(-SCALE_BITS, SCALE_BITS)).view(1)
-    # Integers have no NaN. The inverse is NaN where the bound is, or where d_scores are: then a query's first is, too.
+    # Integers cannot be NaN, so the inverse becomes NaN if the bound is NaN or infinite, or if d_scores contain a NaN.
+    # A NaN in a query's d_scores also makes its first one NaN, so the first column suffices.
     return scale, 1 / scale.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
 
 
@@ -138,7 +142,7 @@ def _sparse_indexer_loss_gradient(
     d_scores: torch.Tensor,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q_idx, k_idx and w_idx for the gradient of kl. d_scores: as the forward pass returns it."""
+    """Return the gradients of q_idx, k_idx and w_idx, given the gradient of kl. d_scores: see `_results`."""
     from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
 
     queries = len(q_idx)
@@ -187,7 +191,8 @@ def _backward(ctx: Any, run: Callable[..., Any], grad: torch.Tensor | None, _: N
 
 
 def _results(q: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """kl [Tq], and its gradient to I: [Tq, K rounded up to a multiple of 64] in q's dtype."""
+    """Allocate kl [Tq] and d_scores, the gradient of kl with respect to I: [Tq, K rounded up to a multiple of 64] in
+    q's dtype."""
     width = -(-indices.shape[2] // SPARSE_KEY_TILE) * SPARSE_KEY_TILE
     kl_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(len(q), dtype=kl_dtype), q.new_empty(len(q), width)

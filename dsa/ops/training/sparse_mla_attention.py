@@ -1,4 +1,4 @@
-"""Sparse MLA attention over selected latents, with gradients: the attention of training's sparse stage."""
+"""Sparse MLA attention to selected latents, with gradients: the attention of training's sparse stage."""
 
 import math
 from collections.abc import Callable
@@ -73,24 +73,26 @@ def sparse_mla_attention(
 
     q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, on Hopper with a warning
     kv             [Tk, 1, d] in q's dtype; a value is the first d_v numbers of its key
-    indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key named twice counts twice
+    indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key that is selected twice counts twice
     softmax_scale  multiplies the logits: a finite number
     d_v            from 1 to d
-    attn_sink      [H] or None: a logit in the softmax without a value, which scales out by e^lse / (e^lse + e^sink)
-    deterministic  True: kv's gradient is summed in a fixed order and bit-identical from run to run. The backward pass
-                   is several times slower. The order depends on the number of queries and on the number of SMs. None:
-                   as torch.are_deterministic_algorithms_enabled() says when the gradient is computed
+    attn_sink      [H] or None: an additional logit in the softmax that has no value: out is scaled by e^lse / (e^lse +
+                   e^sink)
+    deterministic  True: kv's gradient is summed in a fixed order and bit-identical from run to run, but the backward
+                   pass is several times slower. The order depends on the number of queries and on the number of SMs.
+                   None: the value of torch.are_deterministic_algorithms_enabled() when the gradient is computed
 
     Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq] fp32 (natural log), without the sink. A query without keys has
-    out 0 and lse +inf; its gradient is 0, and it adds nothing to other gradients. Gradients of out and of lse reach q
-    and kv, those of out also attn_sink. On Hopper and under torch.compile a second backward pass raises RuntimeError.
+    out 0 and lse +inf; its gradient is 0, and it adds nothing to other gradients. The gradients of out and lse flow to
+    q and kv, the gradient of out also to attn_sink. On Hopper and under torch.compile a second backward pass raises
+    RuntimeError.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads (multiples of 64 fill the tensor cores), any K and Tk,
     softmax_scale above 0. The forward pass is `flash_mla_sparse_fwd`. The backward pass rounds the softmax weights and
-    the gradients of the logits to q's dtype before it multiplies them. It sums kv's gradient in fp32, in no fixed order
-    unless `deterministic`. The gradients of q and attn_sink are always bit-identical from run to run. The workspace is
-    4 Tk d bytes and 8 bytes per query and head, with `deterministic` and K = 2048 also about 5 MB per SM. A sink that
-    outweighs the keys by more than 2^64 counts as 2^64. CUDA-graph safe, no host synchronisation.
+    the gradients of the logits to q's dtype before it multiplies them. It sums kv's gradient in fp32, without a fixed
+    order unless `deterministic` is set. The gradients of q and attn_sink are always bit-identical from run to run. The
+    workspace is 4 Tk d bytes and 8 bytes per query and head, with `deterministic` and K = 2048 also about 5 MB per SM.
+    If e^sink is above 2^64 e^lse, the backward pass uses 2^64 e^lse instead. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return _sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
@@ -108,7 +110,8 @@ def gradients(
     dlse: torch.Tensor | None,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dq, dkv, the sink's gradient or None) by the Hopper kernels. lse, dlse [Tq, H] fp32; others as of the op."""
+    """Return (dq, dkv, the sink's gradient or None), computed by the Hopper kernels. lse and dlse are fp32 [Tq, H]; the
+    other arguments are those of the op."""
     from dsa.kernels.training import sparse_mla_backward_sums_sm90 as sum_kernels
     from dsa.kernels.training.sparse_mla_backward_sm90 import compile_sparse_mla_backward
 
@@ -134,7 +137,7 @@ def gradients(
         if deterministic:
             sum_lists = sum_kernels.compile_sum_lists(dim)
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            most = -(-sms // head_tiles)  # queries at a time: a work tile per SM
+            most = -(-sms // head_tiles)  # queries per launch, so that each SM has one work tile
             found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
             counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
             for n, first in enumerate(range(0, tokens, most)):
@@ -146,7 +149,7 @@ def gradients(
                 sum_lists(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
         else:
             ctas = min(sms, tokens * head_tiles)
-            # After the rows of the keys each CTA has a row, to which it adds the gradients of invalid indices.
+            # After the keys' rows there is one row per CTA, to which the CTA adds the gradients of invalid indices.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
             counter = torch.zeros(1, dtype=torch.int32, device=q.device)
             launch(q, rows, dout, head_terms, topk_indices, dq, sums, counter, *scales, ctas)
@@ -155,8 +158,9 @@ def gradients(
 
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of the parts of dkv in the order of their keys, bounds of each key's rows). A query has `stride` rows,
-    those of its indices first."""
+    """Return (rows, bounds). rows: the rows of `found`, which contains one part of dkv per row, sorted by key; bounds:
+    where the rows of each key begin. `found` has `stride` rows per query; the first top_k of them belong to the query's
+    indices."""
     top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
@@ -206,7 +210,7 @@ def _sparse_mla_attention_gradient(
     grad_lse: torch.Tensor | None,
     deterministic: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, kv and attn_sink, which is empty without a sink."""
+    """Return the gradients of q, kv and attn_sink. Without a sink the last one is an empty tensor."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad_lse = None if grad_lse is None else grad_lse.T
@@ -217,7 +221,7 @@ def _sparse_mla_attention_gradient(
 def _all_tensors(
     q: torch.Tensor, dq: torch.Tensor, dkv: torch.Tensor, dsink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients as torch's op returns them: an empty tensor in place of None."""
+    """Return the gradients with an empty tensor in place of None, because torch's op must return tensors."""
     return dq, dkv, q.new_empty(0) if dsink is None else dsink
 
 
@@ -250,7 +254,7 @@ def _reference(
     d_v: int,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the strides of `_results`."""
+    """Run the reference. The results have the strides of `_results`."""
     out, lse = reference.sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink)
     return out.contiguous(), lse.T.contiguous().T
 

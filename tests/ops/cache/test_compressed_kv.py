@@ -1,4 +1,4 @@
-"""Launches of the compressor: projections without a copy, and a cache without pages."""
+"""Launches of the compressor: projections are not copied, and a cache without pages is no reason to skip the launch."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_halves_of_one_projection_are_not_copied(launches):
 @pytest.mark.parametrize(("d", "layout"), [(512, "bfloat16"), (512, "v4"), (128, "index")])
 def test_a_cache_without_pages_is_launched_for_the_state(launches, d, layout):
     given = CASE.arguments(d=d, layout=layout)
-    launches.clear()  # a V4 cache is written
+    launches.clear()  # making a V4 cache launches a kernel that fills it
     dsa.write_compressed_kv(**given | {"cache": given["cache"][:0], "slots": torch.full((7,), -1)})
     ((_, passed),) = launches
     assert passed[6].shape[:2] == (0, 16) and passed[10] is given["state"] and passed[-2] == 16

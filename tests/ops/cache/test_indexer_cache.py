@@ -1,4 +1,4 @@
-"""The cache of index keys in compiled graphs, and results in tensors of the caller."""
+"""The cache of index keys in compiled graphs, and reading into tensors of the caller."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The MLA cache in compiled graphs, and the cache that a launch gets: dtypes and strides."""
+"""The MLA cache in compiled graphs, and the dtypes and strides of the cache that a launch gets."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_compiled_graph_reads_what_it_wrote(layout):
 def test_bytes_of_every_dtype_and_exact_scales(launches):
     v32 = WRITE.arguments(layout="v32", tokens=5, dtype=torch.float32, use_ue8m0=False)
     v4 = READ.arguments(layout="v4", shape=(5,), dtype=torch.float32)
-    launches.clear()  # a V4 cache is written
+    launches.clear()  # making a V4 cache launches a kernel that fills it
     for dtype in (torch.int8, torch.float8_e4m3fn):
         dsa.write_kv_cache(**v32 | {"cache": v32["cache"].view(dtype)})
         dsa.read_kv_cache(**v4 | {"cache": v4["cache"].view(dtype)})

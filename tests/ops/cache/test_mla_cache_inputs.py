@@ -1,4 +1,4 @@
-"""When attention's cached inputs are launched."""
+"""Whether `write_mla_cache` launches its kernel: not if there is nothing to write."""
 
 import dsa
 from dsa.cases import cases_of

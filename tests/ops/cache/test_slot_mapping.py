@@ -1,4 +1,4 @@
-"""Slots in compiled graphs of any number of tokens."""
+"""`slot_mapping` in graphs compiled for any number of tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The collapse with norm and cast: the kernel for each number of channels."""
+"""Collapse, norm and cast in one op: the number of channels chooses the kernel's tile."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The hyper-connections: the kernel for each number of channels."""
+"""The hyper-connections: the number of channels chooses the kernel's tile."""
 
 import pytest
 import torch

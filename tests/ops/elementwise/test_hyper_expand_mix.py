@@ -1,4 +1,4 @@
-"""The expansion with projection: which kernels it launches."""
+"""Which kernels `hyper_expand_mix` launches."""
 
 import pytest
 
@@ -12,7 +12,8 @@ from dsa.ops.elementwise import hyper_expand_mix
     ("tokens", "kernel"), [(5, "hyper_mix_few_tokens"), (64, "hyper_mix_few_tokens"), (300, "hyper_mix")]
 )
 def test_more_tokens(named_launches, tokens, kernel):
-    """The second op's kernel reads what the first op's kernel writes."""
+    """With more than 4 tokens the kernels of the two separate ops run. The second kernel reads what the first one
+    writes."""
     new, mix = CASE.run(CASE.arguments(tokens=tokens, channels=64))
     (expand, _, expanded), (name, _, mixed) = named_launches
     assert (expand, name) == ("hyper_expand", kernel) and expanded[-1] is new and mixed[-1] is mix
@@ -20,7 +21,7 @@ def test_more_tokens(named_launches, tokens, kernel):
 
 
 def test_more_outputs_than_a_grid_has(named_launches, monkeypatch):
-    """The two ops' kernels run for few tokens, too."""
+    """With more outputs than the fused kernel takes, the kernels of the two separate ops run for few tokens, too."""
     monkeypatch.setattr(hyper_expand_mix, "MAX_EXPAND_MIX_OUTPUTS", 23)
     CASE.run(CASE.arguments())
     assert [name for name, *_ in named_launches] == ["hyper_expand", "hyper_mix_few_tokens"]

@@ -1,4 +1,4 @@
-"""The streams' projection: which kernel it launches."""
+"""Which kernel `hyper_mix` launches."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from dsa.cases import cases_of
     ],
 )
 def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows):
-    """The kernels for many tokens get the streams as one dimension."""
+    """The kernels for many tokens get a token's streams as one dimension."""
     CASE.run(CASE.arguments(**{"tokens": tokens, "channels": 64} | options))
     ((name, variant, (streams, parts, *_)),) = named_launches
     assert (name, variant) == (kernel, (rows,))
@@ -37,7 +37,8 @@ def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows)
 
 
 def test_streams_with_gaps(named_launches):
-    """Gaps are between the tokens, then between the streams, too: one TMA block cannot step over these."""
+    """The first tensor has gaps between tokens, the second also between streams. The latter need the kernel for few
+    tokens, because a TMA box of a token would have to skip the gaps. So does a token stride of 0, in the third."""
     wide = torch.randn(300, 6, 128).bfloat16()
     for streams in (wide[:, :4], wide[:, :4, :64]):
         dsa.hyper_mix(streams, torch.randn(3, 24, 4 * streams.shape[2]).bfloat16())

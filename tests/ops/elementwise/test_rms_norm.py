@@ -1,4 +1,4 @@
-"""The norm on a CPU: gradients, and the rows that kernels get."""
+"""The ops of the norm on a CPU: gradients, and the rows that kernels get."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_gradients_are_the_formulas_in_a_compiled_graph(launches):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 3, 4, 16)])
 def test_the_registered_gradients(shape, weighted):
-    """They are those of the reference's formula."""
+    """The registered op has the gradients of the reference's formula."""
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True) if weighted else None
     wanted, grad = (x, weight) if weighted else (x,), torch.randn(shape)
     got = torch.autograd.grad(NORM(x, weight, 1e-3), wanted, grad)
@@ -59,7 +59,7 @@ def test_what_the_gradients_kernel_gets(dtype, weighted, named_launches):
 
 
 def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
-    """The formula runs in PyTorch."""
+    """For such rows the formula runs in PyTorch."""
     rows = (torch.randn(shape) for shape in ((3, 12), (3, 4104), (0, 16)))
     others = torch.randn(16, 3).T, torch.randn(3, 20)[:, 1:17], torch.randn(4, 3, 2, 16).transpose(0, 1)
     for x in (*rows, *others):
@@ -71,7 +71,7 @@ def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
 
 
 def test_the_gradients_kernel_gets_aligned_rows(named_launches):
-    """The upstream gradient begins at any number of a wider one."""
+    """The upstream gradient is a slice of a larger tensor and begins at an unaligned address, so it is copied."""
     x = torch.randn(3, 16, requires_grad=True)
     torch.cat([torch.zeros(3), dsa.rms_norm(x, None).flatten()]).square().sum().backward()
     (_, _, (grad, *_)) = named_launches[1]
@@ -114,6 +114,6 @@ def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     x = torch.randn(6, 4, 48).bfloat16()
     dsa.rms_norm(x[..., 8:24], None)
     dsa.rms_norm(x[:, 1:3].transpose(0, 1), None)
-    dsa.rms_norm(x[0, 0].as_strided((1, 16), (7, 1)), None)  # the stride of a single row means nothing
+    dsa.rms_norm(x[0, 0].as_strided((1, 16), (7, 1)), None)  # the stride of a single row is arbitrary
     assert [rows.stride() for _, (rows, *_) in launches][:2] == [(192, 48, 1), (48, 192, 1)]
     assert all(stride % 8 == 0 for stride in launches[2][1][0].stride()[:-1])

@@ -1,4 +1,4 @@
-"""The rotation on a CPU: outputs in wider tensors, gradients, and how the kernel reads rows."""
+"""`apply_rotary` on a CPU: outputs in wider tensors, gradients, and the rows that the kernel gets."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def inputs(shape=(5, 3, 24), rotated=16, dtype=torch.bfloat16):
-    """(x, cos, sin)"""
+    """Return (x, cos, sin)."""
     return [*NEW.arguments(shape=shape, rotated=rotated, dtype=dtype).values()][:3]
 
 
@@ -49,7 +49,7 @@ def test_gradients(dtype, interleaved, dims, way):
     (expected,) = torch.autograd.grad(reference.apply_rotary(x, cos, sin, **kind), x, grad)
     (got,) = torch.autograd.grad(rotate(), x, grad)
     assert torch.equal(got, expected)
-    rotate().sum().backward()  # whose gradient is one number with strides of 0
+    rotate().sum().backward()  # the upstream gradient of a sum has strides of 0
 
 
 def test_second_gradients():
@@ -57,7 +57,7 @@ def test_second_gradients():
     x.requires_grad_()
     (first,) = torch.autograd.grad(ROTATE(x, cos, sin, True, "first").square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
-    torch.testing.assert_close(first, 2 * x)  # a rotation keeps lengths
+    torch.testing.assert_close(first, 2 * x)  # a rotation does not change the sum of squares
     torch.testing.assert_close(second, 8 * x)
 
 
@@ -101,7 +101,7 @@ def test_where_16_bytes_do_not_fit_channels_are_read_one_by_one(launches):
         *arguments, target = case
         dsa.apply_rotary(*arguments, interleaved=True, dims="last", out=target)
     assert [is_wide(variant) for variant, _ in launches] == [False] * 5
-    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]  # pairs before the rotated ones
+    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]  # pairs before the rotated channels
 
 
 @pytest.mark.parametrize(("dims", "first"), [("first", 0), ("last", 8)])
@@ -117,7 +117,7 @@ def test_in_place_the_kernel_gets_the_rotated_channels_alone(dims, first, launch
 
 
 def test_an_odd_number_of_channels_only_in_place(launches):
-    """The two calls differ in nothing else."""
+    """The two calls differ only in `out`."""
     x, cos, sin = inputs((5, 3, 23))
     for _ in range(2):
         dsa.apply_rotary(x, cos, sin, interleaved=False, out=x.view(x.shape))

@@ -1,4 +1,4 @@
-"""Ops of experts' products, with FP8 and FP4 weights, on the CPU: expected rows, a process with some of the experts,
+"""Grouped products of experts with FP8 and FP4 weights, on the CPU: expected rows, a process with some of the experts,
 and the kernels that the ops launch."""
 
 import pytest
@@ -42,7 +42,7 @@ def same(got, expected):
 
 @pytest.mark.parametrize("name", OPS)
 def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
-    """expected_rows is a fraction of a symbolic size."""
+    """In the graph, expected_rows is computed from a symbolic number of rows."""
     a, b = operands(name)
 
     def run(a, b, ends, rows):
@@ -57,7 +57,7 @@ def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_expected_rows_change_no_result(name):
-    """Far too few, the right number and too many."""
+    """The values of expected_rows are far too small, right and too large."""
     a, b = operands(name)
     ends = ENDS.clamp(max=2)
     for rows, count in ((ROWS, 4), (None, 5)):
@@ -69,7 +69,7 @@ def test_expected_rows_change_no_result(name):
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
-    """No result is promised for them, in a compiled graph neither."""
+    """Their results are undefined in eager calls and in compiled graphs; all other rows have the right results."""
     a, b = operands(name)
     numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     rows = torch.cat((ROWS[:used], torch.full((4 - used,), -1, dtype=torch.int32)))
@@ -91,7 +91,8 @@ def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
 @pytest.mark.parametrize("fp4", [False, True])
 def test_a_process_with_some_of_the_experts(fp4, begin, end):
     """For its experts' rows, a process with some of 6 experts computes the same as a process with all experts. Rows
-    after its last row are NaN here and reach no token. A process without a chosen expert has only such rows."""
+    that belong to no expert of the process are NaN in the reference, and no token receives them. If no token has chosen
+    an expert of the process, all rows are NaN."""
     chosen = torch.rand(11, 6).argsort(-1)[:, :3]
     x = torch.randn(11, 256).bfloat16()
     first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"
@@ -116,12 +117,12 @@ def test_a_process_with_some_of_the_experts(fp4, begin, end):
 
 
 def padded(scales):
-    """Scales with rows at multiples of 16 bytes."""
+    """Return scales whose rows are padded to multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
 def many(count, matrices):
-    """(rows, ends): this many rows of the five tokens, all for the first matrix."""
+    """Return (rows, ends): `count` rows of the five tokens, all for the first matrix."""
     ends = torch.full((matrices,), count, dtype=torch.int32)
     return torch.randint(0, 5, (count,), dtype=torch.int32), ends
 
@@ -131,11 +132,11 @@ def bytes_of(q):
 
 
 def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
-    """Scheduling is dynamic for many rows."""
+    """If the op copies the rows first, scheduling is dynamic."""
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
-        rows[-1] = -7  # not a row
+        rows[-1] = -7  # outside q, so it is clamped
         dsa.grouped_fp8_gemm_swiglu((q, s), b, ends, rows=rows)
         _, variant, arguments = named_launches.pop()
         assert variant[-2:] == (gathered, is_dynamic)
@@ -160,7 +161,8 @@ def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
     ],
 )
 def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
-    """So are gathering and scheduling. The kernel gets all rows."""
+    """The expected rows also decide whether rows are gathered and whether scheduling is dynamic. The kernel gets all
+    rows."""
     a, b = operands("fp8", matrices=2)
     rows, ends = many(5000, 2)
     if not gathered:
@@ -181,7 +183,7 @@ def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, na
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (48, 48), (49, 49)])
 def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for, named_launches):
-    """Up to 24 rows per weight, with two weights, run in the small-M kernel."""
+    """The small-M kernel runs for up to 24 rows per weight, which is 48 rows for two weights."""
     a, b = operands("fp4", matrices=2)
     rows, ends = many(5000, 2)
     dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
@@ -196,7 +198,7 @@ def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for,
 
 @pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
 def test_swiglu_of_nothing(name, named_launches):
-    """Without channels or matrices the sums are zero, and the cast of zeros is returned."""
+    """Without rows no kernel runs. Without channels the sums are zero, and the op returns the cast of zeros."""
     a, b = operands(name)
     none = torch.zeros(3, dtype=torch.int32)
     out, scale = OPS[name](tuple(x[:0] for x in a), b, none)
@@ -208,7 +210,7 @@ def test_swiglu_of_nothing(name, named_launches):
 
 
 def test_without_weights_no_row_belongs_to_an_expert(named_launches):
-    """No kernel reads an end."""
+    """So the cast that runs is the one that does not read ends."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)
     none = torch.zeros(0, dtype=torch.int32)
@@ -221,7 +223,7 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
-    """With more rows than one wave of CTAs casts."""
+    """The rows are more than one wave of CTAs can cast."""
     compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
     cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
     [(name, variant, _)] = named_launches

@@ -1,4 +1,4 @@
-"""`linear_fp32` on the CPU: the kernel that it launches."""
+"""`linear_fp32` on the CPU: which kernel it launches, and with which arguments."""
 
 import pytest
 import torch
@@ -51,7 +51,8 @@ def test_what_the_kernel_gets(tokens, rows, channels, config, dtype, launches):
 
 
 def test_only_shipped_variants_are_chosen():
-    """Calls with few tiles run in clusters. A CTA without a cluster has channels for all slices."""
+    """Calls with few tiles run in clusters of 8 CTAs. A single CTA runs only if there are enough channels for all of
+    its slices."""
     assert {tile for _, tile in ROUND} == set(TILE_TOKENS) and {ctas for ctas, _ in ROUND} == {1, 8}
     assert ROWS == small_m_product.ROWS
     assert LEAST_CHANNELS == slices.SLICES * small_m_product.STEP  # no slice is empty

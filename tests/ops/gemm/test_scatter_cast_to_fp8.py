@@ -1,4 +1,4 @@
-"""`scatter_cast_to_fp8` on the CPU: what the kernel gets."""
+"""`scatter_cast_to_fp8` on the CPU: the arguments of the kernel."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The launch of the index scores, on the CPU: a single key."""
+"""The launch of `fp8_mqa_logits` on the CPU: the stride of a single key."""
 
 from dsa.cases import cases_of
 

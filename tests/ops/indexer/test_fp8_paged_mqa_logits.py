@@ -1,4 +1,4 @@
-"""The launch of the paged index scores, on the CPU: fake results, what the kernels get, and fp16 accumulation."""
+"""The launch of `fp8_paged_mqa_logits` on the CPU: fake results, the kernels' arguments, and fp16 accumulation."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def layout(x):
 
 
 def shifted(x, bytes_):
-    """A copy of x that starts `bytes_` past a multiple of 16 bytes."""
+    """Return a copy of x that starts `bytes_` bytes after a multiple of 16 bytes."""
     raw = x.contiguous().view(torch.uint8).flatten()
     buffer = torch.cat((raw.new_zeros(16), raw.new_zeros(bytes_), raw))[16 + bytes_ :]
     return buffer.as_strided(x.shape, x.contiguous().stride()) if x.dtype == torch.uint8 else buffer.view(x.dtype)
@@ -48,11 +48,11 @@ def test_what_the_kernels_get(launches):
     assert torch.equal(rows, weights) and rows.data_ptr() % 16 == 0
     assert torch.equal(column, lengths[:, None]) and blocks is table and schedule is plan and whole is out
     assert (capacity, filled) == (5 * 32, 1000)
-    # Fewer columns than keys, and no fill.
+    # A call with fewer columns than keys, and without -inf after the keys.
     CASE.run(given | {"context_lens": PER_QUERY, "schedule_meta": plan, "max_context_len": 50, "clean_logits": False})
     _, got = launches[2]
     assert got[2] is weights and got[3] is PER_QUERY and got[7:] == (50, 0)
-    # Rows of weights 36 bytes apart.
+    # Weights whose row stride, 36 bytes, is not a multiple of 16 bytes.
     CASE.run(given | {"weights": torch.randn(6, 9)[:, :8], "schedule_meta": plan})
     assert layout(launches[3][1][2]) == ((6, 8), (8, 1), torch.float32)
 

@@ -1,4 +1,4 @@
-"""Scores and selection in one op, on the CPU, for any small scores and ranges."""
+"""`indexer_select` on the CPU, with hypothesis: small integer scores and any ranges."""
 
 import torch
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ CASE = cases_of("indexer_select")[0]
     k=st.integers(1, 14),
 )
 def test_any_scores_and_ranges(keys, ranges, k):
-    """Only one channel is not 0, so that scores are small integers, many of them equal."""
+    """Queries are 0 in all channels but one, so that scores are small integers and many are equal."""
     call = CASE.arguments(queries=len(ranges), keys=len(keys), top_k=k, exact=True)
     call["q"].view(torch.uint8)[..., 1:] = 0
     call["kv"][0][:, 0] = torch.tensor(keys).to(torch.float8_e4m3fn)

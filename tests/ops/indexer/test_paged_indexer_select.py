@@ -1,4 +1,4 @@
-"""Scores over pages and selection in one op, on the CPU: any small scores and lengths, and what it launches."""
+"""`paged_indexer_select` on the CPU: small integer scores and any lengths, with hypothesis, and the op's launches."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CASE = cases_of("paged_indexer_select")[0]
     slots=st.booleans(),
 )
 def test_any_scores_and_lengths(count, lengths, k, slots):
-    """Only one channel is not 0, so that scores are small integers, many of them equal."""
+    """Queries are 0 in all channels but one, so that scores are small integers and many are equal."""
     call = CASE.arguments(lengths=(count,), page_size=16, columns=count, top_k=k, slots=slots, exact=True)
     call["q"].view(torch.uint8)[..., 1:] = 0
     call["context_lens"] = i32([lengths])
@@ -33,11 +33,12 @@ def test_fp16_accumulation_only_where_arithmetic_bounds(heads, next_n, expected,
     for accumulators in (torch.float16, torch.float32):
         sizes = {"lengths": (70, 0, 128), "next_n": next_n, "heads": heads}
         CASE.run(CASE.arguments(**sizes, accumulators=accumulators))
-    assert [variant[5] for variant, _ in launches if len(variant) == 7] == [expected, False]  # of scores
+    assert [variant[5] for variant, _ in launches if len(variant) == 7] == [expected, False]  # launches of scores
 
 
 def test_a_query_is_selected_from_what_it_sees(launches):
-    """With one length per sequence the last query sees all keys. A length may be any number."""
+    """With one length per sequence the last query sees all keys, and each earlier query one key fewer. Any int32 is
+    allowed as a length."""
     lengths = {"context_lens": i32([70, -(2**31), 2**31 - 1])}
     CASE.run(CASE.arguments(lengths=(70, 0, 128), next_n=3, slots=True) | lengths)
     *_, (_, of_topk) = launches

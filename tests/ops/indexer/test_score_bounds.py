@@ -1,4 +1,4 @@
-"""The check of index scores passes the rounding of Hopper's tensor cores, and finds one wrong score."""
+"""`check_scores` accepts scores with the rounding of Hopper's tensor cores, and finds a single wrong score."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZES = [(heads, dim) for heads in (8, 64) for dim in (32, 128)]
 
 
 def _case(heads, dim):
-    """Scores of queries that see all but the last 20 keys."""
+    """Return (inputs, expected scores, sums of the terms' magnitudes) of queries that see all but the last 20 keys."""
     given = CASE.arguments(queries=QUERIES, keys=KEYS, heads=heads, dim=dim)
     q, (k, scale), weights = (given[name] for name in ("q", "kv", "weights"))
     expected, terms = (x * scale for x in scores(q, k, weights))
@@ -22,13 +22,14 @@ def _case(heads, dim):
 
 
 def _cut(x, bits, of=None):
-    """Drop the bits of x that are more than `bits` below the first bit of the largest of `of`, or of x itself."""
+    """Truncate x to multiples of 2^-bits times the leading bit of `of`, or of x itself."""
     step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
     return (x / step).trunc() * step
 
 
 def _on_hopper(q, k, scale, weights, half):
-    """fp16 values are cut off. The hardware rounds them to the nearest, with half the error."""
+    """Return scores with the rounding of Hopper. Here fp16 values are truncated, while the hardware rounds them to
+    nearest, with half the error."""
     q, k = q.double(), k.double()
     products = q.new_zeros(*q.shape[:2], KEYS)
     for chunk_q, chunk_k in zip(q.split(32, 2), k.split(32, 1)):
@@ -59,7 +60,8 @@ def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
 @pytest.mark.parametrize("accumulators", OF_TERMS)
 @pytest.mark.parametrize(("heads", "dim"), SIZES)
 def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
-    """The score has ordinary size, in a matrix so large that calc_diff misses it. Or its query does not see the key."""
+    """One score of typical magnitude is wrong, in a matrix so large that calc_diff does not notice. Or a key that its
+    query does not see has a finite score."""
     _, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
     at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()

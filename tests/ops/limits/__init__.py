@@ -1,5 +1,6 @@
-"""Arguments that specs allow and kernels do not take, and relations between an op's arguments, a module a family:
-(valid call, changes from its arguments, message) each."""
+"""Arguments that kernels do not take although the specs allow them, and wrong combinations of an op's arguments, one
+module per family: (name of a valid call, function from the call's arguments to the changed ones, error message)
+each."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Limits of what writes and reads caches."""
+"""Limits of the ops that write and read caches."""
 
 import torch
 

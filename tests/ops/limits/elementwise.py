@@ -1,4 +1,4 @@
-"""Limits of norm, rotation and hyper connections."""
+"""Limits of the ops for norms and rope."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Tensors for limits: large ones take no memory."""
+"""Tensors for tests of limits. Large tensors take no memory."""
 
 import math
 
@@ -9,7 +9,7 @@ BYTES = torch.uint8
 
 
 def zeros(*shape, dtype=F32, device="cpu"):
-    """Large ones are one number in memory."""
+    """Return a tensor of zeros. A large tensor is a single number with strides of 0."""
     whole = (1,) * len(shape) if math.prod(shape) > 2**20 else shape
     return torch.zeros(whole, device=device).to(dtype).expand(shape)
 
@@ -23,5 +23,5 @@ def kv_b(rows, columns):
 
 
 def row(x, count):
-    """So many rows that are the first."""
+    """Return a view of `count` rows, all of which are the first row of x."""
     return x[:1].expand(count, *x.shape[1:])

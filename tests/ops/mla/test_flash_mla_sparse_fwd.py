@@ -1,4 +1,5 @@
-"""What sparse MLA attention gives its kernels, on the CPU: heads, splits, outputs of any place, lists without keys."""
+"""The arguments that sparse MLA attention passes to its kernels, on the CPU: heads, splits, outputs in larger tensors,
+and empty lists of keys."""
 
 import math
 
@@ -40,7 +41,7 @@ def test_few_heads_run_the_kernel_that_swaps_a_and_b(named_launches, heads, head
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_a_part_of_a_tensor_is_written(case, given):
-    """And the larger tensor's other heads stay as they are."""
+    """`out` is a slice of a larger tensor, whose other heads stay as they are."""
     expected = case.run(given)
     *rows, heads, _ = given["q"].shape
     whole = torch.full((*rows, heads + 4, D_V), 7.0, dtype=given["q"].dtype)
@@ -58,7 +59,7 @@ def test_queries_of_many_keys_are_split_and_combined_unless_they_are_batch_invar
     DECODE.run(given)
     (name, variant, arguments), (end, _, end_arguments) = named_launches
     assert (name, end, variant) == ("sparse_mla_fp8_kv", "sparse_mla_combine", (576, 16, 1))
-    # Six queries of ten tiles, two tiles a worker.
+    # Six queries of ten tiles are divided among 30 CTAs with two tiles each.
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
     named_launches.clear()
     DECODE.run(given | {"enable_batch_invariant": True})
@@ -102,7 +103,7 @@ def test_a_list_without_keys_is_left_out(named_launches):
 
 
 def test_a_dtype_without_a_kernel_is_compiled_whole(monkeypatch):
-    """The reference is traced; nothing asks the tensors of the trace for an address."""
+    """torch.compile traces the reference. No check asks a traced tensor for its address."""
     monkeypatch.setattr(dsa.runtime.backends, "_warned", {"flash_mla_sparse_fwd", "flash_mla_sparse_fwd in float32"})
     q, kv, indices = torch.randn(2, 4, 576), torch.randn(9, 1, 576), torch.randint(0, 9, (2, 1, 4), dtype=torch.int32)
 

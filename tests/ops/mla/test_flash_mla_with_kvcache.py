@@ -1,4 +1,4 @@
-"""The bridge of dense MLA decoding, on the CPU: plans, splits, and what it launches."""
+"""`flash_mla_with_kvcache` without indices, on the CPU: plans, splits, and launches."""
 
 import math
 
@@ -22,7 +22,8 @@ def i32(values):
 
 
 def inputs(s_q=2, h_q=4, h_k=1, page_size=16, dtype=torch.bfloat16):
-    """q, cache, block table and lengths of three sequences, one of them empty, in tables of three pages."""
+    """Return q, cache, block table and lengths of three sequences, one of which is empty. The block table has three
+    pages per sequence."""
     q, cache = torch.randn(3, s_q, h_q, D).to(dtype), torch.randn(10, page_size, h_k, D).to(dtype)
     return q, cache, torch.randperm(10)[:9].view(3, 3).int(), i32([2 * page_size + 5, 0, page_size])
 
@@ -37,7 +38,7 @@ def assert_same(got, expected):
 
 
 def wider(x, before, after):
-    """x as a part of a tensor with more in its last dimension."""
+    """Return x as a slice of a tensor with more elements in the last dimension."""
     return torch.nn.functional.pad(x, (before, after))[..., before : before + x.shape[-1]]
 
 
@@ -66,7 +67,7 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
     assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
-    # Without an object, every call plans; with an old plan, none does.
+    # Without a FlashMLASchedMeta every call makes a plan; with a plan of the old style no call does.
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
@@ -75,7 +76,8 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
-    """Nothing is in it before the graph is replayed."""
+    """A plan made during capture has no contents before the graph is replayed, so calls outside of that graph need
+    another one."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
@@ -90,7 +92,7 @@ SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 1
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
 def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
-    """Where sequences may be so long that all are needed."""
+    """The block table allows sequences so long that all CTAs are needed."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
@@ -101,7 +103,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
     old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
     assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
-    # The workspace follows the plan that is given.
+    # The size of the workspace depends on the given plan.
     decoded(*arguments, *ANY_PLAN)
     assert named_launches[-2][2][8].shape == (14, h_k, rows, D_V)
 
@@ -112,7 +114,8 @@ WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False
 
 @pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
 def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
-    """Where a part may have as many whole sequences as it must have, if they are equally long."""
+    """Sequences are not split if, for equal lengths, the plan allows a part as many unsplit sequences as each part must
+    have."""
     monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
     parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
     assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)
@@ -120,16 +123,17 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
     assert whole == (-(-batch // parts) <= most // each)
 
 
-# Pages of 16 keys in the table of each of three sequences; parts, what beginning a sequence costs, whether a part has
-# few tiles, with 132 SMs and two tiles of rows.
+# (pages of 16 keys per sequence in the table, parts of the plan, fixed cost per sequence, whether a part has few
+# tiles), for three sequences, 132 SMs and two tiles of rows.
 SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
 SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The table's capacity decides: a part per tile up to half of the CTAs, then half of them, then all; no clusters
-    while a part has few tiles. A plan for unknown lengths has all parts."""
+    """The capacity of the block table determines the number of parts: one per tile for few tiles, at most half of the
+    CTAs up to HALVED tiles per part, and all CTAs for more. Clusters are not used while a part has few tiles. A plan
+    for unknown lengths has all parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
@@ -138,7 +142,7 @@ def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches)
     assert (len(named_launches[3][2][1]), named_launches[3][2][3]) == (66, op.OVERHEAD)
 
 
-# Heads, pages of 16 keys, parts of each of three sequences.
+# (heads, pages of 16 keys per sequence, parts per sequence, whether few CTAs combine), for three sequences.
 @pytest.mark.parametrize(
     ("heads", "pages", "parts", "few"),
     [(64, 64, 16, False), (128, 64, 11, True), (128, 176, 11, True), (128, 180, 22, False), (128, 400, 22, False)],
@@ -163,12 +167,13 @@ def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, pl
     got, capacity = named_launches[0][2], min(pages * page_size, 2**31 - 64)
     assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in named_launches)
     assert got[8].shape == (3 * splits, 1, 8, D_V) and got[9].shape == (3 * splits, 1, 8)
-    # The plan is not read: it is any that the kernels can be called with.
+    # The kernel does not read the plan, so it gets a placeholder in place of the given plan.
     assert got[4] is not plan[0] and layout(got[4])[1:] == ((8, 1), torch.int32)
 
 
 def test_batch_invariant_kernels_do_not_depend_on_the_batch(named_launches):
-    """Nor on the width of the block table: other kernels would add the splits up in another order."""
+    """The kernels do not depend on the width of the block table either: other kernels would add the splits in another
+    order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
         decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
@@ -187,7 +192,7 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
-    # A plan may be made where none is given: later calls can use it.
+    # Without a given plan, the call may make one, which later calls can use.
     assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 
@@ -205,7 +210,7 @@ def test_into_a_part_of_a_tensor(dtype):
 
 
 class Foreign:
-    """FlashMLA's class, by its fields."""
+    """An object with the fields of FlashMLA's class for plans."""
 
     def __init__(self, plan=None, num_splits=None, config=None):
         self.have_initialized, self.config = plan is not None, config
@@ -222,7 +227,7 @@ def test_an_object_of_another_library(filled, named_launches):
     assert names(named_launches) == [PLANS, *DECODES, *DECODES]
     plan = named_launches[0][2][1]
     assert all(named_launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
-    # Its own fields are as its own library left them.
+    # The fields of the foreign object are unchanged.
     assert (meta.tile_scheduler_metadata, meta.num_splits, meta.config) == theirs and meta.have_initialized is filled
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
@@ -248,7 +253,7 @@ def test_which_plans_the_kernel_makes(named_launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
     assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
-    # For selected keys it is the reference's.
+    # For selected keys the reference makes the plan, without a kernel.
     arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
     assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))
     many = torch.zeros(32769, dtype=torch.int32)
@@ -266,7 +271,7 @@ def test_queries_are_copied_only_if_their_rows_are_not_aligned(named_launches):
         decoded(wrong, cache, table, lengths)
         got = named_launches[-2][2][0]
         assert layout(got) == layout(q) and torch.equal(got, q) and got.data_ptr() % 16 == 0
-    # Parts of larger tensors are used where they are.
+    # Slices of larger tensors are not copied.
     keys, rows, apart = wider(cache, 8, 56), wider(table, 1, 4), torch.stack((lengths, lengths), 1)[:, 1]
     for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
         decoded(right, keys, rows, apart)
@@ -296,7 +301,7 @@ def test_a_call_like_one_before_is_not_checked_again(named_launches, monkeypatch
     metas = [dsa.get_mla_metadata()[0] for _ in range(2)]
     for meta in (*metas, *metas):
         decoded(q, cache, table, lengths, meta)
-    assert len(checked) == 2  # without a plan, before one is made, and with it
+    assert len(checked) == 2  # once before the plan is made, and once with the plan
     with pytest.raises(ValueError, match="k_cache: the last dimension must be contiguous"):
         decoded(q, cache.repeat_interleave(2, 3)[..., ::2], table, lengths, metas[0])
     with pytest.raises(ValueError, match="was first used with"):

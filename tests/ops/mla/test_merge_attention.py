@@ -1,4 +1,4 @@
-"""The bridge of the merge, on the CPU: branches as the kernel sees them."""
+"""`merge_attention` on the CPU: the branches that the kernel gets."""
 
 import math
 
@@ -13,7 +13,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def branches(count=2, shape=(3, 4, 16), dtype=torch.bfloat16):
-    """outs, of which the first has an empty row, and lses."""
+    """Return outs and lses. The first row of the first branch is empty."""
     outs = [torch.randn(shape).to(dtype) for _ in range(count)]
     lses = [torch.randn(shape[:-1]) for _ in range(count)]
     lses[0].view(-1)[:1] = math.inf
@@ -52,7 +52,7 @@ def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     wide = [torch.nn.functional.pad(x, (8, 24))[..., 8:24] for x in outs]
     dsa.merge_attention([wide[0], outs[1].transpose(0, 1).contiguous().transpose(0, 1)], lses)
     assert [x.stride() for x in launches[0][1][0]] == [(1152, 192, 48, 1), (96, 16, 96, 1)]
-    # Strides of single elements mean nothing.
+    # Strides of dimensions of size 1 are arbitrary.
     one = outs[0][:1, :1].as_strided((1, 1, 16), (7, 3, 1))
     dsa.merge_attention([one, one], [lses[0][:1, :1]] * 2)
     for got in launches[1][1][0]:

@@ -1,4 +1,4 @@
-"""The bridge of multi-head attention, on the CPU: padding of channels, groups of heads, and what it copies."""
+"""`mha_varlen_fwd` on the CPU: padding of channels, groups of heads, and copies."""
 
 import torch
 

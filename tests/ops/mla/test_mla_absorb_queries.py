@@ -1,4 +1,4 @@
-"""The bridge of mla_absorb_queries, on a CPU."""
+"""`mla_absorb_queries` on the CPU: the arguments of the kernel."""
 
 import pytest
 import torch

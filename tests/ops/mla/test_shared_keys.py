@@ -1,4 +1,4 @@
-"""The launch of sparse MLA prefill where neighbouring queries share keys, on a CPU."""
+"""The launch of sparse MLA prefill for groups of adjacent queries that share keys, on the CPU."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_queries_of_a_group(heads, size):
         (1055, 8, 4096, 40, False),
         (2048, 16, 2048, 2**21, True),
         (2048, 8, 2048, 2**21, True),
-        (2048, 16, 2048, 2**21 + 1, False),  # too many rounds for a list
+        (2048, 16, 2048, 2**21 + 1, False),  # too many passes over the indices to build a list
     ],
 )
 @pytest.mark.parametrize("into", [False, True])
@@ -56,7 +56,8 @@ def test_where_queries_may_share(named_launches, s_q, heads, k, s_kv, shares, in
 
 @pytest.mark.parametrize("size", GROUP_SIZES.values())
 def test_keys_that_a_list_can_have(size):
-    """An entry has bits for all of them, and the sample's table a place for each that it may have."""
+    """An entry of a list has enough bits for any key number, and the sample's table has an entry for each key that it
+    may contain."""
     assert shared.MOST_KEYS <= 2**MEMBER_SHIFT
     table = selection_union_sm90.SelectionUnionSm90(size).range
     assert shared.MOST_KEYS <= table * selection_union_sm90.SAMPLE
@@ -70,7 +71,8 @@ def test_what_is_launched(named_launches):
     assert (of_union, of_groups, of_queued) == ((4,), ("bfloat16", 576, 4), ("bfloat16", 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
-    # No more than all keys; 7 tenths of the indices of four queries.
+    # The capacity of a list is the number of keys, or 7/10 of the indices of four queries if that is less, as in the
+    # last call.
     assert lists.shape == (513, 1, 5000) and found.shape == group_queue.shape == (513,)
     assert query_queue.shape == (2050,) and numbers.tolist() == [0, 0]
     assert groups[2] is lists and groups[3] is found and groups[-4:] == (132, numbers, group_queue, query_queue)

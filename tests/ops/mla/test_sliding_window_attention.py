@@ -1,4 +1,5 @@
-"""What attention to windows gives its kernels, on the CPU: lists and their lengths, nothing at all, compiled graphs."""
+"""Sliding-window attention on the CPU: the lists that kernels get and their lengths, calls without keys or queries, and
+compiled graphs."""
 
 import math
 
@@ -28,7 +29,7 @@ def joined():
 
 
 def decode(layout="bf16, 576", window=6, **sizes):
-    """Three sequences, one of them empty."""
+    """Return arguments for three cached sequences, one of which is empty."""
     return DECODE.arguments(layout=layout, lengths=(24, 0, 9), heads=4, page=8, window=window, **sizes)
 
 
@@ -59,12 +60,12 @@ def test_a_window_of_any_size_decodes_in_little_memory(pages):
     assert_same(whole, reference.sliding_window_decode(**given))
 
 
-SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # up to it a byte cache's CTAs have 16 or 32 heads
+SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # up to this window, CTAs for a byte cache have 16 or 32 heads
 
 
 @pytest.mark.parametrize("window", [1, 64, 128, SHORT_WINDOW])
 def test_queries_with_short_windows_are_not_split(window):
-    """So that in decoding, too, a result does not depend on how many there are."""
+    """So a result of decoding does not depend on the number of queries."""
     for queries in range(1, 300):
         for head_tiles in (1, 2):
             assert launch.stream_k(queries, head_tiles, -(-window // TILE_N), 132, may_split=True)[2] == 0
@@ -109,7 +110,7 @@ def test_parts_of_larger_tensors_are_used_where_they_are(named_launches):
     WINDOW.run(given | {"kv": wide})
     _, [keys], *_ = named_launches[-1][2]
     assert keys.stride()[1:] == (576, 1) and keys.data_ptr() == wide.data_ptr()
-    # The list and the sink are small, and copied.
+    # The list and the sink are small, so they are copied if their last dimension is not contiguous.
     near = torch.zeros(len(given["q"]), 12, dtype=torch.int32)[:, ::2]
     WINDOW.run(given | {"attn_sink": torch.randn(8)[::2], "indices": near})
     _, _, [indices], _, _, sink, *_ = named_launches[-1][2]

@@ -1,4 +1,4 @@
-"""How sparse MLA attention spreads its queries: heads of a CTA, whole queries and split ones."""
+"""How sparse MLA attention divides its work among CTAs: heads per CTA, unsplit and split queries."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def test_stream_k(queries, head_tiles, tiles):
     rest = queries - full_waves * workers
     assert rest < workers and (split_workers > 0) == (rest > 0)
     if rest > 0:
-        # Every worker has a tile, and the longest lasts no longer than another wave of whole queries would.
+        # Every CTA has a tile, and no CTA takes longer than another wave of unsplit queries would.
         assert rest < split_workers <= rest * tiles and -(-rest * tiles // split_workers) < tiles
     workers, full_waves, split_workers = launch.stream_k(queries, head_tiles, tiles, 132, may_split=False)
     assert split_workers == 0 and workers * (full_waves - 1) < queries <= workers * full_waves
@@ -32,7 +32,7 @@ def test_stream_k(queries, head_tiles, tiles):
 
 @pytest.mark.parametrize(("queries", "tiles", "splits"), [(131, 10**5, True), (131, 125_000, False), (1, 2**24, False)])
 def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries, tiles, splits):
-    """The scheduler multiplies in 32 bits."""
+    """The scheduler computes the product of these numbers in 32 bits."""
     assert (launch.stream_k(queries, 1, tiles, 132, may_split=True)[2] > 0) == splits
 
 
@@ -40,7 +40,7 @@ def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries
     ("queries", "tiles", "workers", "full_waves", "split_workers"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)]
 )
 def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_workers):
-    """The arithmetic of `StreamKScheduler`: who has which tiles, and which worker a tile has."""
+    """The arithmetic of `StreamKScheduler`: the range of tiles of a CTA, and the CTA of a tile."""
     rest = queries - full_waves * workers
     bounds = [min(worker, split_workers) * rest * tiles // split_workers for worker in range(split_workers + 2)]
     assert bounds[0] == 0 and bounds[split_workers] == bounds[split_workers + 1] == rest * tiles
@@ -61,7 +61,8 @@ def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_worke
             (128, 64, 32, 64),
             (256, 128, 32, 64),
         ],
-        # As was measured: where SMs would have no work, and where partial results are small.
+        # Fewer heads per CTA are faster (measured) if SMs would be idle otherwise, or if smaller partial results save
+        # time.
         *[(1, 128, 32, 16), (4, 128, 32, 16), (8, 128, 32, 32), (32, 128, 32, 32), (64, 64, 32, 32)],
     ],
 )

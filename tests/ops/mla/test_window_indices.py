@@ -1,4 +1,4 @@
-"""The bridge of the window's lists in compiled graphs of any number of queries."""
+"""`window_indices` and `window_slots` in graphs compiled for any number of queries."""
 
 import pytest
 import torch

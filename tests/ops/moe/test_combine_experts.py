@@ -1,4 +1,4 @@
-"""The bridge of the experts' sum, on the CPU: gradients, and what it launches."""
+"""`combine_experts` on the CPU: gradients, and the arguments of the kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The bridge of router and sort by a table of experts: which kernel it launches, and what ships."""
+"""`route_by_table` on the CPU: which kernel it launches, and which variants ship."""
 
 import pytest
 import torch
@@ -29,7 +29,8 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """The gates with this score, of which the gate's kernel says the same, with each tile."""
+    """For each tile, variants ship for the same numbers of experts and top_k as the gate's kernel has with this
+    score."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments[:2] for _, arguments in moe_gate_sm90.shipped_variants() if arguments[2] == "sqrtsoftplus"}

@@ -1,4 +1,4 @@
-"""The bridge of router, gate and sort in one: which kernel it launches, and what ships."""
+"""`route_to_experts` on the CPU: which kernel it launches, and which variants ship."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """The models' gates, of which the gate's kernel says the same, with each tile."""
+    """For each tile, variants ship for the same gates of models as the gate's kernel has."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments for _, arguments in moe_gate_sm90.shipped_variants()}

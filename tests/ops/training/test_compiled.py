@@ -14,7 +14,7 @@ from dsa.runtime.op import OPS
 
 CALL = {call.name: call for call in CASES}
 WARMUP = "indexer_warmup_attention"
-# The arguments that gradients reach, and which results have gradients.
+# The arguments that get gradients, and the indices of the results that have gradients.
 GRADIENTS = {
     "sparse_mla_attention": (("q", "kv", "attn_sink"), (0, 1)),
     "sparse_indexer_loss": (("q_idx", "k_idx", "w_idx"), (0,)),
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 def trained(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Arguments of a call. Those that gradients reach are leaves."""
+    """Return the arguments of a call. Arguments that get gradients are leaves."""
     given = {
         key: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x
         for key, x in CALL[name].arguments().items()
@@ -62,7 +62,7 @@ def test_one_graph_has_the_results_and_gradients_of_eager_calls(name, dtype, tol
 
 
 def test_one_graph_of_the_sparse_stage():
-    """A query's keys are those that the indexer selects."""
+    """A graph of selection, attention and loss, in which attention uses the keys that the indexer selects."""
     torch._dynamo.reset()
     given = trained("sparse_indexer_loss", torch.float32)
     leaves = [given[name].requires_grad_() for name in ("q", "kv", "q_idx", "k_idx", "w_idx")]
@@ -100,7 +100,7 @@ def test_a_second_backward_pass_is_an_error(name, compiled, launches):
 
 
 class Called(TorchDispatchMode):
-    """Notes the ops of dsa that torch calls: (op, arguments, results)."""
+    """Record the ops of dsa that torch calls: (op, arguments, results)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Called(TorchDispatchMode):
 
 
 def called(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, Any]]:
-    """The registered ops of a call and of its backward pass."""
+    """Return the registered ops that run in a call and in its backward pass."""
     with monkeypatch.context() as patch, Called() as mode:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         with_gradients(CALL[name].function(), name, given)
@@ -125,7 +125,8 @@ def called(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
 
 @by_op
 def test_torch_knows_the_op_and_its_gradients(name, monkeypatch):
-    """Shapes, strides and dtypes of the references: what is traced is what runs."""
+    """Fake results have the shapes, strides and dtypes of the references' results, so that a traced call matches the
+    call that runs."""
     for op, own, _ in called(name, trained(name), monkeypatch):
         library.opcheck(op, own)
 
@@ -138,7 +139,7 @@ ABSORBED = LIKE_V32 | {"dims": (576, 512), "key_heads": 1}
     ("name", "sizes"), [*((name, {}) for name in GRADIENTS), (WARMUP, LIKE_V32), (WARMUP, ABSORBED)]
 )
 def test_kernels_return_the_strides_that_torch_expects(name, sizes, launches, monkeypatch):
-    """torch.compile's code relies on them."""
+    """The code that torch.compile generates relies on these strides."""
 
     def flash(grad, q, k, v, *_, **__):
         return tuple(map(torch.empty_like, (q, k, v)))

@@ -1,4 +1,4 @@
-"""Training's selection on the CPU: from tiles of scores to the best keys."""
+"""`indexer_topk` on the CPU: from tiles of scores to the selected keys."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def inputs(lengths=LENGTHS, **sizes):
 
 
 def plan_of(sequences, queries, keys, causal):
-    """What the plan's kernel writes, and a q tile that is not used."""
+    """Return what the plan's kernel writes, with an unused q tile at the end."""
     cu_q, cu_k, _, longest = sequences
     q_tiles = []
     for first_q, end_q, first_k, end_k in zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist()):
@@ -32,7 +32,7 @@ def plan_of(sequences, queries, keys, causal):
 
 
 def scores_of(q, minus_k, w, q_tiles, scores, active):
-    """Fake the score kernel: write each q tile's tiles, and NaN elsewhere."""
+    """Replace the score kernel: write the tiles of each q tile, and NaN to the rest of `scores`."""
     scores.fill_(torch.nan)
     for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(q_tiles.tolist()):
         for j in range(min(tiles, scores.shape[1])):

@@ -1,4 +1,4 @@
-"""The warm-up's bridge on the CPU: chunks, padding, and the keys of absorbed attention."""
+"""`indexer_warmup_attention` on the CPU: chunks, padding, and the keys of absorbed attention."""
 
 import math
 
@@ -35,7 +35,8 @@ def test_chunks_are_whole_turns_of_tiles(count, budget, tiles, workers):
 
 
 def test_two_sequences_of_16_tiles_take_no_turn_more_than_their_tiles():
-    """8192 tokens: 544 tiles on 132 multiprocessors; 272 of them twice would be six turns."""
+    """8192 tokens have 544 tiles, which is 5 waves on 132 SMs. Two equal chunks of 272 tiles would take 3 waves each, 6
+    in total."""
     sizes = [c.stop - c.start for c in _warmup_sum.Plan(torch.zeros(68, 8), torch.zeros(69), 16).chunks(10, 600, 132)]
     tiles = [i % 16 + 1 for i in range(64)] + [0] * 4
     assert [-(-sum(tiles[:31]) // 132), -(-sum(tiles[31:]) // 132)] == [2, 3] and sizes == [31, 37]
@@ -62,7 +63,7 @@ def test_absorbed_attention_selects_what_a_query_sees(monkeypatch, causal):
     monkeypatch.setattr(_packed_attention, "MOST_INDICES", 30)
     lengths = [(3, 5), (0, 2), (4, 2), (1, 1), (2, 0)]
     bounds = [torch.tensor([1, *side]).cumsum(0).int() for side in zip(*lengths)]
-    queries = int(bounds[0][-1]) + 2  # of which the first and the last two are in no sequence
+    queries = int(bounds[0][-1]) + 2  # the first query and the last two belong to no sequence
     found = {}
     for rows, indices, visible in _packed_attention._selections((*bounds, 4, 5), queries, causal):
         assert indices.shape == (rows.stop - rows.start, 1, 5) and indices.dtype == visible.dtype == torch.int32
@@ -85,7 +86,7 @@ def test_without_sequences_no_query_selects_a_key(causal):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_absorbed_gradients_are_deterministic_as_pytorch_is_told(monkeypatch, deterministic):
-    """They are those of the sparse stage's attention, to which the order of the sums is an argument."""
+    """Absorbed attention uses the gradients of the sparse stage's attention, which have an argument `deterministic`."""
     asked = []
 
     def gradients(q, kv, indices, *rest):
@@ -141,7 +142,8 @@ def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, hea
     given = []
 
     def flash(grad, q, k, v, out, lse, *_, **__):
-        """Gradients of sum(grad q k v) with each head's own k and v, times what else a head has."""
+        """Return the gradients of sum(grad q k v), where grad is multiplied by out and lse, so that the test notices
+        wrong slices of heads."""
         given.append(q.shape[1])
         grad = grad.float() * out.float() * lse.T[..., None]
         q, k, v = (x.float().requires_grad_() for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""The bridge of the sparse stage's loss, on the CPU: what ships, gradients, and what it copies."""
+"""`sparse_indexer_loss` on the CPU: shipped variants, gradients, and copies."""
 
 import itertools
 import math
@@ -21,7 +21,8 @@ def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtyp
 
 @pytest.fixture
 def launches(kernel_path, monkeypatch):
-    """The op goes the kernels' way; what it would launch is listed, not run: loss 1, gradients of ones."""
+    """Return the list of the op's launches, (arguments of the compile function, arguments of the kernel) each.
+    Stand-ins for the kernels write a loss of 1 and gradients of 1."""
     found = []
 
     def stand_in(variant):
@@ -47,7 +48,8 @@ def launches(kernel_path, monkeypatch):
 
 
 def test_the_kernels_ship_all_that_the_op_takes(launches):
-    """The numbers are those of the public docstring: what it promises is launched, and no kernel ships for nothing."""
+    """The sizes are those of the public docstring. Every promised size has a shipped variant, and every shipped variant
+    is used."""
     asked = {"forward": set(), "backward": set()}
     for d, heads, di, index_heads, k, deterministic in itertools.product(
         (512, 576), (1, 64, 65, 128), (64, 128), (1, 64), (1, 2048), (False, True)
@@ -77,7 +79,8 @@ def test_gradients(launches, deterministic, w_dtype):
         assert x.dtype == y.dtype and (x == 1).all()
     assert k_idx.grad.dtype == torch.bfloat16
     if deterministic:
-        # Parts of the bound, as many as there are indices, have room; and halves of them have not twice as much.
+        # 350 terms (the number of indices) of the largest possible magnitude fit in 62 bits, and the scale is not
+        # needlessly small.
         scale, bound = arguments[6].item(), 4 * w.abs().sum(1).max().item() * q_idx.abs().max().item()
         assert 2**58 <= 350 * bound * scale < 2**62
         assert torch.allclose(k_idx.grad.float(), torch.full_like(k_idx, 2**40 / scale).float(), rtol=2**-8)
@@ -109,7 +112,8 @@ def test_units_of_numbers_that_are_none():
 
 
 def test_what_is_copied(launches):
-    """Rows of queries that 16-byte loads cannot read, and indices apart; what is aligned is not."""
+    """Rows of queries that are not at multiples of 16 bytes, and indices with gaps, are copied. Aligned tensors are
+    not."""
     q, kv, q_idx, k_idx, w, indices, scale = inputs()
     dsa.sparse_indexer_loss(q, kv, q_idx, k_idx, w, indices, scale)
     assert [x.data_ptr() for x in launches[0][1][:5]] == [x.data_ptr() for x in (q, kv, q_idx, k_idx, w)]

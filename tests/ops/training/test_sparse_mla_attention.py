@@ -1,4 +1,4 @@
-"""The bridge of sparse MLA attention with gradients, on the CPU: what it launches."""
+"""`sparse_mla_attention` with gradients, on the CPU: its launches."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BF16 = torch.bfloat16
 
 
 def inputs(tokens=3, heads=5, keys=7, k=4, d=576, dtype=BF16, sink=True):
-    """q, kv, indices, sink"""
+    """Return (q, kv, indices, sink)."""
     q, kv = torch.randn(tokens, heads, d).to(dtype), torch.randn(keys, 1, d).to(dtype)
     indices = torch.randint(-1, keys + 1, (tokens, 1, k), dtype=torch.int32)
     return q, kv, indices, torch.randn(heads) if sink else None
@@ -19,7 +19,7 @@ def inputs(tokens=3, heads=5, keys=7, k=4, d=576, dtype=BF16, sink=True):
 
 @pytest.fixture
 def launches(named_launches, monkeypatch):
-    """What the bridge would launch, but for the forward, which the reference computes."""
+    """Return the list of the op's launches, without the forward pass, which the reference computes."""
 
     def forward(q, kv, indices, scale, d_v, sink):
         with dsa.use_backend("reference"):
@@ -49,7 +49,7 @@ def test_what_is_launched(launches, d, sink):
     assert main[:2] == ("sparse_mla_backward", ("bfloat16", d, False))
     *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
     assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
-    # After the keys' rows one row per CTA.
+    # After the keys' rows there is one row per CTA.
     assert sums.shape == (7 + 3, d) and sums.eq(0).all()
     assert (counter.shape, counter.dtype) == ((1,), torch.int32) and counter.eq(0).all()
 
@@ -58,11 +58,11 @@ def test_deterministic_works_on_some_queries_at_a_time(launches):
     q, kv, indices, sink = inputs(tokens=150, heads=70, k=65)
     backward(q, kv, indices, sink, deterministic=True)
     names = [name for name, *_ in launches]
-    # 132 multiprocessors, and two units a query.
+    # 132 SMs, and two work tiles per query: 66 queries per launch.
     assert names == ["backward_inputs", *["sparse_mla_backward", "sum_lists"] * 3, "reorder_sums"]
     assert [len(arguments[0]) for name, _, arguments in launches if name == "sparse_mla_backward"] == [66, 66, 18]
     assert [variant for name, variant, _ in launches if name == "sparse_mla_backward"] == [("bfloat16", 576, True)] * 3
-    # Each launch counts its units from 0.
+    # Each launch has a new counter, which is zero.
     counters = [arguments[7] for name, _, arguments in launches if name == "sparse_mla_backward"]
     assert all(x.eq(0).all() for x in counters) and len({x.data_ptr() for x in counters}) == 3
 

@@ -1,4 +1,4 @@
-"""Which words of a result the kernel that fills uncovered rows is given."""
+"""The int32 words of a result that the kernel for uncovered rows gets."""
 
 import math
 
