@@ -46,7 +46,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, arrive, expect_bytes, start
 from dsa.cute.reductions import block_exclusive_scan
-from dsa.cute.sm90 import SHARED_BYTES, WARP
+from dsa.cute.sm90 import SHARED_BYTES, WARP, cluster_sync
 from dsa.kernels.indexer.limits import BY_VALUE, LENGTHS, PAGED, STARTS, TOPK_DTYPES, VALUES
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
@@ -539,13 +539,6 @@ class TopkIndicesSm90:
         else:
             for i in cutlass.range(tid, found, self.threads, unroll=1):
                 columns[i] = Int32(-1)
-
-
-@cute.jit
-def cluster_sync():
-    """Wait until all threads of the cluster have called this."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
 
 
 @cute.jit
