@@ -9,19 +9,21 @@ Plan
   operand A. So the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
   share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
-  codes by TMA and their scales by cp.async, and waits only for empty stages. The other three producer warps gather the
-  rows of activations and their scales.
+  codes by TMA, and their e8m0 scales and block scales by cp.async; it waits only for empty stages. The other three
+  producer warps gather the rows of activations and their scales.
 - Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
-  channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), and the scales of
-  activations and blocks (16 bytes per row). The ring continues across work tiles. 100 to 170 KB of FP4 are in flight.
-- Mainloop: per block of 128 channels, four wgmma into separate accumulators, T / 2 registers. The next block is widened
-  while they run. After the fourth block of a stage, the next block is the first block of the next stage, even if that
-  stage belongs to the next work tile. So arithmetic hides the latency of wgmma, the wait for a stage and its fence.
-  Then the products are scaled and added in fp32 in order.
+  channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), their scales (16
+  bytes per row) and the scales of the four blocks (16 bytes). The ring continues across work tiles. Per SM, 100 to 170
+  KB of FP4 are in flight.
+- Mainloop: each of a stage's four blocks has its own accumulators (T / 2 registers), into which four wgmma add. The
+  next block is widened while these wgmma run. After the fourth block of a stage, the next block is the first block of
+  the next stage, even if that stage belongs to the next work tile. So widening hides the latency of wgmma, the wait for
+  a stage and the fence after it. After its four blocks, a stage's products are scaled and added in fp32 in order.
 - Activations are copied in words of 4 bytes, in the order in which lanes have the weights' channels; with few rows
   these are few copies. Rows past the matrix's end are not copied. Their columns of the wgmma contain garbage, which
   affects no other column and is not stored. Channels beyond K are zeros.
-- Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row.
+- Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row of the
+  result. fp32 results are stored from registers.
 - Scheduler: static persistent. The work tiles of a matrix are consecutive. Of these, tiles with the same weight rows
   are consecutive, so a tile of weights is read from memory once. Consecutive CTAs read adjacent weights.
 Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
@@ -29,7 +31,7 @@ Registers: per consumer thread 64 for four blocks of widened weights, or 32 for 
 accumulators; T / 2 sums. See REGISTERS.
 Instructions: 18 per lane and 8 weights. 10 of them use the ALU, which issues 2 per cycle and SM: 320 cycles per block
 of 128 x 128.
-Roofline: memory, 8.5 KB per block of 128 x 128: 480 cycles or more at 4.2 TB/s.
+Roofline: bound by memory, 8.5 KB per block of 128 x 128. At 4.2 TB/s for 132 SMs, an SM loads a block in 480 cycles.
 """
 
 import math

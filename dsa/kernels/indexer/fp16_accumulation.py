@@ -1,12 +1,12 @@
 """fp16 accumulation: the sum over the heads of an index-score tile, at one instruction per accumulator.
 
-An FP8 wgmma can round its sums to fp16. It then returns them in pairs of adjacent columns, which are two heads of a
-query. One maximum and one multiply-add, on different pipes, process a pair. The accumulators are half as many registers
-for the tensor cores to read and write. To avoid overflow, queries and weights are scaled:
+An FP8 wgmma can round its sums to fp16. Each accumulator register then has the sums of two adjacent columns, which are
+two heads of a query. One maximum and one multiply-add, on different pipes, process such a pair. The tensor cores read
+and write half as many registers. To avoid overflow, queries and weights are scaled:
 - A query row q[t, h] is scaled into fp16's range: q' = q 2^-e with the smallest e for which |q'|_1 <= ROW_SUM. No
   channel of a key exceeds 448, so no product or partial sum overflows, whatever the keys are. Rounding has two sources:
-  e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16. It can flip the sign only of a product q . k close to
-  0. A key whose products with all heads are clearly negative still scores exactly 0.
+  e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16. Rounding can flip the sign of a product q . k only if
+  the product is close to 0. A key whose products with all heads are clearly negative still scores exactly 0.
 - The weights w[t, h] 2^e of a query are divided by a power of two, so that a sum over 8 heads cannot overflow, and are
   rounded to fp16. The scores are multiplied by that power. This works for w 2^e below 2^123, and so for weights below
   2^113. With larger weights, scores may be infinite, or NaN where products are not positive.

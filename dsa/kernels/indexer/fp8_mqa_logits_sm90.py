@@ -4,9 +4,10 @@ Plan
 - A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys, and
   for each query some of its heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
   the quad (`quad_reduce_scatter`), which leave each lane of the quad with the scores of different queries.
-- Warp roles: the consumer warpgroups (two with N = 256 for 64 heads, three with N = 128 for fewer) multiply. In the
-  last warpgroup, one warp is the producer. The other three write -inf to the columns that no query of the block sees
-  (clean_logits), so that no separate kernel is needed for this.
+- Warp roles: two or three consumer warpgroups multiply. `choose_config` gives two with N = 256 for 64 heads, three with
+  N = 128 for 16 and 32 heads, and three with N = 256 for fp16 accumulation with 32 or 64 heads of 128 channels. In the
+  last warpgroup, one warp is the producer. If `clean` (clean_logits), the other three write -inf to the columns that
+  the consumers do not write, so that no separate kernel is needed for this.
 - Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
   stages of 64 keys. The consumer warpgroups process the key tiles in turns.
 - Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next
@@ -20,10 +21,10 @@ Plan
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
 fp16 accumulation. The other threads have 40 or 32.
-Roofline: tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per accumulator,
-x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16 accumulation, one
-instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of an FP8 GEMM. Keys
-come from L2, 8 KB per tile.
+Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per
+accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16
+accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of
+an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable

@@ -24,9 +24,9 @@ Plan
 Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
 GROUPS x STAGES x 64 x (D + 4).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
-Roofline: memory, 132 bytes per key at D = 128: about 450 cycles per tile and SM. The tensor cores take 2 N cycles. The
-sums take about N + 60 more, which fp16 accumulation hides (docs/explanation/kernels.md). So memory is the limit up to
-N = 128, and arithmetic beyond.
+Roofline: bound by memory up to N = 128, and by arithmetic beyond. At D = 128, a key has 132 bytes, and loading a tile
+takes an SM about 450 cycles. The tensor cores take 2 N cycles per tile. The sums over heads take about N + 60 more,
+which fp16 accumulation hides (docs/explanation/kernels.md).
 """
 
 from collections.abc import Callable

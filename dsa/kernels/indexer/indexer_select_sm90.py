@@ -22,11 +22,11 @@ Plan
 - Output: the selecting warps write it from the lists, which are sorted by key.
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
 scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
-Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
+Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
-Roofline: that of the scores with 64 heads. A selecting warp takes some 300 cycles per key tile for its two queries and
-about 6 us per cut. Meanwhile, the other warps multiply, 830 cycles per tile. With fewer heads, a tile has fewer columns
-than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
+Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
+two queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile. With fewer heads, a tile has
+fewer columns than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
 """
 
 from collections.abc import Callable

@@ -29,7 +29,7 @@ from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.indexer import fp16_accumulation
 
 TILE = 64  # keys per tile
-NO_KEY = 2**30  # first key of a block of queries that sees no key
+NO_KEY = 2**30  # above all keys: first key of a block of queries that sees no key; key of a tile that does not exist
 RANGE_BARRIER = 1  # named barrier after which a block's queries are in fp16's range
 
 
