@@ -43,8 +43,8 @@ VECTOR, WORDS = 8, 4  # channels and 32-bit words in 16 bytes
 CTAS = 8  # per cluster
 WARPS = 8
 THREADS = WARPS * WARP
-# {(CTAs per work tile, tokens of a tile): k-steps whose loads are in flight at once}, as many as fit with two CTAs per
-# SM
+# {(CTAs per work tile, tokens of a tile): k-steps per round, whose loads are in flight at once}. As many as the
+# registers allow with two CTAs per SM.
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
 

@@ -85,7 +85,7 @@ class WriteCompressedKvSm90:
         self.launch_options = {}
         if dim == 512:
             # Minimum CTAs per SM. For entries of two blocks, three CTAs leave 80 registers per thread, which is enough
-            # for fp32 projections only.
+            # for fp32 projections only: `read` loads bf16 projections to additional registers.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:

@@ -1,8 +1,9 @@
 """Computation of the cache slots of packed tokens.
 
-slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r is the row of token t in sequence b. A
-row is for `ratio` tokens; the last of them gets the slot, and the others get -1. If the pages are a ring buffer, the
-column of block_table is (r // page_size) modulo the number of columns, and only the sequence's last rows get slots.
+slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r = (position of token t in sequence b) //
+ratio. So a cache row is for `ratio` tokens; the last of them gets the slot, and the others get -1. If the pages are a
+ring buffer, the column of block_table is (r // page_size) modulo the number of columns, and only the sequence's last
+rows get slots.
 
 Plan
 - One thread per token. All threads search the same boundaries for their tokens' sequences, so the lanes of a warp

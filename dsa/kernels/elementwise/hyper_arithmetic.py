@@ -60,7 +60,7 @@ def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr,
     for w in cutlass.range_constexpr(WORDS):
         for k in cutlass.range_constexpr(HYPER_STREAMS):
             # The caller has already converted these words once, for the mean square. XOR with `zero` forces a second
-            # conversion. Otherwise the compiler keeps the fp32 values in twice the registers until here.
+            # conversion. Otherwise the compiler keeps the fp32 values until here, which take twice as many registers.
             v = numbers_of(words[w, k] ^ zero, dtype)
             for i in cutlass.range_constexpr(packed):
                 out[w * packed + i] = cute.math.fma(pre[k], v[i], out[w * packed + i])

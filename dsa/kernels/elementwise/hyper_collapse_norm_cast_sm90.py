@@ -9,8 +9,8 @@ Plan
   times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel, one after
   the other.
 - One extra warp computes post and comb, one token per lane. This warp loads mix, base and scale before the mean square
-  is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps with a reciprocal each. It takes longer than
-  x, norm and cast, which the other warps compute meanwhile.
+  is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps, each with four independent reciprocals. The
+  chain takes longer than x, norm and cast, which the other warps compute meanwhile.
 - Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. This does not delay
   the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
   base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
@@ -165,8 +165,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """Return 1 / sqrt(mean(v^2) + eps). `squares` has the sums of the separate collapse kernel's warps; they are
-        added as a tree: pairs, then pairs of pairs, and so on."""
+        """Return 1 / sqrt(mean(v^2) + eps). `squares` contains one sum for each warp that the separate collapse kernel
+        would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):

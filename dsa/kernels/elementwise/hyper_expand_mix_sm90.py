@@ -188,9 +188,9 @@ class HyperExpandMixSm90:
             for t in cutlass.range(0, tokens, self.at_once, unroll=1):
                 raw, weights = self.load(y, streams, post, comb, t, stream, at, exists)
                 # All loads must be issued before the first product waits for its operands, but the compiler would
-                # move some loads after it. It moves no load across a barrier. It also keeps a product after the barrier
-                # if the product needs a value that is read after the barrier: a zero that this warp wrote to shared
-                # memory.
+                # move some loads after this product. The compiler moves no load across a barrier. It also keeps a
+                # product after the barrier if the product needs a value that is read after the barrier: a zero that
+                # this warp wrote to shared memory.
                 cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
                 for i in cutlass.range_constexpr(self.at_once):
                     words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)

@@ -120,8 +120,8 @@ class HyperMixFewTokensSm90:
                             source = cute.local_tile(streams[token, k, None], (VECTOR,), (at,))
                             cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, half, i])
             # All loads must be issued before the first mma waits for its operands, but the compiler would move some
-            # loads after it. It moves no load across a barrier. It also keeps an mma after the barrier if the mma needs
-            # a value that is read after the barrier: a zero that this warp wrote to shared memory.
+            # loads after this mma. The compiler moves no load across a barrier. It also keeps an mma after the barrier
+            # if the mma needs a value that is read after the barrier: a zero that this warp wrote to shared memory.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.together):

@@ -395,8 +395,8 @@ class Fp8Fp4GemmSmallMSm90:
                 for i in cutlass.range_constexpr(self.rows // 4):
                     factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
             for group in cutlass.range(groups, unroll=1):
-                # There is no stage after the CTA's last stage. There `add_stage` widens the first block of the last
-                # stage again, and the result is not used.
+                # No stage follows the CTA's last stage. For the last stage, `add_stage` widens this stage's first block
+                # again, and the result is not used.
                 following = pipeline.advance(state)
                 is_last = group == groups - 1 and index + scheduler.step >= total
                 following = PipelineState(

@@ -29,9 +29,9 @@ Plan
 Shared memory: barriers; prefix sums with several matrices; 32 bytes per row and warp for results; stages x SCALES x
 ((64 + rows) x 128 + 4 x (rows + 1)) bytes.
 Registers: SCALES x rows / 2 accumulators, rows / 2 sums and `rows` scales per consumer thread.
-Roofline: bound by memory if all SMs load: b is read once. Otherwise bound by the SM: the mainloop takes about 80 cycles
-per block of channels, and 3.4 more per row of the tile. With 8 rows, an SM's loads take longer: (64 + 8) x 128 bytes
-per block at about 75 bytes per cycle.
+Roofline: bound by memory if the work tiles occupy all SMs: b is read once. Otherwise bound by the SM: the mainloop
+takes about 80 cycles per block of channels, and 3.4 more per row of the tile. With 8 rows, an SM's loads take longer:
+(64 + 8) x 128 bytes per block at about 75 bytes per cycle.
 """
 
 from typing import Any

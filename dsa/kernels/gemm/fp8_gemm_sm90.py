@@ -253,8 +253,8 @@ class Fp8GemmSm90:
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            # The next tile is found below: after the first group, or after the last if this warp gathers, because a
-            # gathering warp lacks the registers to keep it meanwhile.
+            # If TMA loads a, this warp finds the next tile after the first group. A warp that gathers a lacks the
+            # registers to keep the next tile during the mainloop, so it finds the next tile after the last group.
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):

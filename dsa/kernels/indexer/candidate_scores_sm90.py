@@ -489,8 +489,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             while v < tile.end:
                 done = k_state
                 multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait for
-                # the next tile's keys.
+                # The wgmma overlaps with the previous tile's epilogue, the loads of this tile's scales, and the wait
+                # for the next tile's keys.
                 self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
                 key = base_key + v * step_keys
                 pending = v

@@ -19,7 +19,8 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-# Threads that scale a tile's query rows. THREADS / lanes rows per step divide the tile's rows, so all lanes shuffle.
+# Threads that scale a tile's query rows. A step scales THREADS / lanes rows, which divides the number of the tile's rows.
+# So all lanes of a warp take part in every shuffle.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
 # |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers the rounding of q' to e4m3, of |q'|_1, and of
@@ -64,7 +65,8 @@ def pack_weights(weights):
         most = cute.arch.fmax(most, cute.math.absf(weight))
     for log in cutlass.range_constexpr(2):
         most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-    # |w| < 2^(exponent - 126) is divided by 2^(exponent - 123), so at most 1 / 8 is left. Infinity stays infinity.
+    # `exponent` is the biased exponent of the largest |w|, so |w| < 2^(exponent - 126). Division by 2^(exponent - 123)
+    # leaves at most 1 / 8. Infinity stays infinity.
     exponent = cutlass.min(Int32(most.bitcast(Uint32) >> 23), 249)
     inverse = Uint32((250 - exponent) << 23).bitcast(Float32)
     pairs = [pack(weights[2 * j] * inverse, weights[2 * j + 1] * inverse, Float16) for j in range(len(weights) // 2)]

@@ -18,7 +18,7 @@ Plan
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
   are masked.
-Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
+Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys; together at most 225 KiB.
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
 fp16 accumulation. The other threads have 40 or 32.
 Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per
@@ -292,8 +292,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
-                    # for the next tile's keys.
+                    # The wgmma overlaps with the previous tile's epilogue, the loads of this tile's scales, and the
+                    # wait for the next tile's keys.
                     self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
                     self.take_scales(scoring, k_scale, key)
@@ -357,8 +357,9 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
-    """Return the measured winner. With fewer heads, a tile has more queries, whose ranges and reductions need registers
-    and time. So these shapes use smaller tiles and a third warpgroup (docs/explanation/kernels.md)."""
+    """Return the measured winner. With fewer than 64 heads and fp32 accumulation, a wide tile has many queries, whose
+    ranges and reductions need registers and time. So these shapes use narrower tiles, most of them with a third
+    warpgroup (docs/explanation/kernels.md)."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")

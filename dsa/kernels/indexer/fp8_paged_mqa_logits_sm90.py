@@ -464,7 +464,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                 while tile < tiles:
                     done, stage = k_state, ring.index(k_state)
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, stage, q_state.stage)
-                    # During the wgmma run the previous tile's epilogue and the loads of this tile's epilogue operands.
+                    # The wgmma overlaps with the previous tile's epilogue and the loads for this tile's epilogue.
                     self.epilogue(scoring, scale, masked_key, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + tile) * TILE + key_in_tile

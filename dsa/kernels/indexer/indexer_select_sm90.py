@@ -21,7 +21,7 @@ Plan
 - Scheduler: static persistent; later queries come first.
 - Output: the selecting warps write it from the lists, which are sorted by key.
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
-scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
+scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; together at most 208 KiB.
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
 Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
@@ -167,7 +167,7 @@ class SelectionList:
         cute.arch.sync_warp()
         order = cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
-            # All loads come before the first atomic, because the compiler moves no load across one.
+            # All loads come before the first atomic, because the compiler moves no load across an atomic.
             for i in cutlass.range_constexpr(AHEAD):
                 order[i] = self.orders[cutlass.min(first + WARP * i + lane, count - 1)]
             for i in cutlass.range_constexpr(AHEAD):
@@ -385,8 +385,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
-                    # for the next tile's keys.
+                    # The wgmma overlaps with the previous tile's epilogue, the loads of this tile's scales, and the
+                    # wait for the next tile's keys.
                     if pending > 0:
                         self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)

@@ -219,7 +219,7 @@ class TopkIndicesSm90:
         state, attempt = start(), Int32(0)
         while attempt < MAX_ATTEMPTS:
             sampled = row.n > self.capacity and attempt < MAX_ATTEMPTS - 1
-            # Issue the sample's few loads before the tiles' loads: after these, they would wait long.
+            # Issue the sample's few loads before the tiles' many loads, so that the threshold is known early.
             if sampled:
                 self.load_sample(row, candidates.scores, tid)
             if tid == 0:
