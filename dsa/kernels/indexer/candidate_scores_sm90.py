@@ -426,8 +426,11 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def next_tile(self, v, period_mask, late):
-        """Return the tile of the pass that comes `groups` tiles after v, not counting multiples of the period. A period
-        is longer than `groups`."""
+        """Return the index of the pass's tile that comes `groups` tiles after v. Except in a sample, multiples of the
+        period (1 << log_period) are skipped; the period is longer than `groups`.
+
+        period_mask, late  the period - 1, and the period - `groups`
+        """
         following = v + self.groups
         if const_expr(not self.sample):
             if (v & period_mask) >= late:
@@ -557,7 +560,7 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, con
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
-    ctas comes from choose_ctas. A period has more tiles than there are consumer warpgroups. For a sample, log_period is
+    ctas comes from choose_ctas. 1 << log_period exceeds the number of consumer warpgroups. For a sample, log_period is
     0, and counts and bounds are not used."""
     queries = cute.sym_int()
     return compile_sm90(
