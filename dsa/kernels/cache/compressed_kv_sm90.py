@@ -15,18 +15,18 @@ Plan
 - The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes compute the
   scale of 64 channels, and a warp computes the Hadamard transform of 128. The epilogue's operands are loaded together
   with the tokens. In a sequence's first work tile, the other warps meanwhile write the new tokens to the state.
-- A work tile is one entry, but the first work tile of a sequence is the sequence's first two entries, or fewer if the
-  call completes fewer. Only these two read tokens from the state. After that, the same CTA overwrites the state with
-  the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence of its work tile by a scan
-  over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If boundaries are wrong and
-  sequences overlap, a CTA processes several work tiles (static persistent).
+- A work tile is one entry. But the first work tile of a sequence is the first two entries that the call completes for
+  this sequence, or fewer if it completes fewer. Only these two read tokens from the state. After that, the same CTA
+  overwrites the state with the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence of
+  its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
+  boundaries are wrong and sequences overlap, a CTA processes several work tiles (static persistent).
 Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and 3 numbers per channel of the CTA
 and group of threads.
 Constraints: m = 4 with overlap and d = 512 or 128, or m = 128 without overlap and d = 512. RoPE rotates 64 channels in
 pairs of adjacent channels. Rows start at multiples of 16 bytes.
 Roofline: bound by memory: both projections of each token are read once (with overlap, each of a token's two entries
-reads half of the token's channels). A single new token is bound by the latency of the launch, of the loads of the
-sequence's bounds and state slot, of the loads of the entry's tokens, and of two barriers.
+reads half of the token's channels). A single new token is bound by latency: the launch, the loads of the sequence's
+bounds and state slot, then the loads of the entry's tokens, and two barriers.
 """
 
 from typing import NamedTuple

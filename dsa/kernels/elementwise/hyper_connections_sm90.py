@@ -7,9 +7,8 @@ Plan, collapse
   are read once.
 - pre has four elements. When the mean square is ready, each lane computes element lane % 4, and the lanes of each warp
   exchange the four elements by shuffles.
-- At the end, the first warp computes post and comb, one token per lane. With more than CTAS tokens, a CTA has up to
-  MAX_TOKENS of them, so that the latency of Sinkhorn's chain of reciprocals, over a microsecond, occurs once for all of
-  them.
+- At the end, the first warp computes post and comb, one token per lane. Sinkhorn's chain of reciprocals has a latency
+  of over a microsecond. So with more than CTAS tokens a CTA has up to MAX_TOKENS of them, which share this latency.
 Plan, expand
 - A thread loads 16 bytes of a token's output and of its four streams, and computes 16 bytes of each new stream.
 Shared memory: in collapse, one sum per warp and token, and per token the reciprocal of the root mean square.

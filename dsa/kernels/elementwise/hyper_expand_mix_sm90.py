@@ -1,9 +1,9 @@
 """DeepSeek-V4's hyper-connections between two sublayers, for few tokens: the new streams and their projection.
 
 Plan
-- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, each of its 64 warps computes one
-  of the 64 slices, and the sums are added in the same order, so that the bits are equal. There are at most 8 tokens.
-  They are the upper octet of the mma's 16 rows; the lower octet is zeros.
+- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, and each of its 64 warps computes
+  one of the 64 slices. The sums are added in the same order as there, so the bits are equal. There are at most 8
+  tokens. They are the upper octet of the mma's 16 rows; the lower octet is zeros.
 - A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. The warp
   writes these channels to shared memory, and only the same warp reads them back as mma operands. All clusters compute
   the same new streams, and the cluster with the first outputs stores them.

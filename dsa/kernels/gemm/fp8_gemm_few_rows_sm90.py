@@ -3,9 +3,8 @@ out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_sc
 
 Plan
 - The rows of b are M of the wgmma, and the rows of a are N (swap A/B): a work tile is 64 columns of the result by 8 to
-  64 rows. So a product with a single row needs an eighth of the products, shared memory and registers that it needs in
-  `fp8_gemm_sm90`, where the rows of a are M, at least 64. The order of a sum is the same as in that kernel, so the bits
-  are equal.
+  64 rows. In `fp8_gemm_sm90` the rows of a are M, at least 64. So for a single row, which needs a tile of 8 rows, this
+  kernel multiplies an eighth as much. The order of a sum is the same as in that kernel, so the bits are equal.
 - Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the M rows of their wgmma
   are then unused. If there are more rows than one tile has, the tiles with the same columns are consecutive, so that b
   is read from memory once. The time of a block of channels grows with the rows of the tile, so

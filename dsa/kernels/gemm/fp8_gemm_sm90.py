@@ -6,8 +6,8 @@ Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
   the end of its matrix; they are not stored, and a warpgroup whose 64 rows are all past the end multiplies nothing.
-  With dynamic scheduling, except in 192-wide tiles, a tile with up to 32 rows of the matrix swaps A/B
-  (swap_ab_tile.py), and boxes of 64 rows of a without any row of the matrix are not loaded.
+  If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
+  (swap_ab_tile.py). Boxes of 64 rows of a without any row of the matrix are then not loaded.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them to the other warps and loads by
   TMA. If `rows` selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A
   consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves.

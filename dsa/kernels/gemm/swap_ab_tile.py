@@ -35,10 +35,9 @@ def swap_ab_blocks(
     the tile's blocks.
 
     operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
-    scales    (address in the first slot of the scales of this lane's first row of a, address in the first slot of the
-              scales of b's first part, bytes per slot of a's scales, bytes per slot of b's scales, bytes from the
-              scales of one part of b to the next)
-    slots     number of slots
+    scales    (of_a, of_b, a_slot, b_slot, b_part): addresses in slot 0 of the scales of this lane's first row of a, and
+              of b's first part; bytes per slot of a's scales, and of b's; bytes from one part of b to the next
+    slots     number of slots of scales
     """
     sa, sb, group = operands
     stages = sb.shape[2]

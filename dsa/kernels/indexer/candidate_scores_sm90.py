@@ -109,11 +109,11 @@ class WorkTileInfo(NamedTuple):
 class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    Each stage contains the fields of a WorkTileInfo (`info`) and, per query, the bound, the key range (first_keys,
-    counts), the length of the list (counters) and the power of two that the scores are multiplied by (units). A query
-    past the end has a count below 0. `factors` is the address of the query rows' factors. `weights` is the address of
-    the packed weights, one row per lane of a quad. After the queries' full barrier, info, bounds, key ranges and
-    counters are valid. After the barrier `ready`, everything is."""
+    Each stage contains the fields of a WorkTileInfo (`info`). Per query it contains the bound, the key range
+    (first_keys, counts), the length of the list (counters), and with fp16 accumulation the power of two that the scores
+    are multiplied by (units). A query past the end has a count below 0. `factors` is the address of the query rows'
+    factors. `weights` is the address of the packed weights, one row per lane of a quad. info, bounds, key ranges and
+    counters are valid after the queries' full barrier; all fields are valid after the barrier `ready`."""
 
     info: cute.Tensor
     bounds: cute.Tensor

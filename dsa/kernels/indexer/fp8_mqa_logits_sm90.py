@@ -2,8 +2,8 @@
 
 Plan
 - A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys, and
-  for each query some of its heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
-  the quad (`quad_reduce_scatter`), which leave each lane of the quad with the scores of different queries.
+  for each query of H / 4 heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over the
+  quad. After these (`quad_reduce_scatter`), each lane of the quad has the scores of different queries.
 - Warp roles: two or three consumer warpgroups multiply. `choose_config` gives two with N = 256 for 64 heads, three with
   N = 128 for 16 and 32 heads, and three with N = 256 for fp16 accumulation with 32 or 64 heads of 128 channels. In the
   last warpgroup, one warp is the producer. If `clean` (clean_logits), the other three write -inf to the columns that
@@ -183,8 +183,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         see, the chunk's first key tile).
 
         Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
-        same chunk. If they were chunks of the same block, an even number of CTAs would give each CTA the same chunk of
-        every block, and in a causal batch chunks differ in work.
+        same chunk. If they were chunks of the same block, each CTA could get the same chunk of every block, for example
+        with two chunks and an even number of CTAs. In a causal batch chunks differ in work.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks

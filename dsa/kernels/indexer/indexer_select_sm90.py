@@ -101,9 +101,10 @@ class SelectionList:
     and a cut preserves that order. So of several ties the first in the list has the lowest key, and a cut keeps the
     first ones. Whatever the scores are, the list ends up with exactly the k largest, ties by lowest key, sorted by key.
 
-    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into up
-    to 256 digits of equal width, then the orders of the digit that contains the k-th largest in the same way, and so
-    on. It ends when few enough entries share the digit to keep all of them, or when all entries of the digit are ties.
+    A cut finds the k-th largest order digit by digit. First it divides the range from the least to the largest order
+    into up to 256 digits of equal width. Then it divides the digit that contains the k-th largest order in the same
+    way, and so on. The cut ends when few enough entries share the digit to keep all of them, or when all entries of the
+    digit are ties.
 
     orders, keys  [CAPACITY]
     counts        [DIGITS + 4]; element DIGITS counts entries without a digit and is not read
