@@ -241,7 +241,7 @@ class CandidateBoundsSm90:
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """sample: whether the input is the sample of the first pass; otherwise it is lists of candidates.
+    """sample: whether the input is the sample of the first pass; otherwise the input is a list of candidates per query.
 
     -> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], keys, block_q, log_stride,
     rank); S > 0. block_q and log_stride are those of the previous pass."""

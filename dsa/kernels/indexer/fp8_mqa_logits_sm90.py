@@ -1,9 +1,9 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys, and
-  for each query of H / 4 heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over the
-  quad. After these (`quad_reduce_scatter`), each lane of the quad has the scores of different queries.
+- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys and,
+  for each query, of H / 4 heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
+  the quad. After these (`quad_reduce_scatter`), each lane of the quad has the scores of different queries.
 - Warp roles: two or three consumer warpgroups multiply. `choose_config` gives two with N = 256 for 64 heads, three with
   N = 128 for 16 and 32 heads, and three with N = 256 for fp16 accumulation with 32 or 64 heads of 128 channels. In the
   last warpgroup, one warp is the producer. If `clean` (clean_logits), the other three write -inf to the columns that

@@ -2,8 +2,9 @@
 
 The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. Ties (equal scores) go to
 the lowest keys. The scores do not go through global memory. The kernel computes the queries whose list of candidates
-does not determine the result (candidate_select_sm90.py), and all queries if there are too many keys for such lists. For
-a query without keys it writes nothing, and a work tile that has only such queries ends at once.
+does not determine the result (candidate_select_sm90.py), and all queries if the op uses no lists. For a query without
+keys it writes nothing: candidate_select_sm90.py or the op has written -1 before. A work tile that has only such queries
+ends at once.
 
 Plan
 - Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
@@ -25,8 +26,8 @@ scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp;
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
 Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
-two queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile. With fewer heads, a tile has
-fewer columns than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
+two queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With
+fewer heads, a tile has fewer columns than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
 """
 
 from collections.abc import Callable
