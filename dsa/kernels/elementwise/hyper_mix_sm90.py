@@ -1,4 +1,4 @@
-"""The projection of DeepSeek-V4's hyper-connections, for more than a hundred tokens and 24 outputs:
+"""The projection of DeepSeek-V4's hyper-connections, for many tokens (the op uses it above 64) and 24 outputs:
 mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan

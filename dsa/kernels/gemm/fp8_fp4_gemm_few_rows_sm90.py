@@ -1,6 +1,7 @@
 """Grouped product of FP8 activations with FP4 weights, for few rows per weight matrix (decode):
-out[m, n] = w[m] * sum_g (sum_{k in block g} a[rows[m], k] b8[e, n, k]) * a_scale[rows[m], g] * b_scale[e, n // 128, g],
-where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
+out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b8[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
+where e is the matrix of row m, r = rows[m] (r = m without `rows`), and
+b8[e, n, k] = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
 b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan

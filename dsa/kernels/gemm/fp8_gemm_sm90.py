@@ -1,6 +1,7 @@
-"""Products with one block-scaled FP8 matrix or several, where e is the matrix of row m and r = rows[m]:
-out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g].
-With the SwiGLU epilogue the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums (swiglu_epilogue.py).
+"""Products with one block-scaled FP8 matrix or several:
+out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
+where e is the matrix of row m, and r = rows[m]. Without `rows`, r = m; without `weights`, the factor is 1. With the
+SwiGLU epilogue (swiglu_epilogue.py), the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums.
 
 Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all

@@ -5,9 +5,9 @@ Plan
   for each query, of H / 4 heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
   the quad. After these (`quad_reduce_scatter`), each lane of the quad has the scores of different queries.
 - Warp roles: two or three consumer warpgroups multiply. `choose_config` gives two with N = 256 for 64 heads, three with
-  N = 128 for 16 and 32 heads, and three with N = 256 for fp16 accumulation with 32 or 64 heads of 128 channels. In the
-  last warpgroup, one warp is the producer. If `clean` (clean_logits), the other three write -inf to the columns that
-  the consumers do not write, so that no separate kernel is needed for this.
+  N = 128 for 16 and 32 heads, and two with N = 128 for 8 heads. For fp16 accumulation with 32 or 64 heads of 128
+  channels it gives three with N = 256. In the last warpgroup, one warp is the producer. If `clean` (clean_logits), the
+  other three write -inf to the columns that the consumers do not write, so no separate kernel is needed for this.
 - Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
   stages of 64 keys. The consumer warpgroups process the key tiles in turns.
 - Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next

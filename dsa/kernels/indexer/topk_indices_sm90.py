@@ -1,7 +1,8 @@
 """Exact, deterministic top-k selection of index scores.
 
-out[r] = the columns of the k largest scores of scores[r, lo : hi], in ascending order. Ties (equal scores) go to the
-lowest columns. Columns are relative to the row's start; with `PAGED`, they are converted to cache slots.
+out[r] = the columns of the k largest scores of scores[r, lo : hi], in ascending order. `find_row` computes lo and hi
+from starts and lengths. Ties (equal scores) go to the lowest columns. Columns are relative to the row's start; with
+`PAGED`, they are converted to cache slots.
 
 Plan
 - One CTA per row. A row that fits into shared memory ("resident") is loaded by one bulk copy and selected from there.
