@@ -8,9 +8,9 @@
 
     self.kernel(...).launch(..., use_pdl=True)
 
-Such a kernel begins when every CTA of the previous kernel has triggered the launch or has ended. It cannot know which
-tensors the previous kernel writes, so it neither reads nor writes global memory before the wait. It may prefetch to L2
-(copies.prefetch_to_l2), because later writes of the previous kernel update L2, too.
+Such a kernel begins when every CTA of the previous kernel has triggered the launch or has ended. The kernel cannot know
+which tensors the previous kernel writes, so it neither reads nor writes global memory before the wait. A prefetch to L2
+(copies.prefetch_to_l2) is allowed before the wait, because later writes of the previous kernel update L2, too.
 """
 
 import cutlass.cute as cute
@@ -22,8 +22,9 @@ def wait_for_prerequisite_grids():
     All threads of all CTAs call this once, before any branch.
 
     The next kernel waits for this kernel alone. Because this kernel triggers only after its own wait, the next kernel's
-    wait also covers all earlier kernels. The next kernel begins when all CTAs of this kernel are resident, so it never
-    occupies an SM that a CTA of this kernel still needs while other CTAs wait for that CTA.
+    wait also covers all earlier kernels. The next kernel begins only after every CTA of this kernel has triggered, so
+    all of these CTAs have started by then. So the next kernel never takes the SM of a CTA that has not started and for
+    which other CTAs of this kernel wait.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

@@ -29,6 +29,6 @@ def page_planes(
     values = cute.make_tensor(
         cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
     )
-    # The scales are aligned to 16 bytes, because D is a multiple of 16 bytes.
+    # Values have one byte, and D is a multiple of 16, so the scales start at a multiple of 16 bytes.
     after_rows = (start + page_size * dim).align(16)
     return values, cute.make_tensor(cute.recast_ptr(after_rows, dtype=Float32), cute.make_layout(page_size))

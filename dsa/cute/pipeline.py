@@ -33,9 +33,10 @@ In the waits, all lanes of a warp wait. In `producer_expect`, `producer_commit` 
 arrives at the barrier, but the whole warp must call them. If several lanes read the stage with ordinary loads, call
 `cute.arch.sync_warp()` before `consumer_release`. `producer_acquire` is `producer_wait` followed by `producer_expect`.
 A warp that writes to the stage itself calls `producer_wait`, writes, and then calls `producer_expect` or
-`producer_commit`. If the elected lane has more to do before it arrives, the kernel elects a lane itself, and that block
-ends with `arrive(pipeline.producer_barrier(state))` or with `expect_bytes` of that barrier. Call `producer_barrier` at
-each use: keeping the address in a variable over several uses may change the SASS.
+`producer_commit`. If the elected lane has more to do before it arrives, the kernel elects the lane itself
+(`cute.arch.elect_one()`). The elected lane then ends with `arrive(pipeline.producer_barrier(state))`, or with
+`expect_bytes` of that barrier. Call `producer_barrier` at each use: keeping the address in a variable over several uses
+can change the SASS.
 
 If a stage's data arrives in several parts that can be used one by one, the stage has `parts` full barriers, and the
 methods that use a full barrier take the part's number. A consumer releases all parts of a stage at once.

@@ -5,22 +5,25 @@ Plan
   64 slices, and the slices into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes each: a CTA
   computes a group, and each of its 8 warps a slice, so that all SMs share the loads of a small matrix. If there are
   enough work tiles to fill the GPU, one CTA computes each, and each of its 8 warps computes a group.
-- A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane. These registers are
-  the operands of two mma instructions: the order of channels within a k-step does not matter as long as both operands
-  have the same order. All loads of a round are in flight before its first mma.
+- A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane and k-step. These
+  registers are the operands of two mma instructions: the order of channels within a k-step does not matter as long as
+  both operands have the same order. The loads of up to ROUND k-steps, a round, are all in flight before the round's
+  first mma.
 - A slice is one chain of mma instructions that starts at zero. The slices of a group are added in order: by the warp
   that computes all of them, or in a cluster through shared memory. The groups are added in order, too; in a cluster
   each CTA receives all groups' partial sums of the results that it stores. So the bits of a result depend only on its
   row of x and its row of the matrix. They do not depend on the tile, on other tokens and rows, or on whether a cluster
   or a single CTA computes the result.
-- Before a warp waits for the previous kernel, it prefetches its channels of the matrix to L2. It does not load them,
-  since the previous kernel may write the matrix. If all CTAs are resident, the whole matrix is requested at once,
-  however many rounds of loads follow.
+- Before a warp waits for the previous kernel, it prefetches its channels of the matrix to L2. It does not load them to
+  registers, since the previous kernel may write the matrix. If all CTAs are resident, the CTAs request the whole matrix
+  at once, however many rounds of loads follow.
 Shared memory: 512 x tokens bytes, and 64 x tokens more in a cluster.
-Constraints: channels a multiple of 32, and at least 2048 without a cluster; rows aligned to 16 bytes. Loads of a row
-past the end of x or of the matrix read the last row instead.
-Roofline: memory. The matrix is read once per tile of tokens (from L2 after the first), the tokens once per 16 rows.
-Latency: launch, one round of loads for up to 8192 channels in a cluster, three barriers.
+Constraints: channels a multiple of 32; rows aligned to 16 bytes. Without a cluster at least 2048 channels, because a
+warp with several slices expects at least one k-step in each. Loads of a row past the end of x or of the matrix read the
+last row instead.
+Roofline: bound by memory. The matrix is read once per tile of tokens (from L2 after the first tile), the tokens once
+per 16 rows of the matrix. Latency in a cluster: launch, three barriers, and the rounds of loads. One round is enough up
+to 8192 channels, with 32 tokens up to 6144.
 """
 
 import cutlass
@@ -40,8 +43,8 @@ VECTOR, WORDS = 8, 4  # channels and 32-bit words in 16 bytes
 CTAS = 8  # per cluster
 WARPS = 8
 THREADS = WARPS * WARP
-# {(CTAs per work tile, tokens of a tile): k-steps whose loads are in flight at once}, as many as fit with two CTAs per
-# SM
+# {(CTAs per work tile, tokens of a tile): k-steps per round, whose loads are in flight at once}. As many as the
+# registers allow with two CTAs per SM.
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
 
@@ -138,8 +141,8 @@ class SmallMProduct:
                         source = cute.local_tile(x[token, None], (VECTOR,), (at,))
                         cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, i])
             # Keep all loads before the first mma. Otherwise ptxas would move loads after mma instructions that wait for
-            # earlier loads. It moves no load across this barrier of one warp, and no mma before it, because every mma
-            # needs the zero that is read after the barrier.
+            # earlier loads. ptxas moves no load across this barrier, in which only this warp takes part. It moves no
+            # mma before the barrier either, because every mma needs the zero that is read after the barrier.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.round):

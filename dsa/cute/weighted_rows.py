@@ -1,9 +1,9 @@
 """Weighted sums of gathered rows. Products are rounded and then added in order, so the sums have the reference's bits.
 
-A thread sums one vector (8 or 16 bytes) of all rows. It issues the copies of BATCH rows at once, by cp.async into its
-own part of shared memory. Plain loads would not overlap, because ptxas uses the result of the first load before it
-issues the next. The copy of an absent row writes zeros and reads nothing, so the number of rows need not be a multiple
-of BATCH.
+A thread sums one vector (8 or 16 bytes) of all rows. The thread issues the copies of BATCH rows at once, by cp.async
+into its own part of shared memory. Plain loads would not overlap, because ptxas uses the result of the first load
+before it issues the next. A row is absent if its index is outside y, or if it pads the rows to a multiple of BATCH. The
+copy of an absent row writes zeros and reads nothing.
 """
 
 import cutlass
@@ -55,7 +55,7 @@ def add_weighted_rows(
             valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
             # An absent row has weight 0, because 0 times an infinite weight would be NaN.
             factors[j] = factors[j] if valid else Float32(0.0)
-            # An absent row's address is not computed: use the address of y's first row.
+            # An absent row's index could overflow the address. Pass the address of y's first row, which is not read.
             row = Int64(numbers[j]) if valid else Int64(0)
             gather(scratch + j * (threads * vector_bytes), start + row * row_bytes, valid)
         cute.arch.cp_async_commit_group()

@@ -4,7 +4,7 @@ A scheduler gives a CTA the index of its next work tile. The kernel's method `wo
 into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps. There
 are three kinds of schedulers:
 
-- static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. All kernel families use
+- static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. Most of these kernels use
   `StaticPersistentScheduler` below. Every warp can compute the order itself, so warps need not exchange it.
 - stream-K: the mainloop steps of all tiles form one sequence, which is divided evenly among the CTAs. A tile may be
   split between adjacent CTAs, which then write partial results. Some schedulers compute full waves of unsplit tiles

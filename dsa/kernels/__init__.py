@@ -1,1 +1,2 @@
-"""CuTe DSL kernels for sm_90a, one family a file. Importing one imports the DSL, so ops do it when they launch."""
+"""CuTe DSL kernels for sm_90a, one folder per family. Importing a kernel imports the DSL, so ops import their kernels
+at the first launch."""

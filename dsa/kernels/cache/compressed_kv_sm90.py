@@ -3,30 +3,30 @@ tokens to the state. With overlap, an entry has 2 m tokens: its block and the pr
 
 Plan
 - An entry's tokens are divided into parts of a few consecutive tokens. A thread has four channels of a part. It issues
-  the loads of both projections of all tokens of the part before it needs the first value, so an entry costs one round
-  trip to memory. Whether a token is new or in the state only decides the address of its loads, and no branch waits for
-  an earlier load.
-- A thread reduces its part, per channel, to a maximum, a sum and a weighted sum. The parts of an entry are distributed
-  over groups of threads. The groups exchange their results through shared memory and merge them in the order of the
-  tokens, so an entry's bits do not depend on which call of the kernel completes the entry.
-- An entry of 8 tokens has two parts, one per block, in one CTA. An entry of 128 tokens is 256 KiB, more than one SM
-  reads quickly. A cluster of 8 CTAs shares it: each CTA has 64 channels, which share one scale, and eight groups of
-  threads that process two parts each. The CTAs exchange only their sums of squares.
+  the loads of both projections of all tokens of the part before it needs the first value, so a part costs one round
+  trip to memory. Whether a token is new or in the state only decides the address and the dtype of its loads, and no
+  branch waits for an earlier load.
+- A thread reduces its parts, per channel, to a maximum, a sum and a weighted sum. The parts of an entry are distributed
+  over groups of threads. The groups exchange their results through shared memory, and the epilogue's threads merge them
+  in a fixed order. So an entry's bits do not depend on which call of the kernel completes the entry.
+- An entry of 8 tokens has two parts, one per block, in one CTA. An entry of 128 tokens is 256 KiB in bf16, more than
+  one SM reads quickly. A cluster of 8 CTAs shares it: each CTA has 64 channels, which share one scale, and eight groups
+  of threads that process two parts each. The CTAs exchange only their sums of squares.
 - The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes compute the
   scale of 64 channels, and a warp computes the Hadamard transform of 128. The epilogue's operands are loaded together
-  with the tokens. Meanwhile, the other warps write the new tokens to the state.
-- A work tile is one entry, but the first work tile of a sequence is the sequence's first two entries. Only these two
-  read tokens from the state. After that, the same CTA overwrites the state with the new tokens; in a cluster, each CTA
-  overwrites its channels. A CTA finds the sequence of its work tile by a scan over all sequences. The grid has enough
-  CTAs for all work tiles of disjoint sequences. If boundaries are wrong and sequences overlap, a CTA processes several
-  work tiles (static persistent).
+  with the tokens. In a sequence's first work tile, the other warps meanwhile write the new tokens to the state.
+- A work tile is one entry. But the first work tile of a sequence is the first two entries that the call completes for
+  this sequence, or fewer if it completes fewer. Only these two read tokens from the state. After that, the same CTA
+  overwrites the state with the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence of
+  its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
+  boundaries are wrong and sequences overlap, a CTA processes several work tiles (static persistent).
 Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and 3 numbers per channel of the CTA
 and group of threads.
 Constraints: m = 4 with overlap and d = 512 or 128, or m = 128 without overlap and d = 512. RoPE rotates 64 channels in
 pairs of adjacent channels. Rows start at multiples of 16 bytes.
-Roofline: memory, both projections of each token read once (with overlap, each of a token's two entries reads half of
-the token's channels). For a single token: latency of the launch, of the loads of the sequence's numbers, of the loads
-of its tokens, and of two barriers.
+Roofline: bound by memory: both projections of each token are read once (with overlap, each of a token's two entries
+reads half of the token's channels). A single new token is bound by latency: the launch, the loads of the sequence's
+bounds and state slot, then the loads of the entry's tokens, and two barriers.
 """
 
 from typing import NamedTuple
@@ -77,15 +77,15 @@ class WriteCompressedKvSm90:
         self.width = dim // self.slices  # channels per CTA
         self.row_threads = self.width // CHANNELS
         self.threads = self.row_threads * self.groups
-        # With 64 channels per CTA, half a warp is enough for the epilogue. Its other half runs along, because shuffles
-        # need all lanes, and stores nothing.
+        # With 64 channels per CTA, half a warp is enough for the epilogue. The other half of this warp also runs the
+        # epilogue, because shuffles need all lanes, but stores nothing.
         self.epilogue_threads = max(self.row_threads, WARP)
         self.squares = self.slices if self.slices > 1 else self.row_threads // WARP
         self.row = Fp8Row("v4", CHANNELS)
         self.launch_options = {}
         if dim == 512:
             # Minimum CTAs per SM. For entries of two blocks, three CTAs leave 80 registers per thread, which is enough
-            # for fp32 projections only.
+            # for fp32 projections only: `read` loads bf16 projections to additional registers.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:
@@ -180,7 +180,8 @@ class WriteCompressedKvSm90:
                     buffer = 1 - buffer
                 if number == 0:
                     # All threads have read the state before the barriers of `entry`, so the state may be overwritten
-                    # now. The epilogue's warps are still busy, so only the others write, unless there was no entry.
+                    # now. After an entry, the epilogue's warps are still busy, so only the other warps write. If there
+                    # was no entry, all warps write.
                     keeper = Int32(self.epilogue_threads if end > begin else 0)
                     self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper)
             index += scheduler.step // self.slices
@@ -363,7 +364,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def merge(self, parts, acc, own):
-        """Merge the parts of the entry. acc gets the entry's values of this thread's channels."""
+        """Merge the groups' results in `parts`. acc gets the entry's values of this thread's channels."""
         found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
         for g in cutlass.range_constexpr(self.groups):
             for n in cutlass.range_constexpr(3):

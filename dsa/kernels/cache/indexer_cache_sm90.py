@@ -6,7 +6,7 @@ Plan
   numbers that the host computes, gives the page and offset of a slot.
 - For a slot outside the cache, a read gives zeros and a write does nothing.
 Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiples of 16 bytes.
-Roofline: memory, 2 (D + 4) + 8 bytes per token.
+Roofline: bound by memory, 2 (D + 4) bytes per token, and 8 for an int64 slot.
 """
 
 import cutlass.cute as cute

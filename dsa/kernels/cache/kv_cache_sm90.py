@@ -4,16 +4,17 @@ quantisation).
 Plan
 - One warp per token. A row stays in registers from the loads to the stores; kv_row.py says which channels a lane has.
   All loads are contiguous over the warp. A load waits for another load only if its address depends on a slot.
-- FP8 rows: a shuffle tree gives a group's amax. Each rounding is done as in the references, so the bits are equal.
-- RMSNorm takes one shuffle tree. RoPE on interleaved pairs stays within a lane; for RoPE on halves, a lane exchanges
-  with the lane 16 away. Norm and RoPE each round to the projection's dtype, as separate ops do.
+- FP8 rows: a shuffle tree computes the amax of the channels that share a scale. Each rounding is done as in the
+  references, so the bits are equal.
+- RMSNorm needs one shuffle tree. RoPE on interleaved pairs stays within a lane; for RoPE on halves, lane l exchanges
+  its channels with lane l XOR 16. Norm and RoPE each round to the projection's dtype, as separate ops do.
 - Float rows, with any number of channels, are copied and converted with 4 vectors per lane in flight.
 - For a slot outside the cache, a write does nothing and a read gives zeros.
 Shared memory: none. Constraints: rows at multiples of 16 bytes; channels of float rows a multiple of 8.
-Roofline: memory. Bytes per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576 channels);
-with the projection, 256 more for cosines and sines. At the copy bandwidth, a warp has about 390 issue slots per 1808
-bytes. For V3.2's layout it needs 180 of them to write, 140 to read and 340 to write from the projection. It needs 50
-more to also return the rows as a read would give them, and 110 more if scales are not powers of two.
+Roofline: bound by memory. Bytes per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576
+channels); with the projection, 256 more for cosines and sines. At the copy bandwidth, a warp has about 390 issue slots
+per 1808 bytes. For V3.2's layout a warp needs 180 of them to write, 140 to read and 340 to write from the projection.
+Returning the rows as a read would give them needs 50 more, and scales that are not powers of two need 110 more.
 """
 
 import cutlass
@@ -323,7 +324,8 @@ def compile_read_kv_cache(layout: str, dtype: str):
 @cached
 def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
     """-> f(kv [T, channels] dtype, weight [512] fp32, cos, sin [T, 32] fp32, cache, slots, rows [T, channels] dtype,
-    keep, eps); T > 0. cache and slots as in `compile_write_kv_cache`; rows is written if keep is not 0."""
+    keep, eps); T > 0. cache and slots are as in `compile_write_kv_cache`. If keep is not 0, f also writes to `rows` the
+    rows after norm and RoPE; for an FP8 layout, with the values that a read of the cache would give."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
     angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), strides(2), 4) for _ in range(2)]

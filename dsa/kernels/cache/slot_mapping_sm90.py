@@ -1,7 +1,9 @@
 """Computation of the cache slots of packed tokens.
 
-slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r is the row of token t in sequence b. A
-row is for `ratio` tokens; the last of them gets the slot, and the others get -1.
+slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r = (position of token t in sequence b) //
+ratio. So a cache row is for `ratio` tokens; the last of them gets the slot, and the others get -1. If the pages are a
+ring buffer, the column of block_table is (r // page_size) modulo the number of columns, and only the sequence's last
+rows get slots.
 
 Plan
 - One thread per token. All threads search the same boundaries for their tokens' sequences, so the lanes of a warp
@@ -14,7 +16,7 @@ Plan
 Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows per page
 and tokens per row.
 Launch: programmatic dependent launch.
-Roofline: memory, 8 bytes per token; in decode, which has few tokens, latency.
+Roofline: bound by memory, 8 bytes per token; in decode, which has few tokens, by latency.
 """
 
 import cutlass
@@ -96,8 +98,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def ascends(self, starts: cute.Tensor, tid):
-        """Whether no boundary is below the previous boundary. For at most AT_ONCE sequences, return False without a
-        check, because `scan` is fast then. All threads of the CTA call this."""
+        """Whether the boundaries ascend: no boundary is below the previous one. For at most AT_ONCE sequences, return
+        False without a check, because `scan` is fast then. All threads of the CTA call this."""
         count, ordered = starts.shape[0] - 1, Boolean(False)
         if count > AT_ONCE:
             ordered = Boolean(True)

@@ -1,10 +1,10 @@
 """Arithmetic shared by the hyper-connection kernels, so that all of them give the same bits.
 
 Sinkhorn normalisation here leaves the matrix A unchanged and updates two vectors of factors: comb_ij = r_i A_ij c_j.
-The sum of row i is r_i (A c)_i. So a step costs four products, an addition and a reciprocal per factor. That is less
-than dividing 16 numbers, and the rounding errors of the steps do not add up. `_balance` interleaves the four sums of a
-step. If the code computed them one after the other, the compiler would keep that order, and a step would take twice as
-long.
+The sum of row i is r_i (A c)_i. A step updates the four factors of the rows or of the columns. It costs five
+multiply-adds, a product and a reciprocal per factor. That is less than dividing 16 numbers, and the rounding errors of
+the steps do not add up. `_balance` interleaves the four sums of a step. If the code computed them one after the other,
+the compiler would keep that order, and a step would take twice as long.
 """
 
 import cutlass
@@ -60,7 +60,7 @@ def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr,
     for w in cutlass.range_constexpr(WORDS):
         for k in cutlass.range_constexpr(HYPER_STREAMS):
             # The caller has already converted these words once, for the mean square. XOR with `zero` forces a second
-            # conversion. Otherwise the compiler keeps the fp32 values in twice the registers until here.
+            # conversion. Otherwise the compiler keeps the fp32 values until here, which take twice as many registers.
             v = numbers_of(words[w, k] ^ zero, dtype)
             for i in cutlass.range_constexpr(packed):
                 out[w * packed + i] = cute.math.fma(pre[k], v[i], out[w * packed + i])

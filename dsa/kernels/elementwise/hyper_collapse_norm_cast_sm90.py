@@ -2,22 +2,23 @@
 
 Plan
 - A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses
-  them for the mean square and for x. Norm and cast use x, rounded to bf16, from registers. x itself is not stored.
+  them for the mean square and for x, the collapsed streams. Norm and cast use x, rounded to bf16, from registers. x
+  itself is not stored.
 - To get the bits of the separate kernels, sums are added in their order. The norm assigns vectors to threads as
   `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`, which has `shares` (2 or 4)
   times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel, one after
   the other.
-- One extra warp computes post and comb, one token per lane. It loads its operands before the mean square is ready.
-  Sinkhorn's chain of reciprocals, 39 steps of four, takes longer than x, norm and cast, which the other warps compute
-  meanwhile.
+- One extra warp computes post and comb, one token per lane. This warp loads mix, base and scale before the mean square
+  is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps, each with four independent reciprocals. The
+  chain takes longer than x, norm and cast, which the other warps compute meanwhile.
 - Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. This does not delay
   the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
   base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
 - With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
-Roofline: memory, 11 D bytes per token. Few tokens: latency of memory, of the sum over the CTA and of 40 dependent
-reciprocals.
+Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by the latency of memory, of the sum over the
+CTA and of 40 dependent reciprocals.
 """
 
 import cutlass
@@ -143,8 +144,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
-        """Compute post and comb of the CTA's tokens, one token per lane. Also write pre's elements of mix, times scale,
-        and of base to `logits`, because the other warps load only streams."""
+        """Compute post and comb of the CTA's tokens, one token per lane. For the other warps, which compute pre but do
+        not load mix and base, write pre's elements of mix * scale and of base to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = loaded(mix[first + own, None]), loaded(base)
@@ -164,8 +165,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """Return 1 / sqrt(mean(v^2) + eps). `squares` has the sums of the separate collapse kernel's warps; they are
-        added as a tree: pairs, then pairs of pairs, and so on."""
+        """Return 1 / sqrt(mean(v^2) + eps). `squares` contains one sum for each warp that the separate collapse kernel
+        would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):

@@ -1,22 +1,23 @@
 """DeepSeek-V4's hyper-connections between two sublayers, for few tokens: the new streams and their projection.
 
 Plan
-- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, each of its 64 warps computes one
-  of the 64 slices, and the sums are added in the same order, so that the bits are equal. There are at most 8 tokens.
-  They are the upper octet of the mma's 16 rows; the lower octet is zeros.
-- A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. It writes
-  them to shared memory, and only the same warp reads them back as mma operands. All clusters compute the same new
-  streams, and the cluster with the first outputs stores them.
-- A cluster has 2 outputs, so that 24 outputs occupy 96 CTAs. With one token, the time is that of loading the matrix,
-  which an SM loads at 90 KB per microsecond; more CTAs load it faster. The other 6 columns of an mma repeat these two
+- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, and each of its 64 warps computes
+  one of the 64 slices. The sums are added in the same order as there, so the bits are equal. There are at most 8
+  tokens. They are the upper octet of the mma's 16 rows; the lower octet is zeros.
+- A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. The warp
+  writes these channels to shared memory, and only the same warp reads them back as mma operands. All clusters compute
+  the same new streams, and the cluster with the first outputs stores them.
+- A cluster has 2 outputs, so that 24 outputs occupy 96 CTAs. With one token, loading the matrix determines the time: an
+  SM loads 90 KB per microsecond, so more CTAs load the matrix faster. The other 6 columns of an mma repeat these two
   outputs.
 - A warp loads the matrix by cp.async while it computes the new streams. cp.async needs no registers, so the registers
   are free for the loads of several tokens. Before it waits for the previous kernel, a warp prefetches its slice of the
   matrix to L2.
-Shared memory: new streams, 4 KB per token; matrix, 25 KB; slices and groups as in `hyper_mix_few_tokens_sm90`.
+Shared memory: new streams, 4 KB per token; matrix, 25 KB; slices and groups as in `hyper_mix_few_tokens_sm90` with 8
+rows.
 Constraints: four streams, D a multiple of 8, rows at multiples of 16 bytes.
-Roofline: memory, the matrix once. Latency: launch, one round of loads, two barriers. Each token adds 20 KB that every
-CTA reads, and 100 instructions per lane.
+Roofline: bound by memory: the matrix is read once. Latency: launch, one round of loads (D = 4096), two barriers. With D
+= 4096, each token adds 20 KB that every CTA reads, and 100 instructions per lane.
 """
 
 import cutlass
@@ -187,9 +188,9 @@ class HyperExpandMixSm90:
             for t in cutlass.range(0, tokens, self.at_once, unroll=1):
                 raw, weights = self.load(y, streams, post, comb, t, stream, at, exists)
                 # All loads must be issued before the first product waits for its operands, but the compiler would
-                # move some loads after it. It moves no load across a barrier. It also keeps a product after the barrier
-                # if the product needs a value that is read after the barrier: a zero that this warp wrote to shared
-                # memory.
+                # move some loads after this product. The compiler moves no load across a barrier. It also keeps a
+                # product after the barrier if the product needs a value that is read after the barrier: a zero that
+                # this warp wrote to shared memory.
                 cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
                 for i in cutlass.range_constexpr(self.at_once):
                     words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)

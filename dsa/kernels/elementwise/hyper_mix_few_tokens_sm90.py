@@ -1,5 +1,5 @@
-"""The projection of DeepSeek-V4's hyper-connections, for few tokens or a narrow matrix:
-mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
+"""The projection of DeepSeek-V4's hyper-connections, for few tokens, and for shapes that hyper_mix_sm90.py does not
+support: mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan
 - A cluster of 8 CTAs computes 8 outputs of 16 or 32 tokens. A matrix of 24 outputs takes three clusters, so even with
@@ -13,8 +13,8 @@ Plan
   because the previous kernel may still be writing the matrix.
 Shared memory: slices, 256 x rows bytes; received groups, 32 x rows bytes.
 Constraints: D a multiple of 8, rows at multiples of 16 bytes. Loads of tokens past the end read the last token instead.
-Roofline: memory, the matrix once per 16 or 32 tokens, from L2 except for the first time. For few tokens: latency of the
-launch, of one or two rounds of loads, and of two barriers.
+Roofline: bound by memory. The matrix is read once per 16 or 32 tokens, from L2 except for the first time. With few
+tokens, bound by the latency of the launch, of one or two rounds of loads, and of two barriers.
 """
 
 import cutlass
@@ -120,8 +120,8 @@ class HyperMixFewTokensSm90:
                             source = cute.local_tile(streams[token, k, None], (VECTOR,), (at,))
                             cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, half, i])
             # All loads must be issued before the first mma waits for its operands, but the compiler would move some
-            # loads after it. It moves no load across a barrier. It also keeps an mma after the barrier if the mma needs
-            # a value that is read after the barrier: a zero that this warp wrote to shared memory.
+            # loads after this mma. The compiler moves no load across a barrier. It also keeps an mma after the barrier
+            # if the mma needs a value that is read after the barrier: a zero that this warp wrote to shared memory.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.together):

@@ -1,27 +1,29 @@
-"""The projection of DeepSeek-V4's hyper-connections, for more than a hundred tokens and 24 outputs:
+"""The projection of DeepSeek-V4's hyper-connections, for many tokens (the op uses it above 64) and 24 outputs:
 mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan
-- A tile has 32 to 256 tokens and all outputs. With 32 to 128 tokens, a cluster of 8 CTAs computes a tile, and each CTA
-  computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With 256 tokens, CTAs are persistent and there are
-  no clusters, which would leave some SMs idle. A work unit is then half a group of a tile. CTAs write the sums of work
-  units to global memory, and a second kernel adds them.
+- A tile has `rows` (32, 64, 128 or 256) tokens and all outputs. With up to 128 tokens, a cluster of 8 CTAs computes a
+  tile, and each CTA computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With 256 tokens, CTAs are
+  persistent and there are no clusters, which would leave some SMs idle. A work unit is then half a group of a tile.
+  CTAs write the sums of work units to global memory, and a second kernel adds them.
 - Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of fewer than 256
   tokens, several warps have the same tokens and different slices. One producer warp loads by TMA.
 - Pipeline: a ring of stages. A stage is a block of 64 channels of the tile's tokens and of the 72 matrix rows.
   Consecutive stages belong to the slices of different warps. A warp reads the operands of the next half block before it
   multiplies the current half block, because reading and multiplying take about the same time.
-- mma from registers instead of wgmma, so that the sums have the bits of the kernel for few tokens. A lane reads 16
-  bytes of a row, the operands of two mma instructions.
-- Warps exchange their slices through shared memory, and then each thread adds the slices of its pairs of results.
+- Warps use mma with operands in registers instead of wgmma, so that the sums have the bits of the kernel for few
+  tokens. A lane reads 16 bytes of a row, the operands of two mma instructions.
+- In tiles of fewer than 256 tokens, warps exchange their slices through shared memory. Then each thread adds the slices
+  of its pairs of results.
 - Epilogue in a cluster: each lane sends its sums of the CTA's group to the CTAs that own the results; each CTA owns 1/8
   of the tokens. The owners add the 8 groups and store.
 Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB with 64 and 128 tokens (with 32, they reuse the
 stages of the streams); in a cluster, the received groups, 96 x rows bytes.
-Constraints: a token's streams are contiguous, their channels a multiple of 64, and rows are aligned to 16 bytes.
-Roofline: memory, 2 n D bytes per token. The matrix is read from L2 once per tile. With 1/132 of the memory bandwidth,
-an SM loads 64 channels of 256 tokens in 1600 cycles. For these, mma takes 900 to 1150 cycles (576 instructions of
-16 x 8 x 16), and shared memory 1150.
+Constraints: a token's n streams are contiguous, D is a multiple of 64 (so that the blocks of hyper_mix_sums.py do not
+straddle streams), and rows are aligned to 16 bytes.
+Roofline: bound by memory, 2 n D bytes per token. The matrix is read from L2 once per tile. With 1/132 of the memory
+bandwidth, an SM loads 64 channels of 256 tokens in 1600 cycles. For these channels and tokens, mma takes 900 to 1150
+cycles (576 instructions of 16 x 8 x 16), and the reads of shared memory take 1150.
 """
 
 import cutlass
@@ -195,8 +197,8 @@ class HyperMixSm90:
     @cute.jit
     def load_blocks(self, pipeline: Pipeline, v_copy, w_copy, tokens, blocks):
         """The mainloop of the producer warp. A slice that is shorter than the longest slice is padded with the block
-        past the end, which TMA fills with zeros. After its last block, a consumer warp reads one more stage and does
-        not use it. The producer signals these stages as full without loading them."""
+        past the end of the channels, which TMA fills with zeros. After its last block, a consumer warp reads one more
+        stage and does not use the data. The producer signals these last stages as full without loading them."""
         v_atom, v_shared, v = v_copy
         w_atom, w_shared, w = w_copy
         first, end, step, longest = self.work(tokens, blocks)

@@ -13,9 +13,9 @@ Plan
   Iterations alternate between two buffers in shared memory, so one barrier per row is enough.
 - A thread accumulates its part of dw in fp32 over its rows, in order, and writes it once to parts [P, D]. The sum of
   the P parts is dw. So the bits are the same in every run with the same number of SMs.
-Shared memory: four numbers per warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-what the registers of 256 threads hold.
-Roofline: memory, 3 D elements per row; about 9 instructions per channel.
+Shared memory: four numbers per warp. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most 1024
+vectors: 256 threads x MAX_EARLY vectors.
+Roofline: bound by memory, 3 D elements per row. About 9 instructions per channel.
 """
 
 import cutlass

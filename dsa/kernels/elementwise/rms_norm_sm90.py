@@ -11,18 +11,18 @@ Plan
 - With a residual, x is first replaced by residual + x, rounded to their dtype. This sum is also stored.
 - With a cast, a group of 128 channels is in adjacent lanes of one warp. These lanes compute the group's amax and scale
   by shuffles from the rounded y, so the result is exactly `per_token_cast_to_fp8_sm90` of y.
-- With RoPE, a thread loads the cosines and sines of its vectors together with its row. Pairs are adjacent channels, so
-  a thread has both channels. y is rounded before and after the rotation, so the result is exactly `rotary_sm90` of y.
+- With RoPE, the last R channels of y are rotated. A thread loads the cosines and sines of its vectors together with its
+  row. Pairs are adjacent channels, so a thread has both channels. y is rounded before and after the rotation, so the
+  result is exactly `rotary_sm90` of y.
 - Squares are added in a fixed order: in the thread, by a shuffle tree in the warp, and then warp by warp through shared
   memory, where all threads add the same numbers in the same order. So the bits are the same in every run, and a row's
   bits do not depend on other rows.
 - Vectors past the row's end are not loaded and count as zeros. Rows are [A, B, D] with any strides: a division with
   precomputed numbers gives a row's two indices, and offsets have 64 bits.
-Shared memory: one number per warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-`max_channels`. With a cast, D is a multiple of 128 and at least a warp processes a row. With RoPE, R is a multiple of a
-vector and at most a warp processes a row.
-Roofline: memory, 2 D elements per row, 2 D more with a residual, D bytes more with a cast; about 5 instructions per
-channel, a fifth of the issue slots in that time.
+Shared memory: one number per warp. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most
+`max_channels`. With a cast, D is a multiple of 128 and lanes >= 32. With RoPE, R is a multiple of 8 and lanes <= 32.
+Roofline: bound by memory, 2 D elements per row, 2 D more with a residual, D bytes more with a cast. About 5
+instructions per channel take a fifth of the issue slots in that time.
 """
 
 import functools
@@ -130,7 +130,8 @@ class RmsNormSm90:
         if const_expr(weight is not None and self.early):
             load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         if const_expr(cos is not None):
-            # The first vector that RoPE rotates; then load the cosines and sines of this thread's vectors.
+            # `first_rotated` is the row's first vector that RoPE rotates. Load the cosines and sines of this thread's
+            # rotated vectors.
             first_rotated = vectors_of_row - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(self.vectors):
@@ -243,8 +244,8 @@ def three_dims(x: cute.Tensor) -> cute.Tensor:
 
 @cached
 def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
-    """-> f(x [A, B, D] dtype, weight [D] fp32 or None, out [A, B, D], eps); 0 < A * B < 2^31 - 16, D from 1 vector to
-    `max_channels(dtype)`. Rows start at multiples of 16 bytes."""
+    """-> f(x [A, B, D] dtype, weight [D] fp32 or None, out [A, B, D], eps); 0 < A * B < 2^31 - 16, D a multiple of 8 up
+    to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(

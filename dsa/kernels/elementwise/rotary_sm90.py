@@ -8,12 +8,12 @@ Plan
   number of angles determine which groups are rotated. A division with precomputed numbers gives a group's row, and
   offsets have 64 bits.
 - Products are rounded before they are added, as in the reference, so the bits are equal.
-- P is 4: a group is 16 bytes of x (bf16), of cos and of sin. If rows or lengths are not multiples of that, P is 1,
-  which works with any alignment. A thread has `groups` groups and issues all loads of x first. Cosines and sines come
-  from L2 or L1, because all heads of a token share them.
+- P is 4 if D and R are multiples of 8 and all rows start at multiples of 16 bytes: a group is then 16 bytes of x
+  (bf16), of cos and of sin. Otherwise P is 1, which works with any alignment. A thread has `groups` groups and issues
+  all loads of x first. Cosines and sines come from L2 or L1, because all heads of a token share them.
 Shared memory: none. Constraints: D even, last dimensions contiguous.
-Roofline: memory, 2 D elements per row; about 5 instructions per rotated channel. For few tokens: latency of a launch
-and one round trip to memory.
+Roofline: bound by memory, 2 D elements per row. About 5 instructions per rotated channel. With few tokens, bound by the
+latency of a launch and one round trip to memory.
 """
 
 from dataclasses import dataclass

@@ -2,14 +2,14 @@
 operand A, or in shared memory.
 
 A byte contains two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row, a group, share a
-scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. An e2m1
-number, multiplied by the ratio of its group's scale to the block scale, is exactly an e4m3 number if the exponent of
-the ratio is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the largest scale of its
-groups. `fp4_block_scales` refuses weights with exponents below -8, which would wrap around to other tables.
-The eight e2m1 magnitudes, multiplied by such a ratio, form a table of eight bytes, and a byte permutation looks four of
-them up at a time. The tables for all exponents together are 128 bytes of shared memory; a table's index is its exponent
-modulo 16. The tables occupy different banks, so reads of different tables do not conflict. Zero is zero in every table,
-so a group of zeros may have any scale.
+scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. Let r be
+the ratio of a group's scale to the block scale. An e2m1 number times r is exactly an e4m3 number if the exponent of r
+is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the largest scale of the block's groups.
+`fp4_block_scales` refuses weights with exponents below -8, which would wrap around to other tables.
+The eight e2m1 magnitudes, multiplied by r, form a table of eight bytes, and a byte permutation looks up four of them at
+a time. The tables for all exponents together are 128 bytes of shared memory; a table's index is its exponent modulo 16.
+The tables occupy different banks, so reads of different tables do not conflict. Zero is zero in every table, so a group
+of zeros may have any scale.
 
 For an operand in registers, wgmma expects of each 32 channels the channels 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q in a
 lane, where q = lane % 4. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one word per

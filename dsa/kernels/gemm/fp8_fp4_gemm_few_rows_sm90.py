@@ -1,6 +1,7 @@
 """Grouped product of FP8 activations with FP4 weights, for few rows per weight matrix (decode):
-out[m, n] = w[m] * sum_g (sum_{k in block g} a[rows[m], k] b8[e, n, k]) * a_scale[rows[m], g] * b_scale[e, n // 128, g],
-where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
+out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b8[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
+where e is the matrix of row m, r = rows[m] (r = m without `rows`), and
+b8[e, n, k] = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
 b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan
@@ -9,19 +10,21 @@ Plan
   operand A. So the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
   share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
-  codes by TMA and their scales by cp.async, and waits only for empty stages. The other three producer warps gather the
-  rows of activations and their scales.
+  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits only for empty stages, of this ring and of
+  the ring of work tiles. The other three producer warps gather the rows of activations and their scales.
 - Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
-  channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), and the scales of
-  activations and blocks (16 bytes per row). The ring continues across work tiles. 100 to 170 KB of FP4 are in flight.
-- Mainloop: per block of 128 channels, four wgmma into separate accumulators, T / 2 registers. The next block is widened
-  while they run. After the fourth block of a stage, the next block is the first block of the next stage, even if that
-  stage belongs to the next work tile. So arithmetic hides the latency of wgmma, the wait for a stage and its fence.
-  Then the products are scaled and added in fp32 in order.
+  channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), their scales (16
+  bytes per row) and the scales of the four blocks (16 bytes). The ring continues across work tiles. Per SM, 100 to 170
+  KB of FP4 are in flight.
+- Mainloop: each of a stage's four blocks has its own accumulators (T / 2 registers), into which four wgmma add. The
+  next block is widened while these wgmma run. After the fourth block of a stage, the next block is the first block of
+  the next stage, even if that stage belongs to the next work tile. So widening hides the latency of wgmma, the wait for
+  a stage and the fence after it. After its four blocks, a stage's products are scaled and added in fp32 in order.
 - Activations are copied in words of 4 bytes, in the order in which lanes have the weights' channels; with few rows
   these are few copies. Rows past the matrix's end are not copied. Their columns of the wgmma contain garbage, which
   affects no other column and is not stored. Channels beyond K are zeros.
-- Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row.
+- Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row of the
+  result. fp32 results are stored from registers.
 - Scheduler: static persistent. The work tiles of a matrix are consecutive. Of these, tiles with the same weight rows
   are consecutive, so a tile of weights is read from memory once. Consecutive CTAs read adjacent weights.
 Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
@@ -29,7 +32,7 @@ Registers: per consumer thread 64 for four blocks of widened weights, or 32 for 
 accumulators; T / 2 sums. See REGISTERS.
 Instructions: 18 per lane and 8 weights. 10 of them use the ALU, which issues 2 per cycle and SM: 320 cycles per block
 of 128 x 128.
-Roofline: memory, 8.5 KB per block of 128 x 128: 480 cycles or more at 4.2 TB/s.
+Roofline: bound by memory, 8.5 KB per block of 128 x 128. At 4.2 TB/s for 132 SMs, an SM loads a block in 480 cycles.
 """
 
 import math
@@ -393,8 +396,8 @@ class Fp8Fp4GemmSmallMSm90:
                 for i in cutlass.range_constexpr(self.rows // 4):
                     factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
             for group in cutlass.range(groups, unroll=1):
-                # There is no stage after the CTA's last stage. There `add_stage` widens the first block of the last
-                # stage again, and the result is not used.
+                # No stage follows the CTA's last stage. For the last stage, `add_stage` widens this stage's first block
+                # again, and the result is not used.
                 following = pipeline.advance(state)
                 is_last = group == groups - 1 and index + scheduler.step >= total
                 following = PipelineState(

@@ -10,8 +10,8 @@ Plan
   the work tiles, passes them to the other warps and loads by TMA. The producer is in a separate warpgroup because of
   registers: with two consumer warpgroups, a consumer thread has 216 registers, a converter thread 56 and a producer
   thread 24. A warp that both loads and converts would need more than 56.
-- Pipeline: one ring of STAGES stages of 128 channels. A stage has two barriers: the pipeline's full barrier counts the
-  bytes of TMA, and `widened` counts the converter warps. Consumers wait for both, and release the stage once.
+- Pipeline: one ring of STAGES stages of 128 channels. Consumers wait for two barriers of a stage: the pipeline's full
+  barrier counts the bytes of TMA, and `widened` counts the converter warps. Consumers release the stage once.
 - Widening is in place. A converter warp widens 32 of the 128 rows of b in a stage, which are 4 KiB of e4m3; TMA writes
   their codes to the first 2 KiB. The warp widens the last rows first. When it overwrites the codes of the first rows,
   it has already read all codes. So no further memory and no barrier with other converter warps is needed.
@@ -21,13 +21,13 @@ Plan
 - All kinds of scales are loaded for four blocks at a time, together with the first of the four blocks. Converters
   compute the offsets of the tables from the scales before they pass that block to the consumers. So when the consumers
   release that block, the converters have read the scales, and the slot of the scales is free, too.
-- Scheduler: static persistent. Dynamic scheduling is no faster here, since the converters are the bottleneck.
+- Scheduler: static persistent. Dynamic scheduling is no faster here, since the converters limit the measured rate.
 Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also the tables,
 and per slot of scales 16 bytes of e8m0 scales per row of b.
 Registers: see REGISTERS; a consumer has 64 accumulators and 64 or 128 sums.
 Instructions: 180 per converter lane and block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
-Roofline: the tensor cores and the multiply-adds, 1280 cycles per block of 256 x 128. Shared memory, 128 bytes per
-cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 with converters.
+Roofline: 256 x 128 tiles are bound by the tensor cores and the multiply-adds, 1280 cycles per block of channels. Shared
+memory, 128 bytes per cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 with converters.
 """
 
 import itertools

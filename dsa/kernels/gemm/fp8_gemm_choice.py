@@ -25,8 +25,9 @@ LAUNCH = 2.8  # microseconds; the models exclude it
 # The models always choose the small-M kernel up to the first number of rows, and may choose it up to the second. The
 # measured winners do not follow this: in five classes of up to 32 rows the other kernel is faster.
 OWN_ROWS, MAX_ROWS = 32, 512
-# A measured winner is used if its modelled time, as a ratio to that of the models' tile, is at most this many times the
-# same ratio at the searched number of rows.
+# A measured winner is used unless the cost models say that it is worse here than at the searched number of rows. Let r
+# be its modelled time divided by that of the models' tile: r here is at most WORSE times r at the searched number of
+# rows.
 WORSE = 1.05
 
 

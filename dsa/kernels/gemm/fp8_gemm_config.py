@@ -47,8 +47,9 @@ class Fp8GemmConfig:
 
     @property
     def piece(self) -> int:
-        """The width of a piece. Pieces start at multiples of their width, so a piece never straddles two scale blocks:
-        all its columns share a scale, wherever the work tile begins."""
+        """The width of a piece: the epilogue divides a work tile's columns into pieces that have one scale each. Pieces
+        start at multiples of their width, so a piece never straddles two scale blocks, wherever the work tile
+        begins."""
         return math.gcd(self.columns, CHUNK)
 
     @property

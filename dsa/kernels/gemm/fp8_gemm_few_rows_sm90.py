@@ -3,33 +3,34 @@ out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_sc
 
 Plan
 - The rows of b are M of the wgmma, and the rows of a are N (swap A/B): a work tile is 64 columns of the result by 8 to
-  64 rows. So a product with a single row needs an eighth of the products, shared memory and registers that it needs in
-  `fp8_gemm_sm90`, where the rows of a are M, at least 64. The order of a sum is the same as in that kernel, so the bits
-  are equal.
-- Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the rows of their wgmma
+  64 rows. In `fp8_gemm_sm90` the rows of a are M, at least 64. So for a single row, which needs a tile of 8 rows, this
+  kernel multiplies an eighth as much. The order of a sum is the same as in that kernel, so the bits are equal.
+- Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the M rows of their wgmma
   are then unused. If there are more rows than one tile has, the tiles with the same columns are consecutive, so that b
-  is read from memory once. The number of rows per tile is chosen to occupy the SMs, since the time of a block of
-  channels grows with the rows: first its wgmma, then the multiply-adds.
+  is read from memory once. The time of a block of channels grows with the rows of the tile, so
+  fp8_gemm_few_rows_config.py chooses the number of rows per tile that occupies the SMs best.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
   registers without setmaxnreg.
-- Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. It continues
-  across work tiles, and is as deep as shared memory allows.
+- Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. The ring
+  continues across work tiles, and is as deep as shared memory allows.
 - Mainloop: the wgmma of all blocks of a stage are issued back to back, each block into separate accumulators, and the
-  scales are read while they run. Then the blocks are scaled and added in order. With one block at a time, every block
-  would expose the latency of wgmma, of the wait and of the scales' loads.
-- Before a CTA waits for the previous kernel, it prefetches as much of b to L2 as fits in its ring. It does not read b,
-  since the previous kernel may write it. Grouped products skip the prefetch, because the matrix is not known yet.
+  scales are read while the wgmma run. Then the blocks are scaled and added in order. With one block at a time, every
+  block would expose the latency of wgmma, of the wait and of the scales' loads.
+- Before a CTA waits for the previous kernel, it prefetches as much of its first work tile's b to L2 as fits in its
+  ring. The CTA does not read b, since the previous kernel may write b. Grouped products skip the prefetch, because the
+  matrix is not known yet.
 - Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results, 16 columns per warp,
   which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
   of a row.
 - Scheduler: static persistent. Grouped products find their work tiles by prefix sums (grouped_tiles.py).
 - A matrix with few columns has fewer work tiles than there are SMs. For such a matrix split-K may be faster
   (`fp8_gemm_split_channels_sm90`); fp8_gemm_few_rows_config.py decides.
-Shared memory: barriers; 32 bytes per row and warp for results; stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1))
-bytes.
+Shared memory: barriers; prefix sums with several matrices; 32 bytes per row and warp for results; stages x SCALES x
+((64 + rows) x 128 + 4 x (rows + 1)) bytes.
 Registers: SCALES x rows / 2 accumulators, rows / 2 sums and `rows` scales per consumer thread.
-Roofline: memory, b once. Otherwise the mainloop: about 80 cycles per block of channels, and 3.4 more per row of the
-tile. With 8 rows, the load bandwidth of an SM: (64 + rows) x 128 bytes per block at about 75 bytes per cycle.
+Roofline: bound by memory if the work tiles occupy all SMs: b is read once. Otherwise bound by the SM: the mainloop
+takes about 80 cycles per block of channels, and 3.4 more per row of the tile. With 8 rows, an SM's loads take longer:
+(64 + 8) x 128 bytes per block at about 75 bytes per cycle.
 """
 
 from typing import Any

@@ -1,40 +1,41 @@
-"""Products with one block-scaled FP8 matrix or several, where e is the matrix of row m and r = rows[m]:
-out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g].
-With the SwiGLU epilogue the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums (swiglu_epilogue.py).
+"""Products with one block-scaled FP8 matrix or several:
+out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
+where e is the matrix of row m, and r = rows[m]. Without `rows`, r = m; without `weights`, the factor is 1. With the
+SwiGLU epilogue (swiglu_epilogue.py), the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums.
 
 Plan
-- A work tile has rows of one matrix only (grouped_tiles.py). To find it, a CTA must first count the tiles of all
+- A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
   the end of its matrix; they are not stored, and a warpgroup whose 64 rows are all past the end multiplies nothing.
-  With dynamic scheduling, tiles of up to 32 rows swap A/B (swap_ab_tile.py), and boxes of 64 rows of a without any row
-  of the matrix are not loaded.
+  If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
+  (swap_ab_tile.py). Boxes of 64 rows of a without any row of the matrix are then not loaded.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them to the other warps and loads by
   TMA. If `rows` selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A
   consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves.
 - Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
   Scales are loaded for four blocks at a time, with every fourth block: four scales are 16 contiguous bytes per row,
   while a single scale is an eighth of a 32-byte sector.
-- Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32
-  while another warpgroup uses the tensor cores. The tensor cores' accumulation keeps about 14 bits, so it is limited to
-  128 channels.
-- For many rows, work tiles are 256 x 128 or 128 x 192. For 256 x 128, a warpgroup has registers for the sums of
-  128 x 128 and the products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 128
-  rows by 128 columns of gate and 128 of up: two parts, which are multiplied one after the other. For few rows, work
-  tiles are narrow, so that there are enough of them to keep all SMs loading weights; 48-, 96- and 192-wide tiles may
-  straddle two scale blocks. The order of a sum is the same for all tiles.
+- Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32;
+  a second consumer warpgroup uses the tensor cores meanwhile. The tensor cores' accumulation keeps about 14 bits, so it
+  is limited to 128 channels.
+- For many rows, work tiles are 256 x 128, 128 x 192 or 128 x 128. For 256 x 128, a warpgroup has registers for the sums
+  of 128 x 128 and the products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 64
+  or 128 rows by 128 columns of gate and 128 of up: two parts, which are multiplied one after the other. For few rows,
+  work tiles are narrow, so that there are enough of them to keep all SMs loading weights; 48-, 96- and 192-wide tiles
+  may straddle two scale blocks. The order of a sum is the same for all tiles.
 - Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has shared memory for all results
   of its 16 rows, TMA stores them while the next work tile is multiplied. Otherwise the warps store them, as for
   256 x 128, whose stages leave too little shared memory.
 - Scheduler: static persistent; dynamic for several matrices with many rows, whose work tiles take different times
   (grouped_tiles.py).
-Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp 2 KiB of results per 64 columns;
+Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp CHUNKS x 2 KiB of results;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes.
-Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 64 to 96 accumulators; 24 per producer
+Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 48 to 96 accumulators; 24 per producer
 thread. A gathering producer thread has 40 with two consumer warpgroups, which leaves 232 for a consumer thread; with
 one consumer warpgroup it has 56.
-Roofline: for many rows the tensor cores and the multiply-adds, which compete for the registers: 1024 + 256 cycles per
-block of channels of a 256 x 128 tile. Shared memory (128 bytes per cycle) is busy for 1152 of these cycles. For few
-rows memory: b is read once.
+Roofline: many rows are bound by the tensor cores and the multiply-adds, which compete for the registers: 1024 + 256
+cycles per block of channels of a 256 x 128 tile. Shared memory (128 bytes per cycle) is busy for 1152 of these cycles.
+Few rows are bound by memory: b is read once.
 """
 
 import itertools
@@ -253,8 +254,8 @@ class Fp8GemmSm90:
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            # The next tile is found below: after the first group, or after the last if this warp gathers, because a
-            # gathering warp lacks the registers to keep it meanwhile.
+            # If TMA loads a, this warp finds the next tile after the first group. A warp that gathers a lacks the
+            # registers to keep the next tile during the mainloop, so it finds the next tile after the last group.
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):

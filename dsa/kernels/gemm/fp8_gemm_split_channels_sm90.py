@@ -2,25 +2,26 @@
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
 
 Plan
-- A matrix with few columns has fewer work tiles than there are SMs. So a cluster computes each work tile of 64 columns.
-  The blocks of channels form groups of SPLIT_SPAN blocks, which the CTAs of the cluster multiply in turns. The bits of
-  a sum must not depend on the size of the cluster, so a CTA does not add the blocks that it multiplied. It sends the
-  products of each block to the CTA that owns the result. The owner scales the products of all blocks and adds them in
-  order. So the bits are those of the other kernels.
-- In a cluster of C CTAs, CTA i owns the results of 64 / C columns of the work tile, from column 64 / C * i on. Columns
-  are M of the wgmma (swap A/B). A thread sends its accumulators in pairs: two adjacent rows of the result in a column.
+- A matrix with few columns has fewer work tiles than there are SMs. So a cluster of C CTAs computes each work tile of
+  64 columns. SPLIT_SPAN adjacent blocks of channels form a group, and CTA i multiplies the groups i, i + C and so on.
+  The bits of a sum must not depend on C, so a CTA does not add the blocks that it multiplied. It sends the products of
+  each block to the CTA that owns the result. The owner scales the products of all blocks and adds them in order. So the
+  bits are those of the other kernels.
+- CTA i owns the results of 64 / C columns of the work tile, from column 64 / C * i on. Columns are M of the wgmma (swap
+  A/B). A thread sends its accumulators in pairs: two adjacent rows of the result in a column.
 - Warp roles: a consumer warpgroup multiplies; a producer warp loads by TMA. The first consumer warp loads the scales of
   all blocks before its mainloop.
 - Pipeline: a ring of stages, each with SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so most
   of them are in flight at once. There are two cluster barriers. The first comes before the first product is sent: all
   CTAs must have started. The second comes after the last product is sent: all products have then arrived.
-- Before a CTA waits for the previous kernel, it prefetches its blocks of b to L2. It does not read them, since the
-  previous kernel may write them.
+- Before a CTA waits for the previous kernel, it prefetches its blocks of b to L2. The CTA does not read them, since the
+  previous kernel may write b.
 - Epilogue: a warp adds and stores slabs of 8 columns by 8 rows. A lane has two rows of one column.
 - Scheduler: one cluster per work tile.
 Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes of operands; MAX_SPLIT_BLOCKS x 256 x rows / C
 bytes of received products; (rows + 1) x (MAX_SPLIT_BLOCKS + 4) x 4 bytes of scales.
-Roofline: memory, b once; then a fixed part: launch, the latency of one load, two cluster barriers, and the sums.
+Roofline: bound by memory: b is read once. The fixed cost is the launch, the latency of one load, two cluster barriers,
+and the sums.
 """
 
 import cutlass

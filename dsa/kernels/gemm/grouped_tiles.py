@@ -4,11 +4,12 @@ The rows of matrix e of the product are [ends[e - 1], ends[e]), without padding,
 after the last matrix's rows belong to no work tile, because tiles are counted per matrix, and a tile stores only rows
 of its matrix. If no matrix has rows, there is no tile and every CTA exits at once.
 
-The tiles of a matrix are consecutive, in bands of BAND rows. So the tiles that run at the same time cover about as many
-rows as columns, and operands that several of them read stay in the L2 cache. With one matrix, tiles with the same
-columns are consecutive within a band. With several matrices, tiles with the same rows are. The reason is that a
-matrix's last tile of rows may have few rows. If a matrix has, say, two tiles of rows and they alternated, a static
-scheduler would give the short tiles to every second CTA.
+The tiles of a matrix are consecutive. Small-M products use the order of `rows_first`, in which tiles with the same
+columns are consecutive. The other products use the order of `at`, which has bands of BAND rows. So the tiles that run
+at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
+Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
+same rows are. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two tiles of
+rows and they alternated, a static scheduler would give the short tiles to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
 With static scheduling a CTA computes tiles at a fixed distance. If work tiles take different times, as with matrices

@@ -10,7 +10,7 @@ MAX_MATRICES = 1024  # per grouped product
 MAX_ROWS = 2**27  # rows of the result, over all matrices
 MAX_COLUMNS = 2**31 - 1  # over all matrices: their columns are the rows of one tensor b, and a row's index is an int32
 # Grouped products use a dynamic scheduler from this many rows on, in total and per matrix on average. With fewer rows
-# all work tiles take the same time, and dynamic scheduling would cost the 2 us that zeroing its tile counter takes.
+# all work tiles take about the same time, and dynamic scheduling would cost 2 us for zeroing the tile counter.
 DYNAMIC_ROWS, DYNAMIC_ROWS_OF_A_MATRIX = 1024, 32
 
 # Casts.

@@ -4,8 +4,9 @@ stores them.
 A warp writes its 16 rows of 16-bit results to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
 last chunk may be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r is at index c ^ (r % 8).
 If a warp has shared memory for all chunks of its 16 rows, and all 16 rows belong to the matrix, TMA stores the chunks.
-The warp waits for TMA's reads only when it writes this memory again, in the next work tile. Otherwise the warp stores
-the chunks, 128 bytes per row. fp32 results are stored from registers as pairs of columns, 32 contiguous bytes per row.
+The warp waits for TMA's reads only before it writes this memory again, in the next work tile, and before it exits.
+Otherwise the warp itself stores the chunks, 128 bytes per row. fp32 results are stored from registers as pairs of
+columns, 32 contiguous bytes per row.
 """
 
 import cutlass

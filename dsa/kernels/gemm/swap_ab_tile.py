@@ -3,9 +3,10 @@ are N.
 
 The last work tile of a matrix has the remaining rows. For 1 to 32 rows a wgmma without swapped operands would still
 multiply 64 rows, and one warpgroup would do all the work. With swapped operands, each of two warpgroups multiplies 64
-of the 128 rows of a part of b by 16 or 32 rows of a. The order of a sum does not change, so the bits are equal. Both
-operands have the same layout in shared memory as without swapping; only the number of loaded rows of a differs. For
-more than 32 rows, swapping saves no time, since two warpgroups read more of shared memory.
+of the 128 rows of a part of b by 16 or 32 rows of a. A work tile has one part; with SwiGLU it has two, gate and up. The
+order of a sum does not change, so the bits are equal. Both operands have the same layout in shared memory as without
+swapping; only the number of loaded rows of a differs. For more than 32 rows, swapping saves no time: both warpgroups
+read the rows of a, which together is more than one warpgroup reads from shared memory without swapping.
 The sums are transposed: four consecutive sums of a thread are two rows of the result in one column, then the same two
 rows in the column 8 further on.
 """
@@ -34,10 +35,9 @@ def swap_ab_blocks(
     the tile's blocks.
 
     operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
-    scales    (address in the first slot of the scales of this lane's first row of a, address in the first slot of the
-              scales of b's first part, bytes per slot of a's scales, bytes per slot of b's scales, bytes from the
-              scales of one part of b to the next)
-    slots     number of slots
+    scales    (of_a, of_b, a_slot, b_slot, b_part): addresses in slot 0 of the scales of this lane's first row of a, and
+              of b's first part; bytes per slot of a's scales, and of b's; bytes from one part of b to the next
+    slots     number of slots of scales
     """
     sa, sb, group = operands
     stages = sb.shape[2]

@@ -18,8 +18,8 @@ Plan
   has as many CTAs as are resident at once. They read the end of the rows, and then loop over the groups before it.
 Shared memory: none.
 Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
-Roofline: memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 written. About 25 instructions per channel;
-an SM issues 34 in the time of these bytes.
+Roofline: bound by memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 written. A channel takes about 25
+instructions; an SM issues 34 in the time in which memory moves these bytes.
 """
 
 import itertools
@@ -41,7 +41,7 @@ THREADS = 128
 CHANNELS = 16  # per lane
 LANES = GROUP // CHANNELS
 GROUPS_PER_CTA = THREADS // LANES
-RESIDENT = 10  # CTAs per SM, with 48 registers per thread
+RESIDENT = 10  # CTAs per SM of the variant for grouped products, which has 48 registers per thread
 
 
 class SwigluCastSm90:

@@ -1,16 +1,18 @@
 """Compute the bound of each query for the next pass of scores, from the query's sample or list of candidates.
+candidate_lists.py describes the passes.
 
 Plan
-- One CTA per query. The CTA loads the query's scores into registers. The new bound is the `rank`-th largest score
-  (radix_select.py) or a number slightly below it, but not below the old bound. The scores that are not below the new
-  bound, ties with the bound included, become the list, stored from the front.
-- For a sample, the search counts digits of maxima instead of scores. A thread has four maxima, each over up to six
-  scores of different tiles. Let x be the least, over the threads, of the largest maximum of a thread. Every thread has
-  a maximum of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads.
-  The digits begin at x, and one pass over a sixth of the numbers is enough. If a query sees little of the sample, or if
-  the rank exceeds the number of threads, the CTA counts digits of all scores.
-- If all keys of a query fit in its list, the bound is -inf. A list that overflowed gets a bound of NaN, which no score
-  reaches, and keeps a length above its capacity.
+- One CTA per query. The CTA loads the scores of the query's sample or list into registers. The new bound is the
+  `rank`-th largest score or a number slightly below it, but not below the old bound. The scores that are not below the
+  new bound, ties with the bound included, become the list, stored from the front.
+- radix_select.py searches for the rank-th largest number: it counts the numbers in ranges of equal width ("digits").
+  For a sample, the search counts maxima instead of scores. A thread has four maxima, each over up to six scores of
+  different tiles. Let x be the least, over the threads, of the largest maximum of a thread. Every thread has a maximum
+  of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The digits
+  begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees little of the
+  sample, or if the rank exceeds the number of threads, the CTA counts all scores.
+- The bound is -inf if all keys of a query fit in its list, or if the sample has at most `rank` scores. A list that
+  overflowed gets a bound of NaN, which no score reaches, and keeps a length above its capacity.
 - The order of a list's entries is unspecified.
 Shared memory: 8 KiB of digit counts and a few sums; 32 KiB for the kept scores of a sample.
 Registers: 24 scores of a sample per thread, within 48 registers, five CTAs per SM; or 16 entries of a list, within 64
@@ -128,8 +130,8 @@ class CandidateBoundsSm90:
             if const_expr(self.sample):
                 if rank <= self.threads:
                     found = self.bound_of_maxima(orders, low, rank, memory, tid)
-            # This is a list, or a sample with a rank above the number of threads, or a sample with too few maxima,
-            # because the query sees little of it.
+            # Search all scores of a list, of a sample if the rank exceeds the number of threads, and of a sample with
+            # too few maxima, of which the query sees little.
             if found == low:
                 found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
             low = found
@@ -239,7 +241,7 @@ class CandidateBoundsSm90:
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """sample: whether the input is the sample of the first pass; otherwise it is lists of candidates.
+    """sample: whether the input is the sample of the first pass; otherwise the input is a list of candidates per query.
 
     -> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], keys, block_q, log_stride,
     rank); S > 0. block_q and log_stride are those of the previous pass."""

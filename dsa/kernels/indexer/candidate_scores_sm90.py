@@ -4,24 +4,24 @@ not below the query's bound, ties with the bound included.
 The scores are bitwise those of fp8_mqa_logits_sm90; wgmma, sums over heads and warp roles are the same.
 
 Plan
-- In every block of queries, a pass scores the key tiles (candidate_passes.py) whose indices are multiples of `stride`
-  and not of `stride` << `log_period`. The first pass stores all its scores as a sample. The other passes append
-  candidates to lists.
+- For every block of queries, a pass scores the key tiles (candidate_passes.py) whose indices are multiples of
+  1 << log_stride. The first pass stores all its scores as a sample. The later passes skip the multiples of
+  1 << (log_stride + log_period), which earlier passes have scored, and append candidates to lists.
 - Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and one producer warp per consumer
-  warpgroup. The producers execute more instructions than the single producer of fp8_mqa_logits_sm90. As they are
-  several warps, these instructions are spread over the quarters of an SM. Four TMA copies of 16 keys load a key tile.
+  warpgroup. The producers execute more instructions than the single producer of fp8_mqa_logits_sm90. With several
+  producer warps, these instructions are spread over the quarters of an SM. Four TMA copies of 16 keys load a key tile.
   The last warp of the producer warpgroup loads a block's queries and computes their key ranges.
 - Prologue: consumers need not wait at the start of a block. While they score the previous block, each of the four
-  producer warps prepares a quarter of the block's columns in shared memory. With fp16 accumulation, it scales the
-  queries into fp16's range. It packs the weights in the layout of the consumers' lanes. Shared memory then contains
-  everything that a consumer needs to know about the block.
+  producer warps prepares a quarter of the block's columns in shared memory. With fp16 accumulation, the warp scales the
+  queries into fp16's range. With both accumulations, it packs the weights in the layout of the consumers' lanes. Shared
+  memory then contains everything that a consumer needs to know about the block.
 - Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies by the key's scale and compares with
-  the bound of the lane's query. One vote for both keys of a lane decides whether the warp has anything to append. Only
-  then does the warp check the key ranges.
+  the bound, for each of the lane's queries. One vote for both keys of a lane decides whether the warp has anything to
+  append for the query. Only then does the warp check the key ranges.
 - Lists: in a pass, one CTA or two CTAs process all keys of a query. One CTA appends from the front of the list, the
-  other from its end. So a counter in shared memory is enough to assign the entries. It takes 100 cycles, during the
-  next tile's wgmma; a counter in global memory takes 700. The order of the entries is unspecified. The set of entries
-  is deterministic unless the list overflows.
+  other from its end. So a counter in shared memory is enough to assign the entries. An atomic on this counter takes 100
+  cycles, during the next tile's wgmma; on a counter in global memory it takes 700. The order of the entries is
+  unspecified. The set of entries is deterministic unless the list overflows.
 - Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
   one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
   The order of the CTAs reverses from one whole block to the next, because in a causal batch later blocks have more
@@ -30,9 +30,9 @@ Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for ea
 bounds and counters.
 Registers: a consumer thread has 8 fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more with two
 consumer warpgroups, and 24 more with three.
-Roofline: that of the scores. With 64 heads, a key tile takes 2 instructions fewer than in fp8_mqa_logits_sm90 with fp16
-accumulation, and 12 more with fp32. A warp that appends executes 24 more. A warp appends in 2 of 3 tiles at 128K keys
-and k = 2048, and in 1 of 4 tiles at 512K keys.
+Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads, a warp executes per key tile 2 instructions fewer than in
+fp8_mqa_logits_sm90 with fp16 accumulation, and 12 more with fp32. To append, a warp executes 24 more. A warp appends in
+2 of 3 tiles at 128K keys and k = 2048, and in 1 of 4 tiles at 512K keys.
 """
 
 from collections.abc import Callable
@@ -109,11 +109,11 @@ class WorkTileInfo(NamedTuple):
 class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    Each stage contains the fields of a WorkTileInfo (`info`) and, per query, the bound, the key range (first_keys,
-    counts), the length of the list (counters) and the power of two that the scores are multiplied by (units). A query
-    past the end has a count below 0. `factors` is the address of the query rows' factors. `weights` is the address of
-    the packed weights, one row per lane of a quad. After the queries' full barrier, info, bounds, key ranges and
-    counters are valid. After the barrier `ready`, everything is."""
+    Each stage contains the fields of a WorkTileInfo (`info`). Per query it contains the bound, the key range
+    (first_keys, counts), the length of the list (counters), and with fp16 accumulation the power of two that the scores
+    are multiplied by (units). A query past the end has a count below 0. `factors` is the address of the query rows'
+    factors. `weights` is the address of the packed weights, one row per lane of a quad. info, bounds, key ranges and
+    counters are valid after the queries' full barrier; all fields are valid after the barrier `ready`."""
 
     info: cute.Tensor
     bounds: cute.Tensor
@@ -426,8 +426,11 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def next_tile(self, v, period_mask, late):
-        """Return the tile of the pass that comes `groups` tiles after v, not counting multiples of the period. A period
-        is longer than `groups`."""
+        """Return the index of the pass's tile that comes `groups` tiles after v. Except in a sample, multiples of the
+        period (1 << log_period) are skipped; the period is longer than `groups`.
+
+        period_mask, late  the period - 1, and the period - `groups`
+        """
         following = v + self.groups
         if const_expr(not self.sample):
             if (v & period_mask) >= late:
@@ -489,8 +492,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             while v < tile.end:
                 done = k_state
                 multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait for
-                # the next tile's keys.
+                # The wgmma overlaps with the previous tile's epilogue, the loads of this tile's scales, and the wait
+                # for the next tile's keys.
                 self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
                 key = base_key + v * step_keys
                 pending = v
@@ -534,7 +537,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
         """Append a lane's scores of `key` and `key` + 8, where `taken` is 1, to the query's list while there is room.
-        One atomic counts both, because the atomic's latency is most of the cost of an append."""
+        One atomic assigns the entries of both, because its latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",
@@ -557,7 +560,7 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, con
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
-    ctas comes from choose_ctas. A period has more tiles than there are consumer warpgroups. For a sample, log_period is
+    ctas comes from choose_ctas. 1 << log_period exceeds the number of consumer warpgroups. For a sample, log_period is
     0, and counts and bounds are not used."""
     queries = cute.sym_int()
     return compile_sm90(

@@ -1,12 +1,12 @@
 """fp16 accumulation: the sum over the heads of an index-score tile, at one instruction per accumulator.
 
-An FP8 wgmma can round its sums to fp16. It then returns them in pairs of adjacent columns, which are two heads of a
-query. One maximum and one multiply-add, on different pipes, process a pair. The accumulators are half as many registers
-for the tensor cores to read and write. To avoid overflow, queries and weights are scaled:
+An FP8 wgmma can round its sums to fp16. Each accumulator register then has the sums of two adjacent columns, which are
+two heads of a query. One maximum and one multiply-add, on different pipes, process such a pair. The tensor cores read
+and write half as many registers. To avoid overflow, queries and weights are scaled:
 - A query row q[t, h] is scaled into fp16's range: q' = q 2^-e with the smallest e for which |q'|_1 <= ROW_SUM. No
   channel of a key exceeds 448, so no product or partial sum overflows, whatever the keys are. Rounding has two sources:
-  e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16. It can flip the sign only of a product q . k close to
-  0. A key whose products with all heads are clearly negative still scores exactly 0.
+  e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16. Rounding can flip the sign of a product q . k only if
+  the product is close to 0. A key whose products with all heads are clearly negative still scores exactly 0.
 - The weights w[t, h] 2^e of a query are divided by a power of two, so that a sum over 8 heads cannot overflow, and are
   rounded to fp16. The scores are multiplied by that power. This works for w 2^e below 2^123, and so for weights below
   2^113. With larger weights, scores may be infinite, or NaN where products are not positive.
@@ -19,7 +19,8 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-# Threads that scale a tile's query rows. THREADS / lanes rows per step divide the tile's rows, so all lanes shuffle.
+# Threads that scale a tile's query rows. A step scales THREADS / lanes rows, which divides the number of the tile's
+# rows. So all lanes of a warp take part in every shuffle.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
 # |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers the rounding of q' to e4m3, of |q'|_1, and of
@@ -64,7 +65,8 @@ def pack_weights(weights):
         most = cute.arch.fmax(most, cute.math.absf(weight))
     for log in cutlass.range_constexpr(2):
         most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-    # |w| < 2^(exponent - 126) is divided by 2^(exponent - 123), so at most 1 / 8 is left. Infinity stays infinity.
+    # `exponent` is the biased exponent of the largest |w|, so |w| < 2^(exponent - 126). Division by 2^(exponent - 123)
+    # leaves at most 1 / 8. Infinity stays infinity.
     exponent = cutlass.min(Int32(most.bitcast(Uint32) >> 23), 249)
     inverse = Uint32((250 - exponent) << 23).bitcast(Float32)
     pairs = [pack(weights[2 * j] * inverse, weights[2 * j + 1] * inverse, Float16) for j in range(len(weights) // 2)]

@@ -1,12 +1,13 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys, and
-  for each query some of its heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
-  the quad (`quad_reduce_scatter`), which leave each lane of the quad with the scores of different queries.
-- Warp roles: the consumer warpgroups (two with N = 256 for 64 heads, three with N = 128 for fewer) multiply. In the
-  last warpgroup, one warp is the producer. The other three write -inf to the columns that no query of the block sees
-  (clean_logits), so that no separate kernel is needed for this.
+- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys and,
+  for each query, of H / 4 heads. So the sum over heads takes fused multiply-adds in registers and then shuffles over
+  the quad. After these (`quad_reduce_scatter`), each lane of the quad has the scores of different queries.
+- Warp roles: two or three consumer warpgroups multiply. `choose_config` gives two with N = 256 for 64 heads, three with
+  N = 128 for 16 and 32 heads, and two with N = 128 for 8 heads. For fp16 accumulation with 32 or 64 heads of 128
+  channels it gives three with N = 256. In the last warpgroup, one warp is the producer. If `clean` (clean_logits), the
+  other three write -inf to the columns that the consumers do not write, so no separate kernel is needed for this.
 - Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
   stages of 64 keys. The consumer warpgroups process the key tiles in turns.
 - Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next
@@ -17,13 +18,13 @@ Plan
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
   are masked.
-Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
+Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys; together at most 225 KiB.
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
 fp16 accumulation. The other threads have 40 or 32.
-Roofline: tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per accumulator,
-x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16 accumulation, one
-instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of an FP8 GEMM. Keys
-come from L2, 8 KB per tile.
+Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per
+accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16
+accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of
+an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable
@@ -182,8 +183,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         see, the chunk's first key tile).
 
         Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
-        same chunk. If they were chunks of the same block, an even number of CTAs would give each CTA the same chunk of
-        every block, and in a causal batch chunks differ in work.
+        same chunk. If they were chunks of the same block, each CTA could get the same chunk of every block, for example
+        with two chunks and an even number of CTAs. In a causal batch chunks differ in work.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -291,8 +292,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
-                    # for the next tile's keys.
+                    # The wgmma overlaps with the previous tile's epilogue, the loads of this tile's scales, and the
+                    # wait for the next tile's keys.
                     self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
                     self.take_scales(scoring, k_scale, key)
@@ -316,8 +317,9 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
-        """Write the score of `key`, or -inf outside the query's range. Write nothing if key_count is below 0 (there is
-        no row) or if key is NO_KEY or NO_KEY + 8 (there is no tile)."""
+        """Write the score of `key`, or -inf outside the query's range. With `compressed`, write nothing outside the
+        range. Write nothing if key_count is below 0 (there is no row) or if key is NO_KEY or NO_KEY + 8 (there is no
+        tile)."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):
@@ -356,8 +358,9 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
-    """Return the measured winner. With fewer heads, a tile has more queries, whose ranges and reductions need registers
-    and time. So these shapes use smaller tiles and a third warpgroup (docs/explanation/kernels.md)."""
+    """Return the measured winner. With fewer than 64 heads and fp32 accumulation, a wide tile has many queries, whose
+    ranges and reductions need registers and time. So these shapes use narrower tiles, most of them with a third
+    warpgroup (docs/explanation/kernels.md)."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")

@@ -13,9 +13,9 @@ Plan
   a work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. After its loads, the last
   warpgroup writes -inf to the columns after the last tile of every row (clean_logits).
 - Pipelines: queries, weights and WorkTileInfo have a ring of SEQUENCES stages. Keys and scales have a ring of STAGES
-  stages per consumer warpgroup. A warp loads lengths and page numbers 32 at a time, so it waits for them once per 32. A
-  page outside the cache is not loaded, and its keys score -inf. A stage's valid mask has a bit for each page of the
-  tile that is in the cache.
+  stages per consumer warpgroup. A producer warp loads lengths and page numbers 32 at a time, so it waits for them once
+  per 32. A page outside the cache is not loaded, and its keys score -inf. A stage's valid mask has a bit for each page
+  of the tile that is in the cache.
 - Mainloop: the consumers read a work tile's WorkTileInfo; one with 0 key tiles ends the loop. A tile's epilogue (quad
   reduction, scale, mask, store) runs during the next tile's wgmma.
 - fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
@@ -24,9 +24,9 @@ Plan
 Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
 GROUPS x STAGES x 64 x (D + 4).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
-Roofline: memory, 132 bytes per key at D = 128: about 450 cycles per tile and SM. The tensor cores take 2 N cycles. The
-sums take about N + 60 more, which fp16 accumulation hides (docs/explanation/kernels.md). So memory is the limit up to
-N = 128, and arithmetic beyond.
+Roofline: bound by memory up to N = 128, and by arithmetic beyond. At D = 128, a key has 132 bytes, and loading a tile
+takes an SM about 450 cycles. The tensor cores take 2 N cycles per tile. The sums over heads take about N + 60 cycles
+more, which fp16 accumulation hides (docs/explanation/kernels.md).
 """
 
 from collections.abc import Callable
@@ -464,7 +464,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                 while tile < tiles:
                     done, stage = k_state, ring.index(k_state)
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, stage, q_state.stage)
-                    # During the wgmma run the previous tile's epilogue and the loads of this tile's epilogue operands.
+                    # The wgmma overlaps with the previous tile's epilogue and the loads for this tile's epilogue.
                     self.epilogue(scoring, scale, masked_key, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + tile) * TILE + key_in_tile

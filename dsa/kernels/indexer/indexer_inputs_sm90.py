@@ -11,8 +11,9 @@ Plan
   It is written to the page of its slot; a page has all values first, then all scales. A slot outside the cache is
   skipped.
 Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at multiples of 16 bytes.
-Roofline: memory, 3 bytes per channel (bf16). But about 32 instructions per channel make the issue slots the bound, at
-57% of the copy bandwidth for long inputs. There are few keys, so their kernel costs little more than a launch.
+Roofline: memory moves 3 bytes per channel (bf16). But the kernel of queries is bound by the issue slots: about 32
+instructions per channel limit it to 57% of the copy bandwidth for long inputs. There are few keys, so their kernel
+costs little more than a launch.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,9 @@
 
 The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. Ties (equal scores) go to
 the lowest keys. The scores do not go through global memory. The kernel computes the queries whose list of candidates
-does not determine the result (candidate_select_sm90.py), and all queries if there are too many keys for such lists. For
-a query without keys it writes nothing, and a work tile that has only such queries ends at once.
+does not determine the result (candidate_select_sm90.py), and all queries if the op uses no lists. For a query without
+keys it writes nothing: candidate_select_sm90.py or the op has written -1 before. A work tile that has only such queries
+ends at once.
 
 Plan
 - Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
@@ -21,12 +22,12 @@ Plan
 - Scheduler: static persistent; later queries come first.
 - Output: the selecting warps write it from the lists, which are sorted by key.
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
-scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
-Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
+scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; together at most 208 KiB.
+Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
-Roofline: that of the scores with 64 heads. A selecting warp takes some 300 cycles per key tile for its two queries and
-about 6 us per cut. Meanwhile, the other warps multiply, 830 cycles per tile. With fewer heads, a tile has fewer columns
-than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
+Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
+two queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With
+fewer heads, a tile has fewer columns than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
 """
 
 from collections.abc import Callable
@@ -101,9 +102,10 @@ class SelectionList:
     and a cut preserves that order. So of several ties the first in the list has the lowest key, and a cut keeps the
     first ones. Whatever the scores are, the list ends up with exactly the k largest, ties by lowest key, sorted by key.
 
-    A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into up
-    to 256 digits of equal width, then the orders of the digit that contains the k-th largest in the same way, and so
-    on. It ends when few enough entries share the digit to keep all of them, or when all entries of the digit are ties.
+    A cut finds the k-th largest order digit by digit. First it divides the range from the least to the largest order
+    into up to 256 digits of equal width. Then it divides the digit that contains the k-th largest order in the same
+    way, and so on. The cut ends when few enough entries share the digit to keep all of them, or when all entries of the
+    digit are ties.
 
     orders, keys  [CAPACITY]
     counts        [DIGITS + 4]; element DIGITS counts entries without a digit and is not read
@@ -167,7 +169,7 @@ class SelectionList:
         cute.arch.sync_warp()
         order = cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
-            # All loads come before the first atomic, because the compiler moves no load across one.
+            # All loads come before the first atomic, because the compiler moves no load across an atomic.
             for i in cutlass.range_constexpr(AHEAD):
                 order[i] = self.orders[cutlass.min(first + WARP * i + lane, count - 1)]
             for i in cutlass.range_constexpr(AHEAD):
@@ -385,8 +387,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # During the wgmma run the previous tile's epilogue, the loads of this tile's scales, and the wait
-                    # for the next tile's keys.
+                    # The wgmma overlaps with the previous tile's epilogue, the loads of this tile's scales, and the
+                    # wait for the next tile's keys.
                     if pending > 0:
                         self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)

@@ -9,7 +9,7 @@ Plan
 - A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores, because
   the SM that begins the next sequence first processes all remaining keys of this one.
 Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or SMs.
-Roofline: latency, a few microseconds.
+Roofline: bound by latency, a few microseconds.
 """
 
 from collections.abc import Callable

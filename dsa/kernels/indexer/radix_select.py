@@ -4,14 +4,15 @@ in the registers of a CTA's threads.
 `find_floor` searches a list. The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa),
 11 bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest digit finds the
 digit of the r-th largest number. The next pass counts the second digits of the numbers that have this first digit, and
-so on. The passes end when exactly r numbers are not less than a bound, or after the third digit, when the numbers of
-the digit are ties (equal). Two passes suffice for most lists, three for any list. bf16 numbers are converted to fp32.
+so on. The passes end when r to r + `slack` numbers are not less than a bound, or after the third digit, when the
+numbers of the digit are ties (equal). Two passes suffice for most lists, three for any list. bf16 numbers are converted
+to fp32.
 
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
 digits of equal width. A scan from the largest digit finds the digit of the r-th largest number. The next pass divides
-the orders of that digit, until the digit has few numbers or is a single order. Orders have 32 bits, so three passes
-are enough for any input.
+the orders of that digit, and so on, until all numbers of the digit are accepted, the digit has few numbers, or it is a
+single order. Orders have 32 bits, so three passes are enough for any input.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.indexer import fp16_accumulation
 
 TILE = 64  # keys per tile
-NO_KEY = 2**30  # first key of a block of queries that sees no key
+NO_KEY = 2**30  # above all keys: first key of a block of queries that sees no key; key of a tile that does not exist
 RANGE_BARRIER = 1  # named barrier after which a block's queries are in fp16's range
 
 
@@ -84,9 +84,10 @@ class ScoreMainloop:
         return sm90.make_trivial_tiled_mma(e4m3, e4m3, major, major, self.accumulators, (1, 1, 1), (TILE, self.n))
 
     def loads(self, q: cute.Tensor, k: cute.Tensor, q_stages: int, rows: int = TILE):
-        """-> (TMA atom and tensor of a block of queries, TMA atom and tensor of a block of `rows` keys),
-        (shared-memory layout of the queries, layout of the key tiles, layout of the key tiles' bytes as blocks of
-        `rows` keys)"""
+        """-> ((TMA atom and tensor of a block of queries, TMA atom and tensor of a block of `rows` keys), layouts).
+
+        The layouts, in shared memory, are those of the queries, of the key tiles, and of the key tiles' memory as
+        blocks of `rows` keys."""
         k_layout, rows_layout = (
             sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (keys, self.n, self.dim), Float8E4M3FN, count)
             for keys, count in ((TILE, self.stages), (rows, self.stages * (TILE // rows)))

@@ -1,7 +1,8 @@
 """Exact, deterministic top-k selection of index scores.
 
-out[r] = the columns of the k largest scores of scores[r, lo : hi], in ascending order. Ties (equal scores) go to the
-lowest columns.
+out[r] = the columns of the k largest scores of scores[r, lo : hi], in ascending order. `find_row` computes lo and hi
+from starts and lengths. Ties (equal scores) go to the lowest columns. Columns are relative to the row's start; with
+`PAGED`, they are converted to cache slots.
 
 Plan
 - One CTA per row. A row that fits into shared memory ("resident") is loaded by one bulk copy and selected from there.
@@ -15,8 +16,9 @@ Plan
   go to the earlier, lower column. If fewer than k candidates remain at the end, the threshold was too high. The CTA
   then reads the row again with a lower threshold, and finally without a threshold. So the result is exact for any
   input, and only the time depends on the sample.
-- Fewer rows than SMs: a cluster per row. Each CTA lists a part of the row, with the same threshold. It appends its list
-  to those of the earlier CTAs, in the shared memory of the first CTA. The first CTA then continues alone.
+- If there are at most as many rows as SMs, a cluster of up to 8 CTAs processes each long row (topk_config.py). Each CTA
+  lists a part of the row, with the same threshold. The CTA appends its list to those of the earlier CTAs, in the shared
+  memory of the first CTA. The first CTA then continues alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list. If more
   scores tie with the k-th largest than are needed, those with the lowest columns are selected.
 - Order: a thread owns up to 32 consecutive numbers of the list and has a bit for each that is selected. A scan over
@@ -27,9 +29,9 @@ Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), 
 Constraints: a row's columns are contiguous. Rows may start at any element: numbers before the first and after the last
 multiple of 16 bytes are copied one by one. k is at most CAPACITY if rows are resident, and at most half of it
 otherwise. Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
-Roofline: memory, one read of the scores: 80% of the copy bandwidth at 128K columns, where a number takes 14
-instructions. A number takes 20 instructions at 32K columns and 34 at 8K, because fewer numbers share a row's fixed
-cost. Then 60% of the issue slots and of the shared-memory cycles are used.
+Roofline: bound by memory: the scores are read once. At 128K columns, where a number takes 14 instructions, the kernel
+reaches 80% of the copy bandwidth. A number takes 20 instructions at 32K columns and 34 at 8K, because fewer numbers
+share a row's fixed cost. At 8K columns, 60% of the issue slots and of the shared-memory cycles are used.
 """
 
 from collections.abc import Callable
@@ -218,7 +220,7 @@ class TopkIndicesSm90:
         state, attempt = start(), Int32(0)
         while attempt < MAX_ATTEMPTS:
             sampled = row.n > self.capacity and attempt < MAX_ATTEMPTS - 1
-            # Issue the sample's few loads before the tiles' loads: after these, they would wait long.
+            # Issue the sample's few loads before the tiles' many loads, so that the threshold is known early.
             if sampled:
                 self.load_sample(row, candidates.scores, tid)
             if tid == 0:

@@ -1,10 +1,11 @@
 """Sort a few tokens' (token, expert) entries by expert, in a CTA or a cluster: the last part of the routing kernels.
 
-A warp has a token's experts, one entry per lane. Each entry gets a key: the local index of its expert in the high bits,
-the entry's index in the low bits. So keys sort like the entries in the result, and no two keys are equal. Each warp
-sends its keys to the shared memory of every CTA, and after one barrier every CTA has all keys. The row of an entry is
-the number of smaller keys. The end of an expert's rows is the number of keys of this expert and of lower experts. A
-warp counts keys for BATCH entries or experts at a time; each lane compares every 32nd key.
+A warp has a token's experts, one entry per lane. Each entry gets a key: its expert's index among the experts of this
+process in the high bits, the entry's index in the low bits. Entries of other processes' experts come last. So keys sort
+like the entries in the result, and no two keys are equal. Each warp sends its keys to the shared memory of every CTA,
+and after one barrier every CTA has all keys. The row of an entry is the number of smaller keys. The end of an expert's
+rows is the number of keys of this expert and of lower experts. A warp counts keys for BATCH entries or experts at a
+time; each lane compares every 32nd key.
 """
 
 import cutlass
@@ -17,7 +18,7 @@ from dsa.kernels.moe.moe_gate_sm90 import LAST
 from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
 
 WARPS = 16
-CTAS = 8  # per cluster. There are twice as many warps as tokens, which makes the counting faster
+CTAS = 8  # per cluster: 128 warps for up to 64 tokens, because the additional warps speed up the counting
 BATCH = 4  # entries or experts per warp and pass over the keys
 ENTRY_BITS = 16  # bits of a key for the entry's index
 
@@ -32,7 +33,7 @@ class EntryOrder:
 
     @cute.jit
     def fill_up(self, keys: cute.Tensor, entries: Int32, tid: Int32):
-        """Pad the keys with the largest key, to a multiple of 32."""
+        """Pad this CTA's keys to a multiple of 32 with LAST, which is above all keys."""
         if tid < WARP and entries + tid < cute.ceil_div(entries, WARP) * WARP:
             keys[entries + tid] = Int32(LAST)
 
@@ -65,8 +66,8 @@ class EntryOrder:
 
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
-        """Count the keys below BATCH bounds and write the results. Indices from `begin` on are entries, and from
-        `entries` on the experts. One warp calls this."""
+        """Count the keys below BATCH bounds, and write the results for the indices `begin` to `begin` + BATCH - 1. An
+        index i < `entries` is that of an entry; index `entries` + e is expert e. One warp calls this."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = filled((BATCH,), 0, Int32)

@@ -4,10 +4,11 @@ Plan
 - One warp per token. Lane l has the experts l, l + 32, ...: their scores, and their biased scores as signed integers
   that sort like the scores. So one redux instruction finds the largest biased score, and a second one finds the lowest
   expert that has it (ties go to the lowest index).
-- The warp finds the two best experts of each group, and every lane then knows which groups stay. Then the warp selects
-  the best remaining expert top_k times. Lane k keeps the k-th expert.
-Shared memory: none. Registers: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up to 32.
-Roofline: latency, about 60 instructions per selected expert; 4 E bytes per token.
+- If n_group > topk_group, the warp finds the two best experts of each group, and every lane then knows which groups
+  stay. Then the warp selects the best remaining expert top_k times. Lane k keeps the k-th expert.
+Shared memory: none. Registers per thread: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up
+to 32.
+Roofline: bound by latency, about 60 instructions per selected expert. Memory: 4 E bytes per token.
 """
 
 import cutlass
@@ -71,7 +72,7 @@ class MoeGateSm90:
         if const_expr(self.scores == "sigmoid"):
             return 1.0 / (1.0 + cute.math.exp(-x))
         u = cute.math.exp(x)
-        # log1p(u): for a small u, 1 + u would keep few of its bits.
+        # A series for log1p(u), for small u: 1 + u would keep few bits of u.
         small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
         softplus = small if u < 0.1 else cute.math.log(1.0 + u)
         return cute.math.sqrt(x if x > 20.0 else softplus)
@@ -93,7 +94,8 @@ class MoeGateSm90:
             total = number_of(first)
             if const_expr(self.group > 1):
                 holders = cute.arch.vote_ballot_sync(best == first)
-                # The first lane with the group's best score contributes its second best score, all others their best.
+                # The first lane with the group's best score contributes its second best score, all other lanes their
+                # best. The largest of these is the group's second best score.
                 mine = holders & ((1 << lane) - 1) == 0 and best == first
                 total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
             of_group[g] = order_of(total)

@@ -1,14 +1,16 @@
-"""Router and sort for a few tokens whose experts a table lists. From x [T, H], a matrix [E, H] and a table [V, top_k],
-the kernels compute the weights of each token's experts, and the order of (token, expert) entries by expert.
+"""Router and sort for a few tokens whose experts a table lists. The inputs are x [T, H], a matrix [E, H], token ids [T]
+and a table [V, top_k] with the experts of each of V token ids. The kernels compute the weights of each token's experts,
+and the order of (token, expert) entries by expert.
 
 Plan
 - The two kernels are those of route_to_experts_sm90.py, but the second kernel reads the experts instead of choosing
   them. One warp per token, one expert per lane: a lane reads its column of the token's row of the table, then that
-  expert's logit. Scores and weights use the code of moe_gate_sm90.py, so they have the same bits. Then entry_order.py
-  sorts.
+  expert's logit. Scores (sqrtsoftplus) and weights come from the code of moe_gate_sm90.py, so they have the bits of
+  that kernel. Then entry_order.py sorts.
 - A token without a row in the table, or a number in the table that is not an expert, gives expert -1 with weight 0.
 Shared memory: 4 bytes per entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
-Roofline: for the logits memory, the matrix once. For the second kernel the latency of three dependent loads.
+Roofline: the logits are bound by memory: the matrix is read once. The second kernel is bound by the latency of three
+dependent loads: token id, table entry, logit.
 """
 
 import cutlass

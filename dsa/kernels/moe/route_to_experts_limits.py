@@ -5,5 +5,5 @@ DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
 # Tokens per tile of the logits' product. One CTA gates and sorts up to FEW_TOKENS tokens; a cluster does it for more.
 FEW_TOKENS, TILE_TOKENS = 8, 32
-# For 64 tokens, separate kernels for product, gate and sort are slower than these kernels; for 128 they are faster.
+# At 64 tokens these kernels are faster than separate kernels for product, gate and sort; at 128 tokens they are slower.
 MAX_TOKENS, MAX_EXPERTS = 64, 512

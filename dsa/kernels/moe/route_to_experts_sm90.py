@@ -1,5 +1,5 @@
-"""Router, gate and sort for a few tokens. From x [T, H] and a matrix [E, H], the kernels compute the experts of each
-token, their weights, and the order of (token, expert) entries by expert.
+"""Router, gate and sort for a few tokens. From x [T, H], a matrix [E, H] and a bias [E], the kernels compute the
+experts of each token, their weights, and the order of (token, expert) entries by expert.
 
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
@@ -7,11 +7,11 @@ Plan
   latency. A single kernel would have to run on 8 SMs, and loading the matrix there would take longer than the start of
   the second kernel.
 - The second kernel is one CTA for up to 8 tokens, otherwise a cluster of 8 CTAs. One warp per token runs the code of
-  moe_gate_sm90.py, so the bits are the same. Then entry_order.py sorts.
-Shared memory: 4 bytes per entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up
-to 64, channels a multiple of 32.
-Roofline: for the logits memory, the matrix once. For the second kernel latency, about 60 instructions per selected
-expert.
+  moe_gate_sm90.py, so experts and weights have the bits of that kernel. Then entry_order.py sorts.
+Shared memory of the second kernel: 4 bytes per entry, and 8 top_k bytes per warp for a token's experts. Constraints: E
+up to 512, top_k and n_group up to 32, T up to 64, channels a multiple of 32.
+Roofline: the logits are bound by memory: the matrix is read once. The second kernel is bound by latency, about 60
+instructions per selected expert.
 """
 
 import cutlass

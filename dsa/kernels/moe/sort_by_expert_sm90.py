@@ -2,10 +2,11 @@
 
 Plan
 - One CTA per expert, and one for entries without an expert, which come last. Each warp of a CTA has a part of all
-  entries and reads it twice. First it counts the entries of lower experts and those of the CTA's expert. Then it
-  computes the rows of the CTA's expert's entries and writes them. No CTA waits for another.
-Shared memory: two numbers per warp. Roofline: L2, 8 (E + 1) N bytes for int32; for few entries, the latency of two
-loads.
+  entries. First the warp counts the entries of lower experts and those of the CTA's expert. If its part contains
+  entries of the CTA's expert, the warp then reads the part again, and computes and writes the rows of these entries.
+  No CTA waits for another.
+Shared memory: two numbers per warp.
+Roofline: bound by L2, up to 8 (E + 1) N bytes with int32 experts; for few entries, by the latency of two loads.
 """
 
 import cutlass

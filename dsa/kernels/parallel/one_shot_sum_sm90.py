@@ -19,8 +19,8 @@ Plan
 Constraints: all ranks compute the same sums in the same order, one at a time. Turns have 32 bits, so a turn repeats
 after 2^32 sums. Then a place that no sum has written since gives a wrong match.
 Shared memory: none. Registers: few.
-Roofline: for small tensors, the latency of a load, of NVLink and of a load. For large tensors NVLink, with twice the
-part's bytes to each other GPU.
+Roofline: small tensors are bound by latency: a load, a trip over NVLink, and the load that receives the packet. Large
+tensors are bound by NVLink: a GPU sends twice its part's bytes to each of the other GPUs.
 """
 
 from typing import NamedTuple
