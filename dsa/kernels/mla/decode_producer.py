@@ -1,8 +1,9 @@
 """The producer of dense MLA decoding: one warp that computes its CTA's work tiles and loads their keys by TMA.
 
-Work tiles come from the plan of mla_plan_sm90.py, or, in batch-invariant decoding, from splits of fixed
-lengths. A part covers a range of sequences, of which the first and the last can be split between parts. There
-is one CTA per part and row tile.
+A CTA computes one part of the keys, for one row tile and one KV head. A row tile is TILE_M of the rows of q (query
+tokens x heads) that a sequence has per KV head. With the plan of mla_plan_sm90.py a part is a range of sequences,
+of which the first and the last can be split between parts. In batch-invariant decoding a part is one split of one
+sequence, and the length of a sequence's splits depends only on the sequence's length.
 """
 
 from dataclasses import dataclass

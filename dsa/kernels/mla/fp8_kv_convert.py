@@ -1,4 +1,4 @@
-"""Conversions from an FP8 cache's e4m3 and bf16 values to the f16 operands of wgmma."""
+"""Conversions from an FP8 cache's e4m3 and bf16 values, and from FP8 weights, to f16."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32

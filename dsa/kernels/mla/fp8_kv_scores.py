@@ -1,9 +1,9 @@
 """The score warpgroups for an FP8 cache, with swap A/B: S^T = K Q^T, softmax, P^T.
 
-The warpgroups take tiles in turns. e4m3 values are exact in f16. So each group of channels that share a scale is
-a separate f16 product, and the scale multiplies this product in fp32. A lane reads 16 consecutive e4m3 channels
-of a key at once. P is multiplied by a power of two per key, the exponent of the key's largest scale (ScaleTable
-in swap_ab_exchange.py).
+There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of
+channels that share a scale is a separate f16 product, and the scale multiplies this product in fp32. A key's last 64
+channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P is multiplied by a power of
+two per key, whose exponent is that of the key's largest scale (ScaleTable in swap_ab_exchange.py).
 
 The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. They store the part that
 multiplies e4m3 keys as f16, divided by a power of two so that its largest magnitude is about 2^14. The order of

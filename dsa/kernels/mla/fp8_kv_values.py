@@ -1,9 +1,9 @@
 """The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
 Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps has 64 channels. A lane has eight
-channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. A warp computes four products of
-16 rows (channels). Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight channels, in rows lane / 4 and
-lane / 4 + 8.
+channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. The warpgroup computes four wgmma
+products of 64 rows (channels), 16 rows per warp. Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight
+channels, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
 
 An e4m3 value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in
 swap_ab_exchange.py).

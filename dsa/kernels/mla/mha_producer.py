@@ -5,8 +5,9 @@ The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past
 The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with
 all KV blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by
 groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first rows, and
-heads vary fastest. A CTA that becomes free takes the next number from a tile counter in global memory. The
-SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage pipeline in shared memory.
+heads vary fastest. The first work tile of a CTA is the one with the CTA's index. The SCHEDULE warp takes each further
+number from a tile counter in global memory (dsa/cute/tile_counter.py). It publishes each WorkTileInfo to the other
+warps through a two-stage pipeline in shared memory.
 """
 
 from dataclasses import dataclass

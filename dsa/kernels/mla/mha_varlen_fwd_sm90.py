@@ -8,8 +8,8 @@ Warp roles
 - Two or three consumer warpgroups. Each computes 64 query rows of the work tile, for one head.
 - Three producer warps (mha_producer.py). LOAD loads Q, K and V by TMA. SCHEDULE computes work tiles. CLEAR
   zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
-Scheduler: dynamic persistent. The heads of a group have adjacent work tiles, so that the group's K and V stay
-in the L2 cache. The longest work tiles of a group come first.
+Scheduler: dynamic persistent (mha_producer.py). The heads of a group have adjacent work tiles, so that the group's
+K and V stay in the L2 cache. In a sequence, the longest work tiles of a group come first.
 Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
 Mainloop
 - A consumer warpgroup walks the KV blocks from last to first, so that the blocks that need a mask come
@@ -21,18 +21,20 @@ Mainloop
   that the tensor cores do not idle in between.
 - The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2 (a factor of 2^8). O and row_sum are
   rescaled only beyond this limit.
-Selection: one bit per key (selection_bits_sm90.py). A lane has 32 of the 128 scores of a row, and their bits are
-one word. The lane loads the word of the next block between the exponentials of the current block. The bits
-become predicates, seven at a time, for the maxima and the exponentials (mha_consumer.py).
+Selection: one bit per key (selection_bits_sm90.py). In a block of 128 keys a lane has 32 scores of a row, whose bits
+are one word; in a block of 64 keys it has 16 scores, whose bits are half a word. ptxas can place the load of the next
+block's word between the exponentials of the current block. The bits become predicates, seven at a time, for the
+maxima and the exponentials (mha_consumer.py).
 Epilogue: O goes through shared memory, so that rows are stored 128 contiguous bytes at a time
 (mha_consumer.py).
-Shared memory: q_stages x rows x D of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
+Shared memory: q_stages x rows x D elements of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
 per consumer warp for the epilogue, barriers.
 Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two
 consumer warpgroups and 160 with three. For D = 192, Q is in registers too (q_rmem): wgmma then reads less
 shared memory, and the stage of Q is released early.
-Roofline: power. At 4096 FLOP per cycle and SM an H200 drops to 1.5 GHz. cuBLAS has the same limit, and this
-kernel reaches 90% of cuBLAS's rate. Shared memory delivers 112 of at most 128 bytes per cycle (D = DV = 128).
+Roofline: bound by power. At 4096 FLOP per cycle and SM an H200 lowers its clock to 1.5 GHz. cuBLAS has the same
+limit, and this kernel reaches 90% of cuBLAS's rate. Shared memory delivers 112 of at most 128 bytes per cycle
+(D = DV = 128).
 """
 
 import itertools

@@ -2,20 +2,19 @@
 
 lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink)
 
-The sums run over the splits i in ascending order.
+The sums run over the splits i in ascending order. Without a sink the last factor is 1.
 
-Work: a CTA computes `columns` of the 512 channels, of `rows` rows of one sequence (dense) or query (sparse)
-and KV head. Each row has `groups` warps, which take the splits round-robin. With more than one group, the
-warps of group 0 add the groups' sums in order, through shared memory. A warp reads its row's LSEs while the
-first partial results are in flight.
-Splits: in dense decoding the i-th group of CTAs combines the i-th split sequence of the plan or, with splits of
-fixed lengths, sequence i. In sparse attention it combines the i-th query after the full waves, whose splits
-follow from the StreamKScheduler.
-Warp roles: none, all warps do the same.
-Launch: programmatic dependent launch after the attention kernel. CTAs of sequences that are not split exit at
-once.
-Shared memory: sums per row and group, and weights per warp. Constraints: at most MAX_PARTS splits.
-Roofline: L2 bandwidth, 2 KiB per row and split.
+Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse)
+and KV head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on. With more than one
+warp per row, the row's warp 0 adds the warps' sums in order, through shared memory. A warp reads its row's LSEs
+while the first partial results are in flight.
+Splits: each `row_blocks` adjacent CTAs combine one sequence or query. In dense decoding with a plan the i-th of
+these is the i-th split sequence of the plan; in batch-invariant decoding it is sequence i. In sparse attention it
+is the i-th query after the full waves, whose splits follow from the StreamKScheduler.
+Launch: programmatic dependent launch after the attention kernel. CTAs exit at once if their sequence or query is
+not split.
+Shared memory: sums per row and warp, and weights per warp. Constraints: at most MAX_PARTS splits.
+Roofline: bound by L2 bandwidth, 2 KiB per row and split.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
 """Data structures that the warp roles of an MLA kernel share: work tiles, rows, shared memory, results.
 
-A work tile is a range of consecutive tiles of TILE_N keys, of one query (sparse) or one sequence (dense). The
-load warps compute work tiles from a plan or a scheduler and publish them to the other warps through a
-WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. The output and
-score warps write a split's partial result, and a combine kernel later combines the partial results.
+A work tile is a range of consecutive tiles of TILE_N keys, for one sequence (dense), one query or one group of
+queries (sparse). The load warps get work tiles from a plan or a scheduler and publish them to the other warps
+through a WorkTilePipeline (dsa/cute/work_tile.py). A work tile that does not cover all keys of its sequence or
+query is a split. The output and score warps write a partial result for a split, and a combine kernel
+(mla_combine_sm90.py) later combines the partial results.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,10 @@
 
 row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers are in shared memory.
 
-- The true maximum can exceed row_max by up to RESCALE_THRESHOLD (in log2, so P is at most 2^8). O is rescaled
-  only beyond this threshold, and the exponentials need not wait for the tile's maximum.
-- P is passed on in two halves of the tile's keys: the first half before the second half is computed.
+- The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2, so P is at most 2^8. row_max is raised,
+  and O is rescaled, only if the true maximum exceeds this limit. So the score warps compute the first
+  exponentials before they know the tile's maximum.
+- The score warps pass P on in two halves of the tile's keys: the first half before they compute the second.
 A lane has scores of rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Of every 8 columns it has columns
 lane % 4 * 2 and lane % 4 * 2 + 1.
 """

@@ -2,29 +2,30 @@
 
 lists[g, :lengths[g]] = key | members << MEMBER_SHIFT
 
-Bit m of members is set if query g * size + m has selected the key.
+The members of a key are the queries of the group that have selected it: bit m is query g * size + m.
 
 The queries of a group go to the queue of single queries if the union has more than MOST_UNION of the keys that
 the selections have in total, or if a query lists a key twice. Otherwise the group goes to the queue of groups.
 
 Work
-- A CTA handles one group. Its table in shared memory, TABLE_WORDS words, has `size` bits per key of a range
-  of keys: the key's members. For each index the CTA sets the bit of the index's query with an atomicOr.
+- A CTA handles one group, in rounds. Its table in shared memory, TABLE_WORDS words, has `size` bits per key, the
+  key's members. A round covers the range of keys that fits in the table. For each index in the range the CTA sets the
+  bit of the index's query with an atomicOr.
 - Then the CTA makes an entry of every index whose query is the lowest member of the key, so that each key is
-  listed once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a
-  time. Each further range of keys takes a further round.
-- Before that, the CTA counts the keys that are multiples of SAMPLE in the same way. This rejects most groups
-  that share too little, and needs only one pass over their indices. A wrong estimate costs only time. The union
-  of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so the group is never
-  computed together. A group that selects no multiple of SAMPLE always passes, and its union is counted in full.
+  listed once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a time.
+- Before the rounds, the CTA estimates the union from a sample: it counts the keys that are multiples of SAMPLE in the
+  same way. This needs only one pass over the indices and rejects most groups that share too little. A wrong estimate
+  costs only time. The union of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so
+  the group is never computed together. A group that selects no multiple of SAMPLE always passes, and its union is
+  counted in full.
 - A round reads all indices three times, even if none is in the round's range. The table of the sample covers
   the keys of SAMPLE rounds. So the op groups queries only among at most 2^21 keys
   (`dsa.ops.mla._shared_keys`).
 Order of a list: by range of keys, then by the warp that reads the index. The order depends only on the group's
 selections.
 Warp roles: none, all warps do the same. Launch: programmatic dependent launch.
-Roofline: memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us. Each group that passes the sample
-adds 6000 cycles.
+Roofline: bound by memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us. Each group that passes the
+sample adds 6000 cycles.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Sparse MLA attention over selected 16-bit latent keys with up to 32 heads, with swap A/B.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. The kernel serves prefill
 and decoding.
@@ -12,11 +12,11 @@ Work, scheduler, launch: sparse_mla_kernel.py; a CTA computes all heads of a que
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py). The consumers' mainloops are in swap_ab_attention.py.
 Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps
-transpose O^T through shared memory.
-Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings hold two to
+transpose O^T through shared memory to store whole rows of O; partial results go directly to global memory.
+Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings have room for two to
 three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
-Roofline: shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
+Roofline: bound by shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to every
 SM (measured with plain loads).
 """

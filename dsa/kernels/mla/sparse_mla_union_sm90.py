@@ -1,15 +1,16 @@
 """Sparse MLA prefill for groups of adjacent queries that share keys, with up to 16 heads and 16-bit keys.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. A queue lists the groups
 to compute.
 
 This is sparse_mla_sm90.py, except that M is the queries x heads of a group, one query after the other, and that
-the keys are the union of the group's selections. An entry of a group's list is a key and its members: one bit
-for each query of the group that has selected the key. An entry has at least one member, so it is never 0, and 0
-marks the places past the end of the list. Each key of the union is gathered once. The scores of queries that
-have not selected the key are -inf. A tile of 64 keys takes as long as it does for one query with 64 heads.
+the keys are the union of the group's selections (selection_union_sm90.py). An entry of a group's list is a key and
+its members: one bit for each query of the group that has selected the key. An entry has at least one member, so it is
+never 0, and the load warps use 0 for positions past the end of the list. Each key of the union is gathered once. The
+scores of queries that have not selected the key are -inf. A tile of 64 keys takes as long as it does for one query
+with 64 heads.
 Fallback: if O of a query has a NaN or infinity, the cause can be a key that only other queries of the group have
 selected, because 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries, which
 sparse_mla_queued_sm90.py computes afterwards.

@@ -1,11 +1,12 @@
-"""The consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys: their mainloops and softmax.
+"""The mainloops and the softmax of the consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys.
 
-The score warpgroups take the tiles of keys in turns. The online softmax converts S^T of 64 keys x heads to P^T.
-The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile` of O^T.
-P is relative to row_max. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2. A barrier
-with an or-reduction tells whether any column exceeds this limit. Only then do the warps compute the columns'
-true maxima, for which they exchange data through shared memory. With two score warpgroups, the warpgroups read
-and update row_max in turns, in the order of the tiles. Each warpgroup has a row_sum of its own tiles.
+There are one or two score warpgroups; two take the tiles of keys in turns. The online softmax converts S^T of 64
+keys x heads to P^T. The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile` of O^T.
+P is relative to row_max. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2. The score
+warpgroup of a tile checks with an or-reducing barrier whether any column of the tile exceeds this limit. Only then
+do its warps compute the columns' true maxima, for which they exchange data through shared memory. Two score
+warpgroups read and update row_max in turns, in the order of the tiles. Each score warpgroup has a row_sum of the
+tiles that it scores.
 """
 
 import operator

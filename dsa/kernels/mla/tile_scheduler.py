@@ -1,7 +1,8 @@
 """The schedulers of sparse MLA attention: stream-K over all queries, and a queue of items.
 
-There are two queues. The items of one are groups of queries that share keys (sparse_mla_union_sm90.py), those
-of the other are single queries that share too few keys (sparse_mla_queued_sm90.py).
+There are two queues. The items of the first are groups of queries that share keys (sparse_mla_union_sm90.py). The
+items of the second are single queries (sparse_mla_queued_sm90.py): queries that share too few keys with their
+group, and queries of a group whose joint result is not finite.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
 """The up-projections W_UK and W_UV of a head as operands of mma.sync.
 
-An mma has 16 rows of FP8 weights (M) and 8 tokens as columns (N).
+An mma multiplies the weights of 16 output channels (M), dequantised from FP8 to bf16, by eight tokens (N). The output
+channels are columns of W_UK or rows of W_UV.
 
-A weight becomes e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
-order of channels in a product is free, as long as weights and tokens have the same order. Here this is the order
+A dequantised weight is e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
+order of the input channels (K) is free, as long as weights and tokens have the same order. Both kernels use the order
 in memory.
 """
 
