@@ -4,22 +4,23 @@ Plan
 - GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the
   sums of 128 keys, two tiles of 64 x D, in registers. It reads the queries from shared memory as operand B, which all
   warpgroups share.
-- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. The scores kernel stores each word
-  of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane masks
-  two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix loads
-  dI, with each number in both halves of a word. The lane rounds products with w to bf16.
+- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. indexer_scores_sm90.py stores each
+  word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane
+  masks two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix
+  loads dI, with each number in both halves of a word. The lane rounds the products dI w to bf16.
 - While a warpgroup computes one tile's operand A, the wgmma of its other tile or of another warpgroup runs.
 - Each CTA gets an equal range of all (key block, column block) pairs (key_block_scheduler.py, stream-K). If a key block
   is in the range of one CTA only, this CTA adds its sums to dk directly. If several CTAs share a key block, each of
-  them writes partial sums, and a second kernel, the fixup, adds these in a fixed order.
-- One producer warp loads q by TMA, and w, dI and bits by bulk copies. Columns after a span's last one are queries of
-  another sequence. The producer overwrites these columns with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+  them writes partial sums, and a second kernel, the fixup, adds these to dk in a fixed order.
+- One producer warp loads q by TMA, and w, dI and bits by bulk copies. In a sequence's last column block, the columns
+  after the sequence's last one belong to another sequence. The producer overwrites q and w of these columns with zeros,
+  because 0 * NaN is NaN (zero_fill_pipeline.py).
 Shared memory per stage: 64 x D x 2 bytes of q, 128 bytes of w, 256 bytes of dI per query and warpgroup, 1 KiB of bits
 per warpgroup.
 Registers per consumer thread: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer
 warpgroups or 160 with three.
-Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in this
-time.
+Roofline: bound by tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in
+this time.
 """
 
 from dataclasses import dataclass

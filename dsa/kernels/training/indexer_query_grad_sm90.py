@@ -2,9 +2,9 @@
 dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 
 Plan
-- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of the scores), N is channels, K is keys. A
-  consumer warpgroup keeps the sums of BLOCKS blocks, BLOCKS x 64 x D, in registers. It reads all keys that the
-  blocks see from shared memory, 128 per stage, as operand B, which all warpgroups share.
+- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of q_tiles.py), N is channels, K is keys. A
+  consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. It reads all keys that the
+  work tile sees from shared memory, 128 per stage, as operand B, which all warpgroups share.
 - Operand A is dI where a head is active and 0 elsewhere, computed in registers. A lane loads the words of bits of two
   adjacent keys (active_bits.py), selects the bytes of the lane's row from both words, and expands the bits to masks of
   16 bits. ldmatrix loads pairs of dI, which are the same for all heads of a query.
@@ -13,12 +13,14 @@ Plan
   stages dq in the same memory. dw needs no second product, because sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
   sequence. The producer overwrites these keys with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
-- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tiles.py).
+- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (QTileScheduler in
+  q_tiles.py).
 Shared memory: per stage 128 x D x 2 bytes of k, 256 bytes of dI per query and 1 KiB of bits per block. Also 128 x D
 bytes per block for q and dq.
-Registers: per consumer thread BLOCKS x D / 2 sums, BLOCKS x 16 for operand A and 8 or 16 for dI, of 232 with two
+Registers: per consumer thread blocks x D / 2 sums, blocks x 16 for operand A and 8 or 16 for dI, of 232 with two
 consumer warpgroups or 112 with four. A producer thread has 40 or 32.
-Roofline: tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in that time.
+Roofline: bound by tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in
+that time.
 """
 
 from dataclasses import dataclass

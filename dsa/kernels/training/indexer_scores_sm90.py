@@ -3,21 +3,23 @@ fp32 w. The kernel also stores one active bit per (query, head, key): whether q_
 more of the product.
 
 Plan
-- As in the FP8 scores of inference, the M rows of a wgmma tile are 64 keys, and the N columns are the heads of N / H
+- As in the FP8 scores of inference (dsa/kernels/indexer), M of a wgmma tile is 64 keys, and N is the H heads of N / H
   queries. So the sum over heads is FMAs in registers and a reduce-scatter over the quad. Consumer warpgroups alternate
   key tiles, and a tile's epilogue overlaps the next tile's wgmma.
-- The keys arrive negated, so the accumulators hold -q . k. The sign bit of an accumulator is 1 exactly for an active
-  head, and 0 for a product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
-- One producer warp loads by TMA: queries in two stages, and one ring of 64-key stages per consumer warpgroup.
+- The caller passes the keys negated, so the accumulators hold -q . k. The sign bit of an accumulator is 1 exactly for
+  an active head, and 0 for a product of 0. One funnel shift per accumulator packs 32 sign bits into a word
+  (active_bits.py).
+- One producer warp loads by TMA: queries into a ring of two stages, and keys into one ring of 64-key stages per
+  consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
   them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). A thread of
 the producer warpgroup has 40 or 32.
-Roofline: tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator, add about
-one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, the kernel writes 12 bytes per (query, key): 4 of
-scores and 8 of bits.
+Roofline: bound by tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator,
+take about one cycle each and add 400 cycles. Keys come from L2, 16 KB per tile. With 64 heads, the kernel writes 12
+bytes per (query, key): 4 of scores and 8 of bits.
 """
 
 from dataclasses import dataclass

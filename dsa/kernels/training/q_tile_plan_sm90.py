@@ -2,11 +2,11 @@
 
 Plan
 - One CTA. It turns cu_seqlens into valid `bounds`, which ascend and lie within the tensors, so the other kernels need
-  no checks. The CTA replaces an entry outside the tensor, or below an earlier entry, by the bound before it. An entry
-  outside the tensor changes only the two sequences that it separates.
-- The threads scan the sequences' numbers of q tiles. Then each thread finds the sequence of its q tile by binary
-  search, and the threads scan the q tiles' numbers of key tiles.
-Constraints: any number of sequences. Roofline: latency, 2 us for four sequences of 2048.
+  no checks. The CTA replaces an entry that is outside the tensor or below the bound before it by that bound (0 for the
+  first entry). An entry outside the tensor changes only the two sequences that it separates.
+- The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
+  tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
+Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048.
 """
 
 import cutlass

@@ -5,22 +5,23 @@ G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];
 
 Plan
 - A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
-  The producer warpgroup gathers the keys and their d_scores, 16 bytes per lane, into a pipeline of tiles. A query's q
-  is loaded once for all tiles of the query.
-- The query warpgroup computes the products of heads x keys. Its operand A, in registers, is d_scores where a product is
-  positive and 0 elsewhere. It accumulates G over the query's tiles.
-- Two key warpgroups alternate tiles and compute the products of keys x heads. To repeat the product in this orientation
-  costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's buffer, is the
-  tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so that a lane has
-  four adjacent channels.
+  The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A
+  query's q is loaded once for all tiles of the query.
+- The query warpgroup computes the products q k, with heads as rows. Operand A of its second product, in registers, is
+  d_scores where q k is positive and 0 elsewhere. It accumulates G / g over the query's tiles.
+- Two key warpgroups alternate tiles and compute the products q k, with keys as rows. To repeat the product in this
+  orientation costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's
+  buffer, is the tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so
+  that a lane has four adjacent channels.
 - `fixed_point`: dk is accumulated in 64-bit integers, in multiples of a power of two, so the sum does not depend on the
   order. Then a lane's two adjacent columns are four channels apart, so the four lanes of a quad have four adjacent
   channels.
-Shared memory: KEY_STAGES tiles of keys, two queries, two buffers of g w q.
+Shared memory: KEY_STAGES tiles of keys and d_scores, two queries, two buffers of g w q.
 Constraints: bf16; up to 64 heads of 64 or 128 channels.
-Roofline: L2 reductions. wgmma takes 1024 cycles per tile of 64 heads x 128 channels. The reductions of dk, 32 KiB per
-tile, take 2650 cycles at 2.8 TB/s, a rate derived from the times of other implementations. Measured: 2650 cycles with
-2048 selected of 8192 keys, and a rate of 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
+Roofline: bound by L2 reductions. The reductions of dk, 32 KiB per tile of 128 channels, take 2650 cycles at 2.8 TB/s, a
+rate derived from the times of other implementations. wgmma takes 1024 cycles per tile with 64 heads. Measured: 2650
+cycles with 2048 selected of 8192 keys, and a rate of 2.3 TB/s with 65536 keys. With `fixed_point` the kernel takes 2.6
+to 3.1 times as long.
 """
 
 from dataclasses import dataclass

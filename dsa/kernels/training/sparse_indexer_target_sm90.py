@@ -9,23 +9,23 @@ Plan
   the products are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
   (RMEM_CHUNKS chunks of 64 channels) and in shared memory (the other chunks). Operand B is the keys, in shared memory.
 - Two attention warpgroups. With more than 64 heads, each has 64 heads and computes every tile. With at most 64 heads,
-  each has all heads and they alternate tiles. One computes exponentials while the other multiplies. Each warp sums the
-  exponentials over its 16 heads and passes the sums to the index warpgroup through a pipeline.
+  each has all heads, and the warpgroups alternate tiles. One computes exponentials while the other multiplies. Each
+  warp sums the exponentials over its 16 heads and passes the sums to the index warpgroup through a pipeline.
 - The index warpgroup computes the indexer's scores of every tile and adds up the attention's sums. After a query's last
   tile it normalises, reduces and stores, while the attention warpgroups start the next query.
 - The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks, index keys into a pipeline of tiles.
   A query's q rows go through the same pipelines, before the query's keys.
 - RAISED is added to the exponents (in log2). The caller's LSE can include a window and a sink, so the scores of all
-  selected keys of a head can be far below the LSE. Terms down to 2^(-126 - RAISED), e^-128, still count.
+  selected keys of a head can be far below the LSE. Terms down to 2^(-126 - RAISED), about e^-129, still count.
 Shared memory: stages of keys, index keys and sums; the chunks of Q that are not in registers; p and I of a query.
 Registers: 2 x ATTENTION_REGISTERS + INDEX_REGISTERS + PRODUCER_REGISTERS = 512, the register file divided by the 128
 threads of a warpgroup.
 Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; up to
 MAX_SPARSE_KEYS keys.
 Roofline: per tile of 128 heads x 576 channels and 64 index heads x 128 channels, wgmma takes 2560 cycles and shared
-memory 2240. Measured: 4190. With 64 heads 3200 were measured; there attention's forward pass takes 3140 and gathers
-four fifths as many bytes. Compared with attention's forward pass, the kernel takes 0.65 to 0.72 times as long with 128
-heads and 0.82 to 1.21 times as long with 64.
+memory 2240. Measured: 4190. With 64 heads: 3200 measured. A tile of attention's forward pass with 64 heads takes 3140
+and gathers four fifths as many bytes. Compared with attention's forward pass, the kernel takes 0.65 to 0.72 times as
+long with 128 heads and 0.82 to 1.21 times as long with 64.
 """
 
 from dataclasses import dataclass

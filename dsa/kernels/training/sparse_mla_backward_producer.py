@@ -1,8 +1,8 @@
-"""The producer warpgroup of the sparse MLA backward kernel, and the definitions that the kernel's roles share: sizes,
-shared memory, pipelines, tile scheduler.
+"""The producer warpgroup of the sparse MLA backward kernel (sparse_mla_backward_sm90.py), and the definitions that the
+kernel's roles share: sizes, shared memory, pipelines, tile scheduler.
 
 A work tile is 64 heads of a query with all of the query's keys, in tiles of 64 keys. The producer takes work tiles,
-loads the Q and dO of a work tile by TMA, and gathers the query's selected keys, 16 bytes per lane.
+loads the Q and dO of a work tile by TMA, and gathers the query's selected keys by cp.async, 16 bytes per lane.
 """
 
 from dataclasses import dataclass

@@ -12,31 +12,33 @@ Warp roles
   producer warpgroup gathers keys, loads Q and dO by TMA, and takes work tiles (sparse_mla_backward_producer.py). A work
   tile is 64 heads of a query with all of the query's keys.
 - The scheduler is dynamic and persistent: a CTA takes its next work tile from a tile counter while it still computes
-  the current one. L2 reductions are not equally fast from all SMs. With a static schedule the fastest SMs finish 5%
+  the current one. L2 reductions are not equally fast from all SMs: with a static schedule the fastest SMs finish 5%
   before the slowest.
 Pipeline
 - Q and dO of a work tile stay in shared memory, together with one tile of 64 keys.
 - The owner of a key tile has keys as rows: S^T = K Q^T and dP^T = K dO^T. So P^T is in the owner's registers in the
   layout of operand A of dKV = P^T dO + dS^T Q. The owner passes dS to both consumers through shared memory. Each
   consumer keeps half of the channels of dQ += dS K in registers for the whole work tile.
-- Then the consumers release the keys, and the producer gathers the next tile. Meanwhile, the owner computes one strip
-  of dKV's channels at a time and adds it to global memory by vector reductions from registers. The other consumer
-  computes the next tile's scores.
-- In a query's last key tile, the owner releases each chunk of Q and dO as soon as the chunk's dKV is computed. So the
-  other consumer can start the scores of the next query's first tile.
+- After dQ += dS K the consumers release the keys, and the producer gathers the next tile. Meanwhile, the owner computes
+  one strip of dKV's channels (`BackwardConfig.strip`) at a time and adds it to global memory by vector reductions from
+  registers. The other consumer computes the next tile's scores.
+- In a work tile's last key tile, the owner releases each chunk of Q and dO as soon as the chunk's dKV is computed. So
+  the other consumer can start the scores of the next work tile's first key tile.
 Sums of dKV
 - The sums are in fp32, in the threads' register order: of each 16 channels, lane q of four has channels 2q, 2q + 1,
   2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to separate rows
   instead, and another kernel sums these rows in order.
 - Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes have a line.
-- For an invalid index the key is a row of zeros in shared memory and P = 0. Its dKV is added to a padding row per CTA,
-  after the rows of the keys.
-Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per owner. The epilogue stages dQ in the memory of dS.
+- For an invalid index the key is a row of zeros in shared memory and P = 0. Without `ordered`, its dKV is added to a
+  padding row per CTA, after the rows of the keys.
+Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per consumer warpgroup. The epilogue stages dQ in the memory of
+dS.
 Registers per consumer thread, of 232:
 - d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
 - d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
-Roofline: L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2 cache adds
-(for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver its operands.
+Roofline: bound by L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2
+cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver
+wgmma's operands.
 """
 
 import cutlass

@@ -7,9 +7,9 @@ dI[t, s] = g[t] (exp(I - lse_I) - p)
 I[t, s] are the indexer's scores, lse_I[t] is their log-sum-exp over s, and g[t] is the gradient of kl[t].
 
 Plan
-- A work tile is the 128 queries of a q tile x 128 keys. The scheduler is static and persistent, over the key tiles of
-  all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in registers. No
-  other result of a head is kept.
+- A work tile is the 128 queries of a q tile (q_tiles.py) x 128 keys. The scheduler is static and persistent, over the
+  key tiles of all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in
+  registers. No other result of a head is kept.
 - Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's
   wgmma. 192 and 576 channels: one accumulator, and the product is computed in chunks of 64 channels. The wgmma of one
   warpgroup overlaps the exponentials of the other.
@@ -21,9 +21,10 @@ Plan
 - dI overwrites the scores, in bf16. A warpgroup's 64 rows of dI use the memory of the same rows' scores. The
   warpgroup reads all of these scores before it writes any dI, so it need not wait for the other warpgroup.
 Constraints: bf16; the channels per head are the keys of STAGES. Any number of heads.
-Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and 2 x 64 accumulators, of 240.
-Roofline: per head of 128 channels, wgmma takes 1024 cycles and the exponentials 1024 cycles of the MUFU; measured 1750
-to 1900.
+Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and one or two accumulators of 64, of
+240.
+Roofline: per head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU. Measured: 1750 to
+1900.
 """
 
 import cutlass
