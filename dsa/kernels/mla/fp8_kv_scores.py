@@ -35,9 +35,10 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Bounds of a key's exponent in P. They keep row_sum, which does not include the exponent, in the range of fp32.
+# Bounds of the exponent of the power of two by which P of a key is multiplied. They keep row_sum, to which P is added
+# without this power, in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
-AHEAD = 1  # loads of Q in flight ahead of the stores; the compiler keeps this order
+AHEAD = 1  # chunks of Q that a warp loads ahead of the chunk that it stores; the compiler keeps this order
 
 
 class ScoreOperands(NamedTuple):
@@ -217,7 +218,7 @@ class Fp8KvScores(SwapAbAttention):
                 scales.append([word.bitcast(Float32) * power for word in load_16(first + 8 * r * pitch + HEAD_DIM_V)])
         chunks = [self.fp8_chunks, *range(self.fp8_chunks)]
         largest = [Uint32(0), Uint32(0)]
-        # Load one key's next chunk while the other key's chunk is converted.
+        # A lane has two keys. It loads one key's next chunk while it converts the other key's chunk.
         read = [self.read_chunk(first, r, chunks[0], lane) for r in range(2)]
         for n, b in enumerate(chunks):
             if const_expr(n >= 2):

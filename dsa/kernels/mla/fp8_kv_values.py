@@ -32,7 +32,9 @@ class Fp8KvValues(SwapAbAttention):
 
     @property
     def ahead(self) -> bool:
-        """Whether to load values and factors one step ahead. With 32 heads or more no registers are left for this."""
+        """Whether to load values and factors one step ahead, for keys of 576 channels only. With 32 heads or more no
+        registers are left for this.
+        """
         return self.kv.has_rope and self.head_tile < 32
 
     def value_mma(self) -> cute.TiledMma:
@@ -48,7 +50,8 @@ class Fp8KvValues(SwapAbAttention):
     @cute.jit
     def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
         for _ in cutlass.range_constexpr(self.kv.q_stages):
-            # Wait for Q's stages, too: a parity wait cannot tell phases two apart, so no phase may be skipped.
+            # Wait for Q's stages, too. A parity wait cannot tell apart phases that differ by two, so a wait must not
+            # skip a phase.
             pipeline.kv.consumer_wait(state)
             pipeline.kv.consumer_release(state)
             state = pipeline.kv.advance(state)
@@ -113,7 +116,8 @@ class Fp8KvValues(SwapAbAttention):
         first = coord.first_head + self.head_of(0, lane)
         own = cute.local_tile(rows, (1, 4), (first, channel // 4))
         inverses = Int32(exchange.inverse.iterator.toint()) + 4 * self.head_of(0, lane)
-        # Load all factors before the first branch. After a branch the lane would wait for each load separately.
+        # Load all factors before the first branch. If the loads were inside the branches, the lane would wait for each
+        # load separately.
         pairs = [load_8(inverses + 4 * self.head_of(c, 0)) for c in range(0, self.columns, 2)]
         for c in cutlass.range_constexpr(self.columns):
             further, inverse = self.head_of(c, 0), pairs[c // 2][c % 2].bitcast(Float32)

@@ -127,7 +127,8 @@ class MergeAttentionSm90:
         for n in cutlass.range_constexpr(self.branches):
             weights[n] = cute.math.exp(logs[n] - relative)
             lse_sum += weights[n]
-        # Keep this free of branches. Otherwise ptxas moves the sink's load down to here, and it is waited for.
+        # Keep this code free of branches. Otherwise ptxas moves the load of the sink down to here, and the warp waits
+        # for that load.
         whole, factor = relative + cute.math.log(lse_sum), lse_sum
         if const_expr(sink is not None):
             factor *= Float32(1.0) + cute.math.exp(sink - whole)

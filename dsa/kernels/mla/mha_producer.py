@@ -38,7 +38,7 @@ class MhaConfig:
     keys            keys per KV block
     warpgroups      number of consumer warpgroups, 64 query rows each
     q_stages        stages of the pipeline of Q, each for the Q of one work tile
-    q_rmem          whether consumers copy Q from shared memory to registers
+    q_rmem          whether consumers copy Q from shared memory to registers, as operand A of S = Q K^T
     """
 
     dim: int
@@ -53,7 +53,7 @@ class MhaConfig:
         return 64 * self.warpgroups
 
     def fits(self) -> bool:
-        """Whether the variant fits in shared memory."""
+        """Whether the variant fits in shared memory, with 3 KiB left for barriers, work tiles and alignment."""
         queries = self.q_stages * self.rows * self.dim
         loaded = STAGES * self.keys * (self.dim + self.value_dim)
         return 2 * (queries + loaded + 4 * self.warpgroups * OUT_ROWS * OUT_COLUMNS) + 3 * 1024 <= SHARED_BYTES
@@ -69,8 +69,8 @@ class WorkTileInfo(NamedTuple):
     key            first key of the sequence, among the keys of all sequences
     key_count      number of keys of the sequence
     first          number of keys that the first query row sees; each further row sees one more, up to key_count
-    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the rows after
-                   these
+    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the block's rows
+                   after these
     """
 
     blocks: Int32
@@ -275,7 +275,7 @@ class MhaScheduler:
         sequence, before = Int32(0), Int32(0)
         while more > 0:
             # A CTA's work-tile numbers increase, so the search for the sequence of number `index` resumes at the
-            # previous work tile's sequence.
+            # previous work tile's sequence. Each step checks 32 sequences, one per lane.
             passed = Int32(WARP)
             while passed == WARP:
                 other = sequence + lane

@@ -248,8 +248,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-        # Prologue: S = Q K^T of the first work tile's first block. The last warpgroup first passes the turn to
-        # warpgroup 0.
+        # Prologue: S = Q K^T of the first work tile's first block, without turns. The last warpgroup passes the first
+        # turn to warpgroup 0.
         if warpgroup == self.cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
@@ -300,7 +300,8 @@ class MhaVarlenFwdSm90(MhaProducer):
                 if const_expr(not self.selected):
                     self.cut_scores(s, clear, key, work_tiles, tile_state, own_row, lane)
                 rose = self.softmax(s, row_max, row_sum, factor, key, scale, words)
-                # Load the next block's words between the exponentials, where the load costs no time.
+                # Load the next block's words. ptxas can place this load between the exponentials of the softmax above
+                # (see `load_word`), where it costs no time.
                 if const_expr(self.selected):
                     self.load_words(words, addresses, known, key - self.keys)
                 # Wait inside each branch. If there were one wait before the branch, ptxas would move it up, before
@@ -401,7 +402,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
-        mma = self.score_mma()  # a local copy, because a field set inside a loop is unusable after it
+        mma = self.score_mma()  # a local copy: a TiledMma whose field is set inside a loop is unusable after the loop
         for step in cutlass.range_constexpr(self.dim // 16):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             place = (None, None, step) if self.cfg.q_rmem else (None, None, step, q_stage)
@@ -474,7 +475,11 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
-        """Clear the selection bits of keys that the lane's rows do not see; `clear` is as in `cut_scores`."""
+        """Clear the selection bits of keys that the lane's rows do not see; `clear` is as in `cut_scores`.
+
+        A word has two bits per eight keys, those of the lane's two columns. The columns before key seen[r] are the
+        word's lowest bits.
+        """
         if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for r in cutlass.range_constexpr(2):

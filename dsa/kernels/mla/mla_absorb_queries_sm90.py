@@ -60,9 +60,9 @@ COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
 ROWS = 32  # rows of weights per warp
 OWN_ROWS = ROWS // 4  # rows of weights per lane
 PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # rope pairs per head
-READERS = OCTET // 2  # number of warps that add the slices' sums, two tokens each
-# Layout of the sums of an octet of one slice (the rows of one warp), in elements: pairs of tokens, in which 16
-# channels of both tokens are contiguous. With the padding, the 16-byte accesses of eight lanes use all banks.
+READERS = OCTET // 2  # number of warps that add the slices' sums, two tokens each; a slice is the rows of one warp
+# Layout of an octet's sums of one slice, in elements: pairs of tokens, in which 16 channels of both tokens are
+# contiguous. With the padding, the 16-byte accesses of eight lanes use all banks.
 CHUNK = 2 * VECTOR + 4
 OF_PAIR = BLOCK // VECTOR * CHUNK + 8
 OF_SLICE = READERS * OF_PAIR
@@ -151,7 +151,7 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch this CTA's quarter of the head's rows into the L2 cache, an equal part per warp."""
+        """Prefetch this CTA's quarter of the head's rows of W_UK into the L2 cache, an equal part per warp."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()

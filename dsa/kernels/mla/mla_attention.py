@@ -132,14 +132,14 @@ class MlaAttention:
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: QTile, warp, lane):
         """Start loading Q of the next work tile before the work tile is published.
 
-        A no-op here; for pipelines that announce batch_idx early (AnnouncedWorkTilePipeline).
+        A no-op here. Kernels whose load warp announces batch_idx early (AnnouncedWorkTilePipeline) override it.
         """
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
         """Set softmax.limits for `apply_mask`: how many keys the lane's rows, tile_row and tile_row + 8, see.
 
-        A no-op here, for kernels whose mask needs no limits.
+        A no-op here. Kernels whose mask needs the limits override it.
         """
 
     @cute.jit
@@ -342,7 +342,7 @@ class MlaAttention:
         """Store O of two rows per lane, staged in the memory of stage `p_stage` of P.
 
         left: number of valid rows from the lane's first row on. The barrier ensures that both output warpgroups
-        have read the stage of P before it is overwritten.
+        have read the stage of P before either of them overwrites it.
         """
         staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED

@@ -43,7 +43,7 @@ LSES = MAX_PARTS // WARP  # LSEs of a row's splits per lane
 class MlaCombineConfig:
     """Tile shape of a variant.
 
-    groups   warps per row, which share the row's splits
+    groups   warps per row, among which the row's splits are divided
     columns  channels per CTA
     """
 
@@ -236,8 +236,8 @@ class MlaCombineSm90(SplitCombine):
         row_blocks: Int32,
     ):
         number, kv_head, row, column, warp, lane = self.coords(row_blocks)
-        # The plan kernel can be the launch before the attention kernel. The wait for the attention kernel
-        # suffices, because that kernel has waited for the plan.
+        # This kernel also reads the plan, and the plan kernel can be the launch before the attention kernel. To wait
+        # for the attention kernel suffices, because the attention kernel has waited for the plan kernel.
         wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:

@@ -206,9 +206,10 @@ class MlaDecodeSm90(MlaAttention):
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
         """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the rest to shared memory.
 
-        The first instruction that reads a register waits for its load. The chunks in shared memory are complete
-        after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. These loads are issued
-        before the first keys are requested, because otherwise they would wait for the loads of the keys.
+        The first instruction that reads a register waits for the register's load. The chunks in shared memory are
+        complete after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. The score warps start
+        these loads as soon as the load warp has announced the sequence. If the loads were issued after those of the
+        first keys, they would complete later than the keys.
         """
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:

@@ -194,8 +194,9 @@ class CastEpilogue(Epilogue):
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
         """Divide acc by the scales of its groups of channels, and write the scales.
 
-        A quad has four groups of channels, two per row. Each of the four lanes computes the scale of one
-        group, because a division takes many registers: all four scales in every lane would spill.
+        A quad has two rows and, of each row, the warpgroup's two groups of channels. Each of the four lanes computes
+        the scale of one of these four groups, because a division takes many registers: all four scales in every lane
+        would spill.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]

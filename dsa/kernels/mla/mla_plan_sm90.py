@@ -77,7 +77,9 @@ class MlaPlanSm90:
 
     @cute.jit
     def split(self, before, plan, num_splits, overhead, total, batch, lane):
-        """Assign sequences to parts, and count partial results per sequence; called by one warp."""
+        """Assign sequences to parts, and set num_splits[b + 1] to the number of partial results of sequences 0 to b;
+        called by one warp.
+        """
         parts = plan.shape[0]
         payload = (total + parts - 1) // parts + overhead
         # The next part begins at tile `tile` of `sequence`, with that sequence's split `index`. `partials` is

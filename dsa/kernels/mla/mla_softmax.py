@@ -116,7 +116,7 @@ class SoftmaxState:
     limits      number of keys that each row sees; only set if the kernel's mask needs it
     row_max     the maximum that P is relative to, in log2; NO_MAX before the first score
     row_sum     the lane's part of the sum of P
-    max_logits  the true maximum, in log2
+    max_logits  the true maximum, in log2; only kept if the kernel writes the maximum logits
     """
 
     limits: cute.Tensor
@@ -156,7 +156,7 @@ def write_p(
     row_max, row_sum = state.row_max, state.row_sum
     p = cute.make_rmem_tensor((HALF,), Float32)
     # Compute the first half of P relative to row_max of the previous tiles. It is recomputed below only if
-    # a row of the warp exceeds row_max by more than the threshold.
+    # the maximum of any row of the warp exceeds row_max by more than the threshold.
     powers(p, scores, 0, row_max, scale)
     tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     for r in cutlass.range_constexpr(2):

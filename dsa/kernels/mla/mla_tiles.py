@@ -24,8 +24,8 @@ from dsa.kernels.mla.mla_roles import WorkTileInfo
 K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
 ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # index of the rope part among the k chunks
-# The order in which a tile's v chunks are loaded and scored. The chunks that output warpgroups read first
-# come first.
+# The order in which a tile's v chunks are loaded and scored. Output warpgroup 0 reads v chunks 0 and 1, output
+# warpgroup 1 reads v chunks 2 and 3. The chunk that each warpgroup reads first is loaded first.
 V_CHUNK_ORDER = (0, 2, 1, 3)
 ROPE_AFTER = 2  # number of v chunks that are loaded and scored before the rope part
 MASK_WORDS = 4
@@ -64,8 +64,8 @@ class KvPipeline:
     v           ring of v chunks; each stage has one full barrier per k chunk
     rope        ring of rope parts; keys without rope use it for the valid mask only
     valid_mask  [MASK_WORDS, rope stages]: which keys of the tile are valid. Paged loads use one bit per TMA box
-                in the first word. Top-k gathers use 16 bits per word, one per key. Query groups have
-                MASK_WORDS words per query
+                in the first word. Top-k gathers use 16 bits of each word, one per key: word i has the keys that
+                load warp i gathers. For query groups the first dimension is MASK_WORDS words per query
     work        pipeline of work tiles
     """
 
@@ -165,7 +165,8 @@ class KvStages:
     def init(self, pipeline: KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps of every CTA of the cluster release a stage, and `consumers` warps read work tiles.
+        Four warps of every CTA of the cluster release a stage: those of one score or output warpgroup. `consumers`
+        warps read work tiles.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
@@ -174,8 +175,8 @@ class KvStages:
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
         """Whether the whole tile has arrived, so that its chunks need no wait.
 
-        last: the states of the tile's last v chunk and of its rope part. Always False here: after the wait for
-        a chunk's barrier the TMA's data are visible to wgmma, so there is no fence to save.
+        last: the states of the tile's last v chunk and of its rope part. Always False here, so the caller waits for
+        each chunk. One wait for the whole tile would only save fences, and TMA's data need none (`fence`).
         """
         return False
 
@@ -187,7 +188,9 @@ class KvStages:
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """Release a stage of keys; called by a warp. One lane arrives in every CTA that loads into the stage."""
+        """Release a stage of keys; called by a warp. One lane arrives in every CTA of the cluster, because each of
+        them loads into the stage.
+        """
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)
         else:

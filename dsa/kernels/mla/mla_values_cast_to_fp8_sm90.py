@@ -56,7 +56,7 @@ from dsa.kernels.mla.up_projection import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels
+QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels, of 128 channels each
 ROWS = 32  # rows of weights per warp
 TILES = ROWS // 16  # mma tiles of 16 rows per warp
 STEPS = BLOCK // (4 * VECTOR)  # 16-byte loads per row by each of the four lanes that share the row

@@ -48,7 +48,7 @@ THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
 # Upper limit of the union that the sample predicts, in percent of the largest union that MOST_UNION allows. Above
-# this limit the queries are computed one by one.
+# this limit the group's queries go to the queue of single queries.
 SLACK = 110
 UNROLL = 4
 
@@ -59,8 +59,8 @@ class Memory:
 
     table  [TABLE_WORDS]: `size` bits per key
     sums   [32]: counts per warp, 0 past the CTA's warps
-    found  [3]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of keys that
-           a query lists twice
+    found  [4]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of times that a
+           query lists a key again; the last is unused
     """
 
     table: cute.Tensor

@@ -100,9 +100,9 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for n, chunk in enumerate(self.order):
             if const_expr(n == Q_RMEM_CHUNKS):
-                # Wait until all warps are done with the previous Q. PTX does not say which rows a warp reads
-                # in its part of a wgmma, and no other barrier waits for the other warps' last tile of the
-                # previous query.
+                # Wait until all warps are done with the previous work tile's Q in shared memory. PTX does not say
+                # which rows a warp reads in its part of a wgmma, and no other barrier waits for the other warps' last
+                # tile of the previous work tile.
                 cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):

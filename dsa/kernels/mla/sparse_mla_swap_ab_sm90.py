@@ -164,8 +164,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
                 pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
-            # A row of a chunk has 128 bytes, or 8 vectors. So each thread copies one vector of 32 rows; for 16
-            # rows half of the threads do.
+            # A row of a chunk is 128 bytes, which are 8 vectors. The 256 score threads copy one vector each for 32
+            # heads; for 16 heads half of the threads copy one.
             here = self.number(coord.thread) * 8
             if here < self.head_tile * K_CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)
@@ -281,7 +281,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for product in cutlass.range_constexpr(4):
             for n in cutlass.range_constexpr(self.head_tile // 16):
-                # Matrices of 8 channels x 8 heads, 2 x 2: channels first, then heads.
+                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels, half i / 2 of 16 heads.
                 words = []
                 for i in cutlass.range_constexpr(4):
                     column, j = 4 * n + i // 2 * 2, 2 * product + i % 2

@@ -239,8 +239,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         lane,
     ):
         """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
-        # `zero` becomes NaN if any value is NaN or infinite. The exchange of the list's length for -1 ensures that
-        # only one warp queues the group.
+        # `zero` becomes NaN if any value is NaN or infinite. The warps exchange the length of the group's list for -1.
+        # Only the warp that gets the old length queues the group's queries.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)

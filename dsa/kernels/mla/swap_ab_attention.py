@@ -27,8 +27,8 @@ from dsa.kernels.mla.sparse_mla_kernel import SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExchange, SwapAbExchangeMemory
 from dsa.kernels.mla.topk_gather import TopkGather
 
-# For FP8 caches P is multiplied by 2^RAISED. P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits in f16, and
-# a weight that is 2^-31 of the largest weight does not underflow to 0.
+# For FP8 caches P, which is f16, is multiplied by 2^RAISED. Then P is at most 2^(RESCALE_THRESHOLD + RAISED), which
+# fits in f16. The largest P is at least 2^RAISED, so a P of 2^-31 times that does not underflow to 0.
 RAISED = 7.0
 
 
@@ -74,9 +74,9 @@ class ValueOperands(NamedTuple):
 class SwapAbAttention(SparseMlaKernel):
     """Sparse MLA with swap A/B, for `head_tile` heads of a query per CTA, 16, 32 or 64.
 
-    dtype             dtype of Q and P; None for an FP8 cache. With an FP8 cache each key has a power of two, which
-                      multiplies P but not row_sum. In each eight keys the order is that of `spread_key`, and O
-                      is also divided by 2^F16_ROOM
+    dtype             dtype of Q and P; None for an FP8 cache. With an FP8 cache each key has a power of two
+                      (ScaleTable), which multiplies P but not row_sum. In each eight keys the order is that of
+                      `spread_key`, and O is also divided by 2^F16_ROOM
     with_max_logits   also write the maximum logits
 
     A kernel defines how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
@@ -141,7 +141,7 @@ class SwapAbAttention(SparseMlaKernel):
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # Number of tiles of the ring, of work tiles and of tiles of P so far.
+        # The numbers of tiles in the ring of keys (including Q's), of work tiles and of tiles of P so far.
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -149,7 +149,7 @@ class SwapAbAttention(SparseMlaKernel):
             pipeline.work.release(work_state)
             batch_idx = work.batch_idx
             if batch_idx >= 0:
-                # Wait until all score warpgroups are done with the previous Q.
+                # Wait until all score warpgroups are done with the previous work tile's Q.
                 self.sync_score()
                 q_power = self.load_q(operands, shared, ring, coord)
                 ring += self.q_stages
@@ -245,7 +245,8 @@ class SwapAbAttention(SparseMlaKernel):
             cute.arch.sync_warp()
             exchange.order.arrive(stage ^ 1)
         start = Int32(exchange.p.iterator.toint()) + stage * (2 * TILE_N * self.head_tile)
-        # Lane 8 i + r addresses row r of matrix i; the matrices are 2 x 2, keys first, then heads.
+        # For stmatrix, lane 8 i + r addresses row r of matrix i. The four matrices are 2 x 2: matrix i has half i % 2
+        # of 16 keys and half i / 2 of 16 heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
         row_sum = cute.make_rmem_tensor((4,), Float32)
         without = [power_of_two(-power) for power in powers] if self.fp8_kv else [Float32(1.0)] * 2
@@ -357,7 +358,7 @@ class SwapAbAttention(SparseMlaKernel):
             cute.arch.sync_warp()
             exchange.end.producer_commit(end_state)
         if const_expr(self.with_max_logits):
-            # by_warp is reused: wait until its sums have been read.
+            # by_warp is reused for the maxima: wait until warpgroup 0 has read the sums.
             self.sync_score()
             self.over_warp(exchange, [max_logits[c] for c in range(self.columns)], cute.arch.fmax, thread)
             self.sync_score()

@@ -135,8 +135,8 @@ class WindowSlotsSm90:
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
         """Return the cache slot of the window's key number `column`, or -1."""
-        # Past the last key, use the last key's position again, or 0 if there is no key: the load of the page
-        # number then needs no branch.
+        # Past the last key, use the last key's position again, or 0 if there is no key. So the load of the page number
+        # needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
         place, offset = divmod(position, pages)
         page, exists = b, column < count

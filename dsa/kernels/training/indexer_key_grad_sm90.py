@@ -60,12 +60,12 @@ TILE = 2 * KEY_BLOCK  # keys per consumer warpgroup
 FIXUP_THREADS = 256
 
 
-# Words of a CTA's row of `fixup`, which describe the CTA's partial sums.
-# TAIL: 1 if the CTA has partial sums of the key block in which its range ends.
-# TAIL_KEY, TAIL_KEYS: the first key and the number of keys of that key block.
-# HEAD: 1 if the CTA has partial sums of the key block in which its range begins, and another CTA has the block's
-# beginning.
-# HEAD_ENDS: 1 if the last pair of that key block is in the CTA's range.
+# Words of a CTA's row of `fixup`, which describe the CTA's partial sums. Other CTAs can have pairs of the key block in
+# which the CTA's range begins (the head) and of the key block in which the range ends (the tail).
+# TAIL: 1 if the CTA's range has the first pair of its tail but not the last pair. Then partial_sums[cta, 1] is valid.
+# TAIL_KEY, TAIL_KEYS: the first key and the number of keys of the tail.
+# HEAD: 1 if another CTA has the first pair of the head. Then partial_sums[cta, 0] is valid.
+# HEAD_ENDS: 1 if HEAD is 1 and the CTA's range has the last pair of the head.
 TAIL, TAIL_KEY, TAIL_KEYS, HEAD, HEAD_ENDS = range(5)
 FIXUP_WORDS = 8
 
@@ -82,8 +82,8 @@ class IndexerKeyGradConfig:
         return TILE * self.warpgroups
 
 
-# Keyed by (heads, channels). If stages are small, a third warpgroup fits and shares the queries. As many stages as fit,
-# at most 12.
+# Keyed by (heads, channels). With 8 or 16 heads of 64 channels, three warpgroups share the queries. With 128 channels
+# the sums need the registers of a configuration with two warpgroups. As many stages as fit, at most 12.
 CONFIGS = {
     (8, 64): IndexerKeyGradConfig(3, 12),
     (8, 128): IndexerKeyGradConfig(2, 9),
@@ -237,7 +237,7 @@ class IndexerKeyGradSm90:
                 q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
-                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns of this sequence
+                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # the sequence's columns in it
                 columns.ring.producer_wait(state)
                 barrier = columns.copy_barrier(state, valid == COLUMN_BLOCK)
                 with cute.arch.elect_one():
@@ -258,7 +258,7 @@ class IndexerKeyGradSm90:
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if valid < COLUMN_BLOCK:
-                    # The last columns belong to another sequence.
+                    # The columns from `valid` on belong to another sequence.
                     q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
                     landed_phase = columns.zero_rows(landed_phase, q_block, valid, COLUMN_BLOCK, self.dim * 2, lane)
                     for column in cutlass.range(valid + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
@@ -293,8 +293,8 @@ class IndexerKeyGradSm90:
         accs, flats = zip(*(accumulator(thr, (KEY_BLOCK, self.dim)) for _ in range(2)))
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
-        # Each lane gives ldmatrix one row address. Lane / 8 is the matrix: bit 3 of the lane selects the half of 16
-        # keys. Bit 4 selects the tile of 64 keys or, if a column block has several queries, the query.
+        # Each lane gives ldmatrix one row address, of matrix lane / 8. For dI, bit 3 of the lane selects the half of 16
+        # keys. Bit 4 selects the tile of 64 keys or, if a column block has several queries, one of two queries.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -358,8 +358,8 @@ class IndexerKeyGradSm90:
         (blocks = 2)."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = active_at + stage * self.active_bytes
-        # The eight row addresses of a matrix are equal. So lane l gets pair l % 4 of the 8 numbers at this address or,
-        # with the transposing load, number l / 4 twice.
+        # The eight row addresses of an ldmatrix matrix are equal. So lane l gets pair l % 4 of the 8 numbers at this
+        # address. With the transposing load it gets number l / 4 twice.
         w = [*load_matrices(w_here), *load_matrices(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_matrices_transposed(di_here)

@@ -85,7 +85,7 @@ class IndexerQueryGradConfig:
 
 
 # The fastest measured configurations, keyed by (heads, channels). Four warpgroups are fastest if the sums fit in their
-# registers, because they best hide the work between two wgmma. As many stages as fit, at most 8.
+# registers, because they best hide the instructions between two wgmmas. As many stages as fit, at most 8.
 CONFIGS = {
     (8, 64): IndexerQueryGradConfig(4, 1, 6),
     (8, 128): IndexerQueryGradConfig(2, 2, 3),
@@ -225,7 +225,7 @@ class IndexerQueryGradSm90:
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if valid < K_TILE:
-                        # Rows from `valid` on belong to the next sequence.
+                        # The keys from `valid` on belong to the next sequence.
                         k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
                         landed_phase = keys.zero_rows(landed_phase, k_tile, valid, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
@@ -262,8 +262,8 @@ class IndexerQueryGradSm90:
         di_at = Int32(di_start.toint()) + own // self.heads * (K_TILE * 2) + (lane >> 3) * 16
         word_at = Int32(active_start.toint()) + side * (self.blocks * 2 * BIT_BYTES)
         word_at += (lane & 3) * 32 + (lane >> 3) * 8
-        # The permutation `taken` selects the bytes with the bits of this lane's rows from the words of two keys. The
-        # shift moves the warp's bits to the top of each byte.
+        # The permutation `taken` selects, from the words of two keys, the bytes with the bits of this lane's rows. The
+        # shift moves the bits of the warp's 16 rows to the top of each byte.
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
         state, work_state = start(), start()
@@ -301,8 +301,8 @@ class IndexerQueryGradSm90:
             own = words[i]
             pairs = []
             for half in cutlass.range_constexpr(halves):
-                # The eight row addresses of a matrix are equal, so lane l gets pair l % 4 of the 8 numbers at this
-                # address.
+                # The eight row addresses of an ldmatrix matrix are equal, so lane l gets pair l % 4 of the 8 numbers at
+                # this address.
                 address = di_here + (i * COLUMN_BLOCK + 8 * half) // self.heads * (K_TILE * 2)
                 pairs.append([*load_matrices(address), *load_matrices(address + 64)])
             for step in cutlass.range_constexpr(KEY_BLOCK // 16):

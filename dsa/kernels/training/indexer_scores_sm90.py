@@ -67,7 +67,8 @@ class IndexerScoresConfig:
 
 
 # Keyed by (heads, channels). With fewer heads a tile has more queries, and the reductions per query need registers. So
-# tiles are smaller, and there is a third warpgroup. As many stages as fit, at most 6.
+# below 64 heads tiles have 128 columns instead of 256, which leaves room for a third warpgroup. As many stages as fit,
+# at most 6.
 CONFIGS = {
     (8, 64): IndexerScoresConfig(128, 3, 6),
     (8, 128): IndexerScoresConfig(128, 3, 3),
@@ -232,8 +233,8 @@ class IndexerScoresSm90:
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
         q_state, k_state, work_state = start(), start(), start()
-        # The warpgroups also alternate tiles across work tiles, so their total numbers of tiles differ by at most one.
-        # `mine` is this warpgroup's next tile in the current work tile.
+        # The warpgroups also alternate key tiles across work tiles, so their total numbers of key tiles differ by at
+        # most one. `mine` is this warpgroup's next key tile in the current work tile.
         mine = warp // 4
         number = Int32(0)
         while number >= 0:
@@ -259,7 +260,7 @@ class IndexerScoresSm90:
                 while mine < tiles:
                     current = k_state
                     multiply(mma, acc, ra, rb, k.index(current), q_state.stage)
-                    # Overlap wgmma with the previous tile's epilogue and the wait for the next tile's keys.
+                    # While wgmma runs, store the previous tile and wait for the next tile's keys.
                     self.epilogue(sums, words, own_scores, own_active, word_stride, unfinished, quad)
                     unfinished = mine
                     k_state = k.advance(k_state)

@@ -137,8 +137,8 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA). All
-    threads pass one barrier.
+    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA).
+    Called by all threads of the CTA. The caller passes another barrier before `maxima` is reused.
 
     maxima  scratch in shared memory, like `sums` of `block_exclusive_scan`
     """

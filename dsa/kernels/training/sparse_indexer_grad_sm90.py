@@ -74,7 +74,7 @@ from dsa.kernels.training.topk_gather import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
-# First warp of the two key warpgroups, and number of consumer warps, which is the first producer warp.
+# First warp of the two key warpgroups, and number of consumer warps, which is the index of the first producer warp.
 KEY_GRADIENT_WARP, CONSUMER_WARPS = 4, 12
 QUERY_REGISTERS, KEY_REGISTERS, PRODUCER_REGISTERS = 168, 144, 48
 KEY_STAGES, QUERY_STAGES = 6, 2
@@ -166,7 +166,7 @@ class SparseIndexerGradSm90:
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
-        # Pipelines of keys with their d_scores, and of the q rows of a query's heads.
+        # Pipelines of tiles of keys with their d_scores, and of the q rows of a query's heads.
         keys, queries = Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
         shared = SharedTensors(
             storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
@@ -344,7 +344,7 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             queries.consumer_wait(query_state)
-            # Wait until all warps have finished the products with the previous query's g w q.
+            # Wait until all warps of the warpgroup have finished the products with the previous query's g w q.
             cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -390,10 +390,11 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Within 8 channels, channel 4 e + lane goes to column 2 lane + e.
+                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, which lane n of a quad has.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Within 16 channels, channel 4 lane + 2 h + e goes to column 8 h + 2 lane + e.
+                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, which lane n of a quad
+                        # has.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 

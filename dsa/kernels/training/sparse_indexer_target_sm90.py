@@ -84,7 +84,7 @@ INFINITY = float("inf")
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # chunks of Q in registers
 KEY_STAGES = {576: 17, 512: 19}  # stages, each for a chunk of a tile of keys; keyed by the number of channels
-RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released while the next group runs
+RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released after the next group is issued
 RAISED = 60.0  # in log2; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite in fp32
 
 
@@ -460,8 +460,9 @@ class SparseIndexerTargetSm90:
             load_tile(words, self.index_chunks, source, state, warp, lane)
             cute.arch.sync_warp()
             state = release(pipelines.index, state)
-            # Each thread handles one column of every tile. In warps 0 and 1 row_sum is the sum of the target. In warps
-            # 2 and 3 row_max is the highest score and row_sum the sum of exponentials relative to row_max.
+            # Each thread handles one column of every tile. In warps 0 and 1 row_sum is the thread's sum of the target.
+            # In warps 2 and 3 row_max is the thread's highest score, and row_sum is the sum of exponentials relative to
+            # row_max.
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
@@ -548,8 +549,9 @@ class SparseIndexerTargetSm90:
             stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
             cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
         shared.parts[8 + warp] = warp_reduce_sum(loss)
-        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: a warp
-        # overwrites them only after that tile's barrier, which thread 0 reaches after it has read them.
+        # After this barrier a warp can begin the next query, whose tiles overwrite `target` and `scores`. No warp
+        # overwrites `parts` before thread 0 has read them: the next query's epilogue comes after a barrier in that
+        # query's first tile, which thread 0 reaches after it has read the parts.
         cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
         if tid == 0:
             kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])

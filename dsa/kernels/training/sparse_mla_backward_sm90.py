@@ -102,13 +102,13 @@ class SparseMlaBackwardSm90:
     def __init__(self, cfg: BackwardConfig):
         self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
         self.rope, self.strip = cfg.rope, cfg.strip
-        # dP is computed in this many parts of the heads: with a rope part, S and dQ leave too few registers for all of
-        # dP.
+        # Number of parts of the heads in which dP is computed. With a rope part, S and dQ leave too few registers for
+        # all of dP.
         self.dp_parts = 2 if cfg.rope else 1
 
     def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
-        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new one: a TiledMma that is set inside a loop or
-        branch cannot be used after that loop or branch."""
+        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new TiledMma, because a TiledMma whose field is
+        set inside a loop or branch cannot be used after that loop or branch."""
         return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
@@ -253,7 +253,7 @@ class SparseMlaBackwardSm90:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
-                # `score` waits for Q and dO only in a query's first tile, which the other warpgroup owns. So wait here.
+                # `score` waits for Q and dO only in a work tile's first key tile, which the other warpgroup owns here.
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
@@ -272,8 +272,8 @@ class SparseMlaBackwardSm90:
                     )
                 count = next_key_tile(count)
             if (count & 1) != side:
-                # This warpgroup owned the last tile. dQ may overwrite the tile's dS only after both consumers have read
-                # dS; then both have released the keys.
+                # This warpgroup owned the last key tile, and `store_dq` overwrites the tile's dS. So wait until both
+                # consumers have read dS: each of them then releases its half of the keys.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:
@@ -399,8 +399,8 @@ class SparseMlaBackwardSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     def step_of(self, fragment, zero, channel: int):
-        """Return the 16 channels from `channel` on of a fragment of an operand that is stored in strips. zero: an
-        opaque 0."""
+        """An operand is stored in strips. Return the part of its fragment for channels `channel` to `channel` + 15.
+        zero: a 0 that ptxas cannot fold (see `score`), so that ptxas does not keep the descriptors in registers."""
         return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
@@ -460,8 +460,8 @@ class SparseMlaBackwardSm90:
         """Compute dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among the tiles of all work
         tiles, for `ordered`. last: whether this is the work tile's last tile; then release Q and dO."""
         lane = opaque(lane)
-        # Lanes l and l ^ 4 have adjacent rows (keys). The eight lanes of their two quads add 128 bytes to one row at a
-        # time.
+        # Lanes l and l ^ 4 have adjacent rows (keys). After an exchange, the eight lanes of their two quads add 128
+        # adjacent bytes to one of the two rows at a time (`add_columns`).
         odd = (lane >> 2) & 1
         pair = warp * 16 + (lane >> 3) * 2
         start, stride = Int64(dkv.iterator.toint()) + ((lane & 3) * 16), 4 * self.channels
@@ -529,8 +529,8 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
         """Store dQ of this warp's 16 heads and its warpgroup's half of the channels. The warp stages dQ in 1 KiB of
-        shared memory: in the warpgroup's dS, the rows of the 16 keys whose dS this warp writes. It must not use other
-        rows: another warp can still read its rows for dKV, or already write them for the next query."""
+        shared memory: in the warpgroup's dS, the rows of the 16 keys whose dS this warp writes. The warp must not use
+        other rows: another warp can still read its own rows for dKV, or already write them for the next work tile."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)

@@ -83,7 +83,8 @@ class BackwardInputsSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tid & (WARP - 1)
-        # The number of warps, one per (query, padded head), is a multiple of 64 and so of WARPS: every warp has a head.
+        # There is one warp per (query, padded head). Their number is a multiple of 64 and so of WARPS, so every warp of
+        # every CTA has a head.
         query, head = divmod(block * WARPS + (tid >> 5), padded)
         own = cutlass.min(head, out.shape[1] - 1)
         wait_for_prerequisite_grids()

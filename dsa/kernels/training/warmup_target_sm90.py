@@ -55,7 +55,7 @@ from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 # (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
-# one key head fills all nine stages of keys.
+# a tile of keys of one KV head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -243,8 +243,8 @@ class WarmupTargetSm90:
     ):
         """Run a consumer warpgroup over all work tiles of this CTA."""
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
-        # Get the slice by the warpgroup's number instead of the thread's, so that the compiler knows that the
-        # operands' addresses are uniform.
+        # Get the slice by the warpgroup's first thread instead of this thread, so that the compiler knows that the
+        # operands' addresses are uniform in a warp.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
@@ -319,7 +319,7 @@ class WarmupTargetSm90:
                 offset = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
                 pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + offset)
         # Wait until the whole warpgroup has read its scores, because its dI overwrites them. The barrier also keeps the
-        # compiler from moving these loads down to their uses. The rows' other inputs are loaded after the barrier.
+        # compiler from moving the loads of the scores down to their uses.
         cute.arch.barrier(barrier_id=SCORES_READ_BARRIER + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
         q_tile = load_q_tile(q_tiles, number)
         limits = []
@@ -342,7 +342,8 @@ class WarmupTargetSm90:
     @cute.jit
     def multiply(self, acc, rq, rk, q_stage, k_stage):
         """Issue a head's product acc = Q K^T."""
-        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)  # a local copy: one set in a loop is unusable after it
+        # A new TiledMma per call, because a TiledMma whose field is set inside a loop is unusable after that loop.
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
             if const_expr(step % 4 == 0):  # limits the live descriptors; all of them together would spill
