@@ -334,8 +334,8 @@ class MhaScheduler:
 def span(bounds: cute.Tensor, sequence, rows: Int32):
     """Return (first row, number of rows) of a sequence.
 
-    A sequence whose bounds decrease or exceed `rows` counts as empty, so that it never touches rows of other
-    sequences.
+    A sequence whose bounds are negative, decrease or exceed `rows` counts as empty, so that no work tile reads or
+    writes outside the tensors.
     """
     first, end = bounds[sequence], bounds[sequence + 1]
     if first < 0 or end < first or end > rows:

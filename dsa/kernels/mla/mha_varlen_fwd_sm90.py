@@ -506,7 +506,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         """
         bits, dense_keys = selection
         for r in cutlass.range_constexpr(2):
-            # Rows past the end of the work tile use the words of its last row.
+            # Rows past the end of the sequence use the words of the sequence's last row.
             row = work_tile.query + cutlass.min(own_row + 8 * r, work_tile.row_count - 1)
             addresses[r] = bits.iterator.toint() + (Int64(row) * bits.shape[1] + (lane & 3)) * 4
         most = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup + 63)

@@ -72,7 +72,9 @@ class SplitCombine:
 
     @cute.jit
     def coords(self, row_blocks):
-        """Return (index of the sequence or query, KV head, the warp's row, the CTA's first channel, warp, lane)."""
+        """Return (index of the sequence or query among those that the launch combines, KV head, the warp's row, the
+        CTA's first channel, warp, lane).
+        """
         tid, _, _ = cute.arch.thread_idx()
         block, kv_head, _ = cute.arch.block_idx()
         warp, lane = tid // WARP, tid % WARP
@@ -98,7 +100,7 @@ class SplitCombine:
         warp,
         lane,
     ):
-        """Combine splits first to first + splits - 1 of a row.
+        """Combine the `splits` splits of a row. Split i has partial result split_idx(first, i).
 
         sink: the row's attention sink as a natural logarithm; -inf if it has none.
         """
@@ -308,7 +310,7 @@ class SparseMlaCombineSm90(SplitCombine):
         number, _, row, column, warp, lane = self.coords(row_blocks)
         wait_for_prerequisite_grids()
         # The query's splits are those of consecutive workers, from the worker with the query's first tile to the
-        # worker with its last tile.
+        # worker with the query's last tile. `first` is the first of these workers.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
         query = scheduler.first_split() + number

@@ -136,9 +136,9 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class CastResults:
-    """The outputs of a kernel with a CastEpilogue, which has no splits and writes no LSE, and its rotary tables.
+    """The outputs and the rotary tables of a kernel with a CastEpilogue. Such a kernel has no splits and writes no LSE.
 
-    out          [G, T, h / G, 512] e4m3
+    out          [G, T, h / G, 512] e4m3; the h heads are divided into G groups
     scale        [G, T, h / G, 4]
     cos, sin     [T, 32], inputs
     group_heads  h / G as a divisor

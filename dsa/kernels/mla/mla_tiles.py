@@ -97,7 +97,7 @@ class KvStages:
     """The rings of a CTA: `v_stages` stages of v chunks and `rope_stages` of rope parts.
 
     cluster                      number of CTAs that load into each other's shared memory (multicast)
-    v_producers, rope_producers  number of arrivals that complete the full barrier of a k chunk, of a rope part
+    v_producers, rope_producers  number of arrivals that complete the full barrier of a k chunk, and of a rope stage
     """
 
     has_rope = True

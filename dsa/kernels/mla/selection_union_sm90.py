@@ -212,7 +212,10 @@ class SelectionUnionSm90:
 
     @cute.jit
     def entry(self, indices, query, m: cutlass.Constexpr, i, end, keys, first, memory: Memory):
-        """Return (entry of index i of the group's m-th query, whether the index becomes an entry)."""
+        """Return (entry of index i of the group's m-th query, whether the index becomes an entry).
+
+        An index becomes an entry if its query is the key's lowest member and its key is in the range from `first` on.
+        """
         key, is_entry = Int32(-1), cutlass.Boolean(False)
         if i < end:
             key = indices[query, 0, i]

@@ -204,7 +204,7 @@ class SwapAbAttention(SparseMlaKernel):
             exchange.row_max.iterator + (lane & 3) * 2, cute.make_layout((2, self.head_tile // 8), stride=(1, 8))
         )
         pair = cute.make_rmem_tensor((2,), Float32)
-        # In place: convert the scores to log2, including the key's exponent.
+        # In place: scale the scores to log2 and, for FP8 keys, add the exponent of the key's power of two.
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
@@ -282,8 +282,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
-        """Set row_max to the true maximum in the columns where this exceeds row_max by more than RESCALE_THRESHOLD,
-        and write the rescale factors.
+        """Set row_max to the tile's true maximum, less `raised`, in the columns where row_max rises by more than
+        RESCALE_THRESHOLD. Write the rescale factors.
         """
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):

@@ -53,7 +53,7 @@ class SwapAbExchange:
                 heads / 4 columns
 
     Only kernels for FP8 caches use these:
-    q_f16         the memory of Q as f16
+    q_f16         a view of q's memory as f16
     scale_tables  address of P_STAGES ScaleTables
     q_largest     [score warps]: largest magnitude in a warp's part of Q, as bf16 bits
     """

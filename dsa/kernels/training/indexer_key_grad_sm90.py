@@ -1,5 +1,7 @@
 """Gradient of the indexer's keys: dk[j] += sum_{t,h} dI[t, j] [q_h[t] . k[j] > 0] w[t, h] q_h[t], fp32, deterministic.
 
+dI is the gradient of the scores (warmup_target_sm90.py).
+
 Plan
 - GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the
   sums of 128 keys, two tiles of 64 x D, in registers. It reads the queries from shared memory as operand B, which all

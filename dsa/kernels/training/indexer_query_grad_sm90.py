@@ -1,6 +1,8 @@
 """Gradients of the indexer's queries and weights: with g_h[t] = sum_j dI[t, j] [q_h[t] . k[j] > 0] k[j],
 dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 
+dI is the gradient of the scores (warmup_target_sm90.py).
+
 Plan
 - GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of q_tiles.py), N is channels, K is keys. A
   consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. It reads all keys that the

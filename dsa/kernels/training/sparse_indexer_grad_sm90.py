@@ -3,6 +3,8 @@
 With d[t, j] = g[t] d_scores[t, j] and a = 1 where q_i[t] . k[j] > 0, else 0:
 G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];  dk[j] += sum_i d a w[t, i] q_i[t]
 
+d_scores come from sparse_indexer_target_sm90.py, and g[t] is the gradient of that kernel's kl[t].
+
 Plan
 - A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
   The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A

@@ -56,7 +56,8 @@ class WarmupLseSm90:
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
                 for i in cutlass.range_constexpr(4):
                     power = cute.math.exp2(values[i] - new_max, fastmath=True)
-                    # fmax ignores NaN. But this comparison is false for NaN, so NaN enters the sum and the LSE is NaN.
+                    # A NaN does not enter row_max, because fmax ignores NaN. But the comparison is false for NaN, so
+                    # NaN enters the sum and the LSE is NaN.
                     row_sum += Float32(0.0) if values[i] <= NOTHING else power
                 row_max = new_max
             new_max = row_max

@@ -284,9 +284,10 @@ class WarmupTargetSm90:
     def add_overlapped(
         self, sums, accs, lse, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, rows, scale, group, heads
     ):
-        """Compute all heads but the last one. A head's exponentials overlap the next head's product. If the number of
-        heads is odd, one padding head is added. At the return the last product is still in flight. -> (the pipelines'
-        states, the last head's LSE)."""
+        """Issue the products of all heads, and add the exponentials of all heads but the last one. A head's
+        exponentials overlap the next head's product. If the number of heads is odd, a padding head is the last one, and
+        its product is not used. At the return the last product is still in flight. -> (the pipelines' states, the last
+        head's LSE)."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.wait(queries, keys, q_state, k_state)
