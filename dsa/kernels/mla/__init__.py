@@ -1,1 +1,1 @@
-"""CuTe DSL kernels of multi-head latent attention: dense, sparse, sliding windows, merges."""
+"""CuTe DSL kernels of multi-head latent attention: dense, sparse, varlen, window indices, merges, products with kv_b."""

@@ -281,7 +281,8 @@ class Fp8KvScores(SwapAbAttention):
         """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
         `p_stage` of P.
 
-        Return (exponents of the lane's two keys, the same exponents as Float32, NaN for a key with a NaN scale).
+        Return (exponents of the lane's two keys, the same exponents as Float32). The second is NaN for a key with a NaN
+        scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

@@ -28,7 +28,7 @@ from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExcha
 from dsa.kernels.mla.topk_gather import TopkGather
 
 # For FP8 caches P, which is f16, is multiplied by 2^RAISED. Then P is at most 2^(RESCALE_THRESHOLD + RAISED), which
-# fits in f16. The largest P is at least 2^RAISED, so a P of 2^-31 times that does not underflow to 0.
+# fits in f16. The largest P is at least 2^RAISED, so a P that is 2^-31 of the largest does not underflow to 0.
 RAISED = 7.0
 
 

@@ -44,7 +44,7 @@ class Selection:
 
     cache       [pages, P, d]
     indices     [T, K]; an index that is negative or beyond the cache is invalid
-    counts      [T / group]: how many of the K indices are used, if has_counts > 0
+    counts      [T / s_q]: how many of the K indices the queries of a sequence use, if has_counts > 0
     has_counts  whether `counts` is used
     page_size   P as a divisor
     """

@@ -402,9 +402,9 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """Add the partial sums to dk (the fixup). CTA x handles the key block in which range x ends, if other CTAs
-        share this block: it adds the partial sums of range x, then those of the following ranges up to the block's
-        end."""
+        """Add the partial sums to dk (the fixup). CTA x handles the key block in which range x ends, if range x has the
+        block's first pair but not the last one: the CTA adds the partial sums of range x, then those of the following
+        ranges up to the block's end."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid

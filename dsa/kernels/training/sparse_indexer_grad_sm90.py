@@ -126,7 +126,7 @@ class SparseIndexerGradSm90:
     ):
         scores_mma = tiled_mma(BFloat16, (TILE, TILE))
         rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
-        # One TiledMma per role: an ACCUMULATE that one role sets would be stale in another role.
+        # One TiledMma per role, because a TiledMma whose field is set in one role's branch is unusable in another's.
         query_mma, key_mma = (
             tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )

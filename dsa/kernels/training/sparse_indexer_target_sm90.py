@@ -439,7 +439,7 @@ class SparseIndexerTargetSm90:
         """Run the index warpgroup: for every tile compute the indexer's scores and add up the attention's sums. After a
         query's last tile compute the query's distributions, loss and d_scores."""
         tid = warp * 32 + lane
-        # A TiledMma of this role: an ACCUMULATE that one role sets would be stale in another role.
+        # This role's own TiledMma, because a TiledMma whose field is set in one role's branch is unusable in another's.
         mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index_keys))
