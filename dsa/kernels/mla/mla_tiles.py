@@ -25,7 +25,7 @@ K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
 ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # index of the rope part among the k chunks
 # The order in which a tile's v chunks are loaded and scored. Output warpgroup 0 reads v chunks 0 and 1, output
-# warpgroup 1 reads v chunks 2 and 3. The chunk that each warpgroup reads first is loaded first.
+# warpgroup 1 reads v chunks 2 and 3. The two chunks that the warpgroups read first, 0 and 2, are loaded first.
 V_CHUNK_ORDER = (0, 2, 1, 3)
 ROPE_AFTER = 2  # number of v chunks that are loaded and scored before the rope part
 MASK_WORDS = 4

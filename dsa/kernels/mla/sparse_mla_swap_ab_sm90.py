@@ -12,7 +12,8 @@ Work, scheduler, launch: sparse_mla_kernel.py; a CTA computes all heads of a que
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py). The consumers' mainloops are in swap_ab_attention.py.
 Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps
-transpose O^T through shared memory to store whole rows of O; partial results go directly to global memory.
+transpose O^T through shared memory, so that a lane stores 16 bytes of a row of O at a time. They store partial
+results directly to global memory.
 Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings have room for two to
 three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.

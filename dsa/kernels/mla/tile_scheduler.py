@@ -3,6 +3,8 @@
 There are two queues. The items of the first are groups of queries that share keys (sparse_mla_union_sm90.py). The
 items of the second are single queries (sparse_mla_queued_sm90.py): queries that share too few keys with their
 group, and queries of a group whose joint result is not finite.
+
+A worker is the CTAs that compute the head tiles of the same queries: one CTA if a CTA computes all heads.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ Plan
   scaled score, has an error below 2^-64.
 - In each 16 consecutive numbers of dKV, numbers 4q to 4q + 3 are channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16
   numbers and reorders them.
-Roofline: bound by memory. The kernels read out and dout, dKV's sums, and a list's rows once each.
+Roofline: bound by memory. The kernels read out and dout, dKV's sums, and the rows of every list once each.
 """
 
 import itertools
