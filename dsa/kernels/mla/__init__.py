@@ -1,1 +1,3 @@
-"""CuTe DSL kernels of multi-head latent attention: dense, sparse, sliding windows, merges."""
+"""CuTe DSL kernels of multi-head latent attention: dense, sparse, varlen, window indices, merges, FP8 products with
+kv_b.
+"""

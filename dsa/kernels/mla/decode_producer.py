@@ -1,8 +1,9 @@
 """The producer of dense MLA decoding: one warp that computes its CTA's work tiles and loads their keys by TMA.
 
-Work tiles come from the plan of mla_plan_sm90.py, or, in batch-invariant decoding, from splits of fixed
-lengths. A part covers a range of sequences, of which the first and the last can be split between parts. There
-is one CTA per part and row tile.
+A CTA computes one part of the keys, for one row tile and one KV head. A row tile is TILE_M of the rows of q (query
+tokens x heads) that a sequence has per KV head. With the plan of mla_plan_sm90.py a part is a range of sequences,
+of which the first and the last can be split between parts. In batch-invariant decoding a part is one split of one
+sequence, and the length of a sequence's splits depends only on the sequence's length.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ MAX_TILES = 2**31 // TILE_N
 class PlanColumn(IntEnum):
     """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
 
-    Row i describes part i, except for SPLIT_SEQUENCE: the i-th split sequence, or -1.
+    Row i describes part i, except for column SPLIT_SEQUENCE. That column lists the sequences that are split, for the
+    combine kernel: entry i is the i-th of them, or -1.
     """
 
     FIRST_SEQUENCE = 0
@@ -69,14 +71,15 @@ class DecodeState(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeScheduler:
-    """Computes the work tiles of a part.
+    """Computes the work tiles of a part (see the docstring of this file).
 
     lengths       [B]: number of keys per sequence
     plan          [parts, 8], see PlanColumn
     num_splits    [B + 1]: entry b is the number of partial results of sequences 0 to b - 1
     capacity      number of keys that a row of the block table has room for
-    fixed_splits  0: work tiles come from the plan. Otherwise part i is split i % fixed_splits of sequence i
-                  // fixed_splits, and the number of splits of a sequence depends only on its length
+    fixed_splits  0: work tiles come from the plan. Otherwise (batch-invariant decoding) part i is split
+                  i % fixed_splits of sequence i // fixed_splits. A short sequence has fewer splits, so some parts
+                  have no work tile
     """
 
     lengths: cute.Tensor
@@ -263,8 +266,8 @@ class PagedLoad(KvStages):
         while work.sequence <= work.last:
             if scheduler.fixed_splits == 0:
                 pipeline.work.announce(work_state, work.sequence)
-            # Load the first page numbers at the same time as the length, for the tile where the work tile
-            # probably begins.
+            # Load the first page numbers at the same time as the length, for the tile where the work tile probably
+            # begins. `first` below is the tile where it really begins.
             guess = work.tile + work.split * FIXED_SPLIT_TILES if scheduler.fixed_splits > 0 else work.tile
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
             seen = scheduler.lengths[work.sequence]
@@ -306,7 +309,8 @@ class PagedLoad(KvStages):
     ) -> KvState:
         """Load the work tile's keys. Return the state after them.
 
-        page, place: page of the lane's box and index of the box in the page. Lane i has box i of the work tile.
+        page, place: page of the lane's box and index of the box in the page. Lane i first has box i of the work tile.
+        After 32 boxes the lanes look up the next 32.
         """
         first, length = info.first_tile, info.length
         next_box = Int32(0)
@@ -329,7 +333,7 @@ class PagedLoad(KvStages):
                     for c in cutlass.range_constexpr(K_PER_V):
                         expect_bytes(pipeline.v.producer_barrier(state.v, c), TILE_N * K_CHUNK * 2)
                 for c in cutlass.range_constexpr(K_PER_V // self.cluster):
-                    # In a cluster each CTA loads every other k chunk and multicasts it to both CTAs.
+                    # In a cluster, CTA `rank` loads k chunk `rank` of every v chunk and multicasts it to both CTAs.
                     k_chunk = c
                     if const_expr(self.cluster > 1):
                         k_chunk = c * self.cluster + rank
@@ -370,7 +374,7 @@ class PagedLoad(KvStages):
 def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
     """Zero-fill rows [valid, TILE_N) of a tile's values in shared memory; called by 128 threads.
 
-    first, stages: the tile's first v stage, and the size of the ring of v stages. The rows are keys past the
+    first, stages: the tile's first v stage, and the number of v stages in the ring. The rows are keys past the
     end of the sequence. P of these keys is 0, but their values can be NaN, and 0 * NaN is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)

@@ -1,4 +1,4 @@
-"""Conversions from an FP8 cache's e4m3 and bf16 values to the f16 operands of wgmma."""
+"""Conversions from an FP8 cache's e4m3 and bf16 values, and from FP8 weights, to f16."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
@@ -38,9 +38,9 @@ def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uin
 
 @cute.jit
 def halves_of_two(low: Uint32, high: Uint32):
-    """Convert four e4m3 values of each of two keys to f16, exactly.
+    """Convert four e4m3 values of each of two rows (keys, or rows of weights) to f16, exactly.
 
-    Return one word per value, with the first key in the lower half.
+    Return one word per value, with the first row in the lower half.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b16 p, q, r, s; .reg .b32 m, n; "

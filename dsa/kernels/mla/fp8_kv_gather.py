@@ -1,13 +1,14 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. To issue a bulk copy
-costs a warp 30 cycles, so each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes
-zeros, including a scale of zero, and clears the key's bit in the valid mask.
+It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key; with d = 512, cp.async
+loads the key's scales. To issue a bulk copy costs a warp 30 cycles, so each of the four warps gathers 16 keys of a
+tile. For an invalid index the warp writes zeros, including a scale of zero, and clears the key's bit in the valid
+mask.
 
-Layout of a key
+Layout of a key in the cache
 - d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
 - d = 512: a page has P x (448 e4m3 | 64 bf16), then P x 8 bytes with 7 ue8m0 scales, one per 64 channels.
-  In a stage of shared memory, too, the scales follow the keys of the tile.
+A stage of shared memory has the same order, with the tile's 64 keys instead of a page's P keys.
 Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart differ by 8
 banks, keys four apart by 16. So the channels that a warp reads together are in different banks.
 """
@@ -61,7 +62,7 @@ class Fp8TopkGather(TopkGather):
         # Q comes before the keys, through the same stages.
         self.q_rows = min(head_tile, TILE_N // 2)  # rows of Q per stage
         self.q_stages = head_tile // self.q_rows
-        self.q_pitch = 2 * head_dim + 16  # so that the rows that a warp reads together are in different banks
+        self.q_pitch = 2 * head_dim + 16  # in bytes; padded, so that rows that a warp reads together differ in banks
         self.row_bytes, self.pitch = (V32_BYTES, V32_BYTES) if self.has_rope else (V4_ROW, V4_ROW + 16)
         # Offset of the scales, after the keys of a stage.
         self.scales = TILE_N * self.pitch
@@ -131,8 +132,8 @@ class Fp8TopkGather(TopkGather):
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
-        # Whether to prefetch the first keys below. For the CTA's first query all stages are empty, so a prefetch
-        # would only request the keys twice. This test also skips the prefetch for a later query that begins
+        # Whether to prefetch the first keys below. For the CTA's first work tile all stages are empty, so a prefetch
+        # would only request the keys twice. This test also skips the prefetch for a later work tile that begins
         # at stage 0 in phase 0.
         begun = state.stage + state.phase > 0
         for i in cutlass.range_constexpr(self.q_stages):
@@ -192,5 +193,5 @@ class Fp8TopkGather(TopkGather):
                     place = 16 * (lane + 32 * i)
                     if place < self.row_bytes:
                         store_16(target + key * self.pitch + place, [Uint32(0)] * 4)
-        # Order these writes before later bulk copies to the same addresses.
+        # Order these writes, of the generic proxy, before later bulk copies (async proxy) to the same addresses.
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,9 +1,9 @@
 """The score warpgroups for an FP8 cache, with swap A/B: S^T = K Q^T, softmax, P^T.
 
-The warpgroups take tiles in turns. e4m3 values are exact in f16. So each group of channels that share a scale is
-a separate f16 product, and the scale multiplies this product in fp32. A lane reads 16 consecutive e4m3 channels
-of a key at once. P is multiplied by a power of two per key, the exponent of the key's largest scale (ScaleTable
-in swap_ab_exchange.py).
+There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of
+channels that share a scale is a separate f16 product, and the scale multiplies this product in fp32. A key's last 64
+channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P is multiplied by a power of
+two per key, whose exponent is that of the key's largest scale (ScaleTable in swap_ab_exchange.py).
 
 The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. They store the part that
 multiplies e4m3 keys as f16, divided by a power of two so that its largest magnitude is about 2^14. The order of
@@ -35,9 +35,10 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Bounds of a key's exponent in P. They keep row_sum, which does not include the exponent, in the range of fp32.
+# Bounds of the exponent of the power of two by which P of a key is multiplied. They keep row_sum, to which P is added
+# without this power, in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
-AHEAD = 1  # loads of Q in flight ahead of the stores; the compiler keeps this order
+AHEAD = 1  # chunks of Q that a warp loads ahead of the chunk that it stores; the compiler keeps this order
 
 
 class ScoreOperands(NamedTuple):
@@ -217,7 +218,7 @@ class Fp8KvScores(SwapAbAttention):
                 scales.append([word.bitcast(Float32) * power for word in load_16(first + 8 * r * pitch + HEAD_DIM_V)])
         chunks = [self.fp8_chunks, *range(self.fp8_chunks)]
         largest = [Uint32(0), Uint32(0)]
-        # Load one key's next chunk while the other key's chunk is converted.
+        # A lane has two keys. It loads one key's next chunk while it converts the other key's chunk.
         read = [self.read_chunk(first, r, chunks[0], lane) for r in range(2)]
         for n, b in enumerate(chunks):
             if const_expr(n >= 2):
@@ -280,7 +281,8 @@ class Fp8KvScores(SwapAbAttention):
         """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
         `p_stage` of P.
 
-        Return (exponents of the lane's two keys, the same exponents as Float32, NaN for a key with a NaN scale).
+        Return (exponents of the lane's two keys, the same exponents as Float32). The second is NaN for a key with a NaN
+        scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

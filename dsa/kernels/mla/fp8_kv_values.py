@@ -1,9 +1,9 @@
 """The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
 Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps has 64 channels. A lane has eight
-channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. A warp computes four products of
-16 rows (channels). Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight channels, in rows lane / 4 and
-lane / 4 + 8.
+channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. The warpgroup computes four wgmma
+products of 64 rows (channels), 16 rows per warp. Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight
+channels, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
 
 An e4m3 value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in
 swap_ab_exchange.py).
@@ -32,7 +32,9 @@ class Fp8KvValues(SwapAbAttention):
 
     @property
     def ahead(self) -> bool:
-        """Whether to load values and factors one step ahead. With 32 heads or more no registers are left for this."""
+        """Whether to load values and factors one step ahead, for keys of 576 channels only. With 32 heads or more no
+        registers are left for this.
+        """
         return self.kv.has_rope and self.head_tile < 32
 
     def value_mma(self) -> cute.TiledMma:
@@ -48,7 +50,8 @@ class Fp8KvValues(SwapAbAttention):
     @cute.jit
     def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
         for _ in cutlass.range_constexpr(self.kv.q_stages):
-            # Wait for Q's stages, too: a parity wait cannot tell phases two apart, so no phase may be skipped.
+            # Wait for Q's stages, too. A parity wait cannot tell apart phases that differ by two, so a wait must not
+            # skip a phase.
             pipeline.kv.consumer_wait(state)
             pipeline.kv.consumer_release(state)
             state = pipeline.kv.advance(state)
@@ -113,7 +116,8 @@ class Fp8KvValues(SwapAbAttention):
         first = coord.first_head + self.head_of(0, lane)
         own = cute.local_tile(rows, (1, 4), (first, channel // 4))
         inverses = Int32(exchange.inverse.iterator.toint()) + 4 * self.head_of(0, lane)
-        # Load all factors before the first branch. After a branch the lane would wait for each load separately.
+        # Load all factors before the first branch. If the loads were inside the branches, the lane would wait for each
+        # load separately.
         pairs = [load_8(inverses + 4 * self.head_of(c, 0)) for c in range(0, self.columns, 2)]
         for c in cutlass.range_constexpr(self.columns):
             further, inverse = self.head_of(c, 0), pairs[c // 2][c % 2].bitcast(Float32)

@@ -2,20 +2,23 @@
 
 lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
 
+The sums run over the N branches i.
+
 Work
 - A warp merges a row of D channels, chunk by chunk. In a chunk a lane has `unroll` vectors of 16 bytes of
   every branch, so up to 8 loads are in flight. The vectors stay in registers from load to store: each branch
   is read once and the result is written once.
-- While the first chunk loads, every lane computes the row's weights: N exponentials cost less than shuffles.
-  Weights are relative to the largest LSE. So if only one branch has keys, that branch's weight is exactly 1.
+- While the first chunk loads, every lane computes all N weights of the row: N exponentials cost less than
+  shuffles. Weights are relative to the largest LSE. So if only one branch has keys and there is no sink, that
+  branch's weight is exactly 1.
 - The lanes also load a branch without keys (infinite LSE), because its LSE arrives no sooner than its values.
   They then replace these values by zeros, because the values can be NaN.
-- Tensors are [A, B, H, D] with any strides, since decoding stores its LSEs as [B, H, s_q]. Coordinates use
-  precomputed divisors and 64-bit offsets, computed once per row.
+- Tensors are [A, B, H, D], LSEs [A, B, H], with any strides, because decoding stores its LSEs as [B, H, s_q].
+- A row's coordinates come from precomputed divisors, once per row. Offsets are 64-bit.
 Warp roles: none, all warps do the same. Shared memory: none.
 Constraints: 1 to MAX_BRANCHES branches of one dtype; rows start at multiples of 16 bytes.
 Launch: programmatic dependent launch.
-Roofline: memory, (N + 1) * D elements per row.
+Roofline: bound by memory, (N + 1) * D elements per row.
 """
 
 from collections.abc import Callable
@@ -124,7 +127,8 @@ class MergeAttentionSm90:
         for n in cutlass.range_constexpr(self.branches):
             weights[n] = cute.math.exp(logs[n] - relative)
             lse_sum += weights[n]
-        # Keep this free of branches. Otherwise ptxas moves the sink's load down to here, and it is waited for.
+        # Keep this code free of branches. Otherwise ptxas moves the load of the sink down to here, and the warp waits
+        # for that load.
         whole, factor = relative + cute.math.log(lse_sum), lse_sum
         if const_expr(sink is not None):
             factor *= Float32(1.0) + cute.math.exp(sink - whole)

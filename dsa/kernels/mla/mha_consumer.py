@@ -1,9 +1,9 @@
 """Parts of the consumer warpgroups of multi-head attention: selection bits, and the epilogue.
 
-Selection: the bits are words of selection_bits_sm90.py, one bit per key. To mask scores by separate instructions
-would cost one instruction per score, in the pipe that the maxima also use. Here the max instructions are
-predicated, so the mask costs nothing in the maxima. ptxas extracts seven predicates from a word with one
-instruction (R2P) if adjacent bits are used consecutively. So a row's scores are processed eight at a time, one
+Selection: one bit per key says whether the key is selected (selection_bits_sm90.py). To mask scores by separate
+instructions would cost one instruction per score, in the pipe that the maxima also use. Here the max instructions
+are predicated by the bits, so the mask costs nothing in the maxima. ptxas extracts seven predicates from a word with
+one instruction (R2P) if adjacent bits are used consecutively. So a row's scores are processed eight at a time, one
 byte of the word.
 
 Epilogue: O goes through shared memory. A warp stages OUT_COLUMNS channels of its 16 rows at a time, so that it

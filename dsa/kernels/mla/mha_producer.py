@@ -5,8 +5,9 @@ The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past
 The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with
 all KV blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by
 groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first rows, and
-heads vary fastest. A CTA that becomes free takes the next number from a tile counter in global memory. The
-SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage pipeline in shared memory.
+heads vary fastest. The first work tile of a CTA is the one with the CTA's index. The SCHEDULE warp takes each further
+number from a tile counter in global memory (dsa/cute/tile_counter.py). It publishes each WorkTileInfo to the other
+warps through a two-stage pipeline in shared memory.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class MhaConfig:
     keys            keys per KV block
     warpgroups      number of consumer warpgroups, 64 query rows each
     q_stages        stages of the pipeline of Q, each for the Q of one work tile
-    q_rmem          whether consumers copy Q from shared memory to registers
+    q_rmem          whether consumers copy Q from shared memory to registers, as operand A of S = Q K^T
     """
 
     dim: int
@@ -52,7 +53,7 @@ class MhaConfig:
         return 64 * self.warpgroups
 
     def fits(self) -> bool:
-        """Whether the variant fits in shared memory."""
+        """Whether the variant fits in shared memory, with 3 KiB left for barriers, work tiles and alignment."""
         queries = self.q_stages * self.rows * self.dim
         loaded = STAGES * self.keys * (self.dim + self.value_dim)
         return 2 * (queries + loaded + 4 * self.warpgroups * OUT_ROWS * OUT_COLUMNS) + 3 * 1024 <= SHARED_BYTES
@@ -68,8 +69,8 @@ class WorkTileInfo(NamedTuple):
     key            first key of the sequence, among the keys of all sequences
     key_count      number of keys of the sequence
     first          number of keys that the first query row sees; each further row sees one more, up to key_count
-    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the rows after
-                   these
+    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the block's rows
+                   after these
     """
 
     blocks: Int32
@@ -274,7 +275,7 @@ class MhaScheduler:
         sequence, before = Int32(0), Int32(0)
         while more > 0:
             # A CTA's work-tile numbers increase, so the search for the sequence of number `index` resumes at the
-            # previous work tile's sequence.
+            # previous work tile's sequence. Each step checks 32 sequences, one per lane.
             passed = Int32(WARP)
             while passed == WARP:
                 other = sequence + lane
@@ -333,8 +334,8 @@ class MhaScheduler:
 def span(bounds: cute.Tensor, sequence, rows: Int32):
     """Return (first row, number of rows) of a sequence.
 
-    A sequence whose bounds decrease or exceed `rows` counts as empty, so that it never touches rows of other
-    sequences.
+    A sequence whose bounds are negative, decrease or exceed `rows` counts as empty, so that no work tile reads or
+    writes outside the tensors.
     """
     first, end = bounds[sequence], bounds[sequence + 1]
     if first < 0 or end < first or end > rows:

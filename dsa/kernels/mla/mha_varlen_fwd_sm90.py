@@ -8,8 +8,8 @@ Warp roles
 - Two or three consumer warpgroups. Each computes 64 query rows of the work tile, for one head.
 - Three producer warps (mha_producer.py). LOAD loads Q, K and V by TMA. SCHEDULE computes work tiles. CLEAR
   zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
-Scheduler: dynamic persistent. The heads of a group have adjacent work tiles, so that the group's K and V stay
-in the L2 cache. The longest work tiles of a group come first.
+Scheduler: dynamic persistent (mha_producer.py). The heads of a group have adjacent work tiles, so that the group's
+K and V stay in the L2 cache. In a sequence, the longest work tiles of a group come first.
 Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
 Mainloop
 - A consumer warpgroup walks the KV blocks from last to first, so that the blocks that need a mask come
@@ -21,18 +21,20 @@ Mainloop
   that the tensor cores do not idle in between.
 - The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2 (a factor of 2^8). O and row_sum are
   rescaled only beyond this limit.
-Selection: one bit per key (selection_bits_sm90.py). A lane has 32 of the 128 scores of a row, and their bits are
-one word. The lane loads the word of the next block between the exponentials of the current block. The bits
-become predicates, seven at a time, for the maxima and the exponentials (mha_consumer.py).
+Selection: one bit per key (selection_bits_sm90.py). In a block of 128 keys a lane has 32 scores of a row, whose bits
+are one word; in a block of 64 keys it has 16 scores, whose bits are half a word. ptxas can place the load of the next
+block's word between the exponentials of the current block. The bits become predicates, seven at a time, for the
+maxima and the exponentials (mha_consumer.py).
 Epilogue: O goes through shared memory, so that rows are stored 128 contiguous bytes at a time
 (mha_consumer.py).
-Shared memory: q_stages x rows x D of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
+Shared memory: q_stages x rows x D elements of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
 per consumer warp for the epilogue, barriers.
 Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two
 consumer warpgroups and 160 with three. For D = 192, Q is in registers too (q_rmem): wgmma then reads less
 shared memory, and the stage of Q is released early.
-Roofline: power. At 4096 FLOP per cycle and SM an H200 drops to 1.5 GHz. cuBLAS has the same limit, and this
-kernel reaches 90% of cuBLAS's rate. Shared memory delivers 112 of at most 128 bytes per cycle (D = DV = 128).
+Roofline: bound by power. At 4096 FLOP per cycle and SM an H200 lowers its clock to 1.5 GHz. cuBLAS has the same
+limit, and this kernel reaches 90% of cuBLAS's rate. Shared memory delivers 112 of at most 128 bytes per cycle
+(D = DV = 128).
 """
 
 import itertools
@@ -246,8 +248,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-        # Prologue: S = Q K^T of the first work tile's first block. The last warpgroup first passes the turn to
-        # warpgroup 0.
+        # Prologue: S = Q K^T of the first work tile's first block, without turns. The last warpgroup passes the first
+        # turn to warpgroup 0.
         if warpgroup == self.cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
@@ -298,7 +300,8 @@ class MhaVarlenFwdSm90(MhaProducer):
                 if const_expr(not self.selected):
                     self.cut_scores(s, clear, key, work_tiles, tile_state, own_row, lane)
                 rose = self.softmax(s, row_max, row_sum, factor, key, scale, words)
-                # Load the next block's words between the exponentials, where the load costs no time.
+                # Load the next block's words. ptxas can place this load between the exponentials of the softmax above
+                # (see `load_word`), where it costs no time.
                 if const_expr(self.selected):
                     self.load_words(words, addresses, known, key - self.keys)
                 # Wait inside each branch. If there were one wait before the branch, ptxas would move it up, before
@@ -399,7 +402,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
-        mma = self.score_mma()  # a local copy, because a field set inside a loop is unusable after it
+        mma = self.score_mma()  # a local copy: a TiledMma whose field is set inside a loop is unusable after the loop
         for step in cutlass.range_constexpr(self.dim // 16):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             place = (None, None, step) if self.cfg.q_rmem else (None, None, step, q_stage)
@@ -472,7 +475,11 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
-        """Clear the selection bits of keys that the lane's rows do not see; `clear` is as in `cut_scores`."""
+        """Clear the selection bits of keys that the lane's rows do not see; `clear` is as in `cut_scores`.
+
+        A word has two bits per eight keys, those of the lane's two columns. The columns before key seen[r] are the
+        word's lowest bits.
+        """
         if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for r in cutlass.range_constexpr(2):
@@ -499,7 +506,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         """
         bits, dense_keys = selection
         for r in cutlass.range_constexpr(2):
-            # Rows past the end of the work tile use the words of its last row.
+            # Rows past the end of the sequence use the words of the sequence's last row.
             row = work_tile.query + cutlass.min(own_row + 8 * r, work_tile.row_count - 1)
             addresses[r] = bits.iterator.toint() + (Int64(row) * bits.shape[1] + (lane & 3)) * 4
         most = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup + 63)

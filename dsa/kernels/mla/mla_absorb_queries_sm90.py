@@ -12,17 +12,18 @@ q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])]
 - Products: tokens are N of the mma, eight (an octet) at a time. A lane then has 16 latent channels of two
   tokens. The warps' sums are added in a fixed order through shared memory. So the bits of a token do not
   depend on the other tokens.
-- Pipeline: the sums of octets alternate between two buffers, so one barrier per octet suffices. The queries of
-  the next octet are loaded after the products of the current octet are issued.
+- Pipeline: the sums of octets alternate between two buffers, so one barrier per octet suffices. A warp loads the
+  queries of the next octet after it has issued the products of the current octet.
 - Rope: of a head's four CTAs, CTA c rotates the tokens t with t % 4 = c, one token per warp and one pair
   per lane, while the weights load.
 - Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its
   quarter of W_UK[h], which is contiguous, into the L2 cache.
 Shared memory: two buffers of (nope / 32) x 4736 bytes.
 Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 32 of sums.
-Constraints: 512 latent and 64 rope channels; nope channels and rows per head are multiples of 32.
-Roofline: memory, W_UK once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched before the
-wait.
+Constraints: 512 latent and 64 rope channels; the numbers of nope channels and of rows of kv_b per head are multiples
+of 32.
+Roofline: bound by memory: W_UK is read once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched
+before the wait.
 """
 
 from collections.abc import Callable
@@ -59,9 +60,9 @@ COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
 ROWS = 32  # rows of weights per warp
 OWN_ROWS = ROWS // 4  # rows of weights per lane
 PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # rope pairs per head
-READERS = OCTET // 2  # number of warps that add the slices' sums, two tokens each
-# Layout of the sums of an octet of one slice (the rows of one warp), in elements: pairs of tokens, in which 16
-# channels of both tokens are contiguous. With the padding, the 16-byte accesses of eight lanes use all banks.
+READERS = OCTET // 2  # number of warps that add the slices' sums, two tokens each; a slice is the rows of one warp
+# Layout of an octet's sums of one slice, in elements: pairs of tokens, in which 16 channels of both tokens are
+# contiguous. With the padding, the 16-byte accesses of eight lanes use all banks.
 CHUNK = 2 * VECTOR + 4
 OF_PAIR = BLOCK // VECTOR * CHUNK + 8
 OF_SLICE = READERS * OF_PAIR
@@ -150,7 +151,7 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch this CTA's quarter of the head's rows into the L2 cache, an equal part per warp."""
+        """Prefetch this CTA's quarter of the head's rows of W_UK into the L2 cache, an equal part per warp."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()

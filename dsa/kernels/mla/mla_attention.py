@@ -1,8 +1,8 @@
-"""The consumer warpgroups of MLA attention without swap A/B (rows of Q are the M dimension): their mainloops.
+"""The mainloops of the consumer warpgroups of MLA attention without swap A/B: rows of Q are M of the wgmmas.
 
-o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row: a head of a query
 
-A tile has TILE_M rows. Keys have 576 or 512 channels.
+A CTA has TILE_M rows. Keys have 576 or 512 channels and come in tiles of TILE_N keys.
 
 Warp roles
 - Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in
@@ -11,13 +11,12 @@ Warp roles
 - Load (one warpgroup): the producer of keys (decode_producer.py, topk_gather.py).
 Pipelines
 - Work tiles, v chunks and rope parts, from the load warps to the score and output warps (mla_tiles.py).
-- P, from the score warps to the output warps (mla_softmax.py).
+- P, from the score warps to the output warps (mla_softmax.py), in two halves of the tile's keys.
 - During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
   cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
-- P is passed on in two halves of the tile's keys: the first half before the second half is computed.
 Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A
-score thread needs 32 for S and 16 per chunk of Q, an output thread 128 for O. A wgmma with 256 columns needs 128
-accumulators per thread, which does not compile for 512 threads, so O += P V runs in v chunks of 128 columns.
+score thread needs 32 for S and 16 per chunk of Q, an output thread 128 for O. A wgmma with 256 columns does not
+compile in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
 from enum import IntEnum
@@ -133,14 +132,14 @@ class MlaAttention:
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: QTile, warp, lane):
         """Start loading Q of the next work tile before the work tile is published.
 
-        A no-op here; for pipelines that announce batch_idx early (AnnouncedWorkTilePipeline).
+        A no-op here. Kernels whose load warp announces batch_idx early (AnnouncedWorkTilePipeline) override it.
         """
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
         """Set softmax.limits for `apply_mask`: how many keys the lane's rows, tile_row and tile_row + 8, see.
 
-        A no-op here, for kernels whose mask needs no limits.
+        A no-op here. Kernels whose mask needs the limits override it.
         """
 
     @cute.jit
@@ -343,7 +342,7 @@ class MlaAttention:
         """Store O of two rows per lane, staged in the memory of stage `p_stage` of P.
 
         left: number of valid rows from the lane's first row on. The barrier ensures that both output warpgroups
-        have read the stage of P before it is overwritten.
+        have read the stage of P before either of them overwrites it.
         """
         staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED

@@ -2,20 +2,19 @@
 
 lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink)
 
-The sums run over the splits i in ascending order.
+The sums run over the splits i in ascending order. Without a sink the last factor is 1.
 
-Work: a CTA computes `columns` of the 512 channels, of `rows` rows of one sequence (dense) or query (sparse)
-and KV head. Each row has `groups` warps, which take the splits round-robin. With more than one group, the
-warps of group 0 add the groups' sums in order, through shared memory. A warp reads its row's LSEs while the
-first partial results are in flight.
-Splits: in dense decoding the i-th group of CTAs combines the i-th split sequence of the plan or, with splits of
-fixed lengths, sequence i. In sparse attention it combines the i-th query after the full waves, whose splits
-follow from the StreamKScheduler.
-Warp roles: none, all warps do the same.
-Launch: programmatic dependent launch after the attention kernel. CTAs of sequences that are not split exit at
-once.
-Shared memory: sums per row and group, and weights per warp. Constraints: at most MAX_PARTS splits.
-Roofline: L2 bandwidth, 2 KiB per row and split.
+Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse)
+and KV head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on. With more than one
+warp per row, the row's warp 0 adds the warps' sums in order, through shared memory. A warp reads its row's LSEs
+while the first partial results are in flight.
+Splits: each `row_blocks` adjacent CTAs combine one sequence or query. In dense decoding with a plan the i-th of
+these is the i-th split sequence of the plan; in batch-invariant decoding it is sequence i. In sparse attention it
+is the i-th query after the full waves, whose splits follow from the StreamKScheduler.
+Launch: programmatic dependent launch after the attention kernel. CTAs exit at once if their sequence or query is
+not split.
+Shared memory: sums per row and warp, and weights per warp. Constraints: at most MAX_PARTS splits.
+Roofline: bound by L2 bandwidth, 2 KiB per row and split.
 """
 
 from collections.abc import Callable
@@ -44,7 +43,7 @@ LSES = MAX_PARTS // WARP  # LSEs of a row's splits per lane
 class MlaCombineConfig:
     """Tile shape of a variant.
 
-    groups   warps per row, which share the row's splits
+    groups   warps per row, among which the row's splits are divided
     columns  channels per CTA
     """
 
@@ -73,7 +72,9 @@ class SplitCombine:
 
     @cute.jit
     def coords(self, row_blocks):
-        """Return (index of the sequence or query, KV head, the warp's row, the CTA's first channel, warp, lane)."""
+        """Return (index of the sequence or query among those that the launch combines, KV head, the warp's row, the
+        CTA's first channel, warp, lane).
+        """
         tid, _, _ = cute.arch.thread_idx()
         block, kv_head, _ = cute.arch.block_idx()
         warp, lane = tid // WARP, tid % WARP
@@ -99,7 +100,7 @@ class SplitCombine:
         warp,
         lane,
     ):
-        """Combine splits first to first + splits - 1 of a row.
+        """Combine the `splits` splits of a row. Split i has partial result split_idx(first, i).
 
         sink: the row's attention sink as a natural logarithm; -inf if it has none.
         """
@@ -237,8 +238,8 @@ class MlaCombineSm90(SplitCombine):
         row_blocks: Int32,
     ):
         number, kv_head, row, column, warp, lane = self.coords(row_blocks)
-        # The plan kernel can be the launch before the attention kernel. The wait for the attention kernel
-        # suffices, because that kernel has waited for the plan.
+        # This kernel also reads the plan, and the plan kernel can be the launch before the attention kernel. To wait
+        # for the attention kernel suffices, because the attention kernel has waited for the plan kernel.
         wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:
@@ -309,7 +310,7 @@ class SparseMlaCombineSm90(SplitCombine):
         number, _, row, column, warp, lane = self.coords(row_blocks)
         wait_for_prerequisite_grids()
         # The query's splits are those of consecutive workers, from the worker with the query's first tile to the
-        # worker with its last tile.
+        # worker with the query's last tile. `first` is the first of these workers.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
         query = scheduler.first_split() + number

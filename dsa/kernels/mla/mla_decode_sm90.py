@@ -1,27 +1,28 @@
 """Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) per KV head.
 
-o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
 
 q and k have 576 channels.
 
-Work: a CTA computes TILE_M rows. Its work tiles are sequences or splits of sequences (decode_producer.py),
-which the CTA computes in tiles of TILE_N keys. If the number of row tiles is even, two CTAs form a cluster and
-read the same keys: each CTA loads half of every tile and multicasts it to both.
+Work: a CTA computes TILE_M rows, a row tile. Its work tiles are sequences or splits of sequences
+(decode_producer.py), which the CTA computes in tiles of TILE_N keys. If the number of row tiles is even, two CTAs
+with adjacent row tiles form a cluster. They need the same keys, so each CTA loads half of them and multicasts
+that half to both.
 Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
 by TMA (decode_producer.py). The score warpgroup loads Q itself.
-Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). The
-load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
-Split-KV: the result of a work tile that is a whole sequence goes to out and lse. A split's result is a
+Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). With a
+plan, the load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
+Split-KV: the result of a work tile that is a whole sequence goes to out and lse. The result of a split is a
 normalised partial result, which mla_combine_sm90.py combines with the others of the sequence.
 Shared memory: the chunks of Q that are not in registers, two stages of P, and V_STAGES x 16 KiB + ROPE_STAGES
-x 8 KiB of keys, which is two and a half tiles.
-Launch: programmatic dependent launch, as is the launch of the combine kernel.
+x 8 KiB of keys, about two and a half tiles.
+Launch: programmatic dependent launch.
 Constraints: limits.py; `box` divides the page size; rows of q and of the cache start at multiples of 16
 bytes.
-Roofline: wgmma takes 2176 cycles per tile. Shared memory takes 2240: it delivers 72 KiB of K and 32 KiB of Q
-for S, 64 KiB of V and 32 KiB of P for O, and receives 72 KiB of keys and 8 KiB of P. DRAM takes 4000 cycles
-to deliver one tile to every SM. One row tile is memory-bound. More row tiles are bound by compute and power,
-at 80 to 86% of the bf16 GEMM rate.
+Roofline: per tile of keys, wgmma takes 2176 cycles. Shared memory takes 2240: it delivers 72 KiB of K and 32 KiB of
+Q for S, 64 KiB of V and 32 KiB of P for O, and receives 72 KiB of keys and 8 KiB of P. DRAM takes 4000 cycles
+to deliver one tile to every SM. With one row tile the kernel is bound by memory. With more row tiles it is bound
+by compute and power and reaches 80 to 86% of the rate of a bf16 GEMM.
 """
 
 from collections.abc import Callable
@@ -205,14 +206,15 @@ class MlaDecodeSm90(MlaAttention):
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
         """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the rest to shared memory.
 
-        The first instruction that reads a register waits for its load. The chunks in shared memory are complete
-        after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. These loads are issued
-        before the first keys are requested, because otherwise they would wait for the loads of the keys.
+        The first instruction that reads a register waits for the register's load. The chunks in shared memory are
+        complete after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. The score warps start
+        these loads as soon as the load warp has announced the sequence. If the loads were issued after those of the
+        first keys, they would complete later than the keys.
         """
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
-            # All warps must be done with the previous work tile's Q: PTX does not say which rows of Q a warp
-            # reads in its part of a wgmma.
+            # Before Q in shared memory is overwritten, all warps must be done with the previous work tile's Q: PTX
+            # does not say which rows of Q a warp reads in its part of a wgmma.
             cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             lane, rows, first_row = opaque(lane), q_tile.rows, q_tile.first_row
             target = cute.recast_ptr(shared.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)

@@ -1,19 +1,21 @@
-"""The epilogue of MLA attention without swap A/B: write LSE and O.
+"""The epilogues of MLA attention without swap A/B: write LSE and O.
 
-For a work tile that covers all keys of its query or sequence, the epilogue writes O and LSE to the results. For a
-split it writes a partial result, normalised by the sum over the split's keys, and the split's LSE, from which the
+`Epilogue`: for a work tile that covers all keys of its query or sequence, it writes O and LSE to the results. For
+a split it writes a partial result, normalised by the sum over the split's keys, and the split's LSE, from which the
 combine kernels compute weights.
 
-`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales. It rounds O to
-q's dtype, in which `Epilogue` stores O, rotates the last 64 channels by the negative angle of the query's
-position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
-three kernels that store the result, run `apply_rotary` by the negative angle and run `per_token_cast_to_fp8`,
-but no 16-bit result goes through global memory.
+`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales, and no LSE. It
+rounds O to q's dtype, in which `Epilogue` stores O, rotates the last 64 channels by the negative angle of the
+query's position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
+three separate kernels: attention that stores O, `apply_rotary` by the negative angle and `per_token_cast_to_fp8`.
+But no 16-bit result goes through global memory.
 
 A row is spread over the four lanes of a quad. A lane has 32 of each 128 channels, as pairs 8 channels apart. Output
 warpgroup 1, which has the upper half of the channels, has all rotated channels, and both channels of a rotation
-pair are in one lane. Each step stages 64 channels of a warp's 16 rows in 1 KiB of P's memory, 64 bytes per row.
-The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.
+pair are in one lane.
+
+Both epilogues stage O in P's memory: 64 bytes of each of a warp's 16 rows at a time, which are 32 channels in 16 bits
+or 64 channels in e4m3. The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.
 """
 
 from dataclasses import dataclass
@@ -134,9 +136,9 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class CastResults:
-    """The outputs of a kernel with a CastEpilogue, which has no splits and writes no LSE, and its rotary tables.
+    """The outputs and the rotary tables of a kernel with a CastEpilogue. Such a kernel has no splits and writes no LSE.
 
-    out          [G, T, h / G, 512] e4m3
+    out          [G, T, h / G, 512] e4m3; the h heads are divided into G groups
     scale        [G, T, h / G, 4]
     cos, sin     [T, 32], inputs
     group_heads  h / G as a divisor
@@ -192,8 +194,9 @@ class CastEpilogue(Epilogue):
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
         """Divide acc by the scales of its groups of channels, and write the scales.
 
-        A quad has four groups of channels, two per row. Each of the four lanes computes the scale of one
-        group, because a division takes many registers: all four scales in every lane would spill.
+        A quad has two rows and, of each row, the warpgroup's two groups of channels. Each of the four lanes computes
+        the scale of one of these four groups, because a division takes many registers: all four scales in every lane
+        would spill.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]

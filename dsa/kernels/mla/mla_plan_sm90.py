@@ -3,17 +3,18 @@
 Work: one CTA
 - All threads compute the prefix sum of the sequences' costs in shared memory. A cost is the number of tiles
   of TILE_N keys plus `overhead`, the fixed cost per work tile in tiles.
-- One warp then assigns sequences to parts, one part after the other. A part has a budget: the mean cost per
-  part plus `overhead`. The part gets the next whole sequences that fit the budget, which the warp checks 32
-  at a time. If more than `overhead` of the budget is left, the part also gets a split of the next sequence.
-- The rest of a split sequence costs `overhead` again. The budget includes this `overhead`, so every part gets
-  at least the mean cost, and the last part reaches the end of the last sequence.
-- The other warps write 0 to the unused columns of the plan.
-- The plan has no end for the last split of a sequence: that split runs to the end that the sequence has when
+- Warp 0 then assigns sequences to parts, one part after the other. A part has a budget (`payload`): the mean
+  cost per part plus `overhead`. The part gets the next whole sequences that fit the budget; the warp checks 32
+  sequences at a time. If more than `overhead` of the budget is left, the part also gets a split of the next
+  sequence.
+- The rest of a split sequence costs `overhead` again. The budget includes it, so every part advances by at
+  least the mean cost. The last part gets all that is left.
+- Meanwhile, the other warps write 0 to the unused columns of the plan.
+- The plan contains no end for the last split of a sequence: that split runs to the end that the sequence has when
   the plan is used. So a plan made for other lengths is unbalanced but correct.
-- A length may be any int32. All sequences together count as at most MAX_TILES tiles, so sums fit in 32 bits.
-Warp roles: none. Shared memory: MAX_BATCH + 1 sums. Constraints: at most MAX_BATCH sequences.
-Roofline: latency, because parts are planned one after the other: 26 us for 132 parts, 14 us for 66.
+- A length can be any int32. All sequences together count as at most MAX_TILES tiles, so sums fit in 32 bits.
+Shared memory: MAX_BATCH + 1 sums. Constraints: at most MAX_BATCH sequences.
+Roofline: bound by latency, because warp 0 plans one part after the other: 26 us for 132 parts, 14 us for 66.
 """
 
 from collections.abc import Callable
@@ -76,7 +77,9 @@ class MlaPlanSm90:
 
     @cute.jit
     def split(self, before, plan, num_splits, overhead, total, batch, lane):
-        """Assign sequences to parts, and count partial results per sequence; called by one warp."""
+        """Assign sequences to parts, and set num_splits[b + 1] to the number of partial results of sequences 0 to b;
+        called by one warp.
+        """
         parts = plan.shape[0]
         payload = (total + parts - 1) // parts + overhead
         # The next part begins at tile `tile` of `sequence`, with that sequence's split `index`. `partials` is

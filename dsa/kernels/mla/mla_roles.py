@@ -1,9 +1,10 @@
 """Data structures that the warp roles of an MLA kernel share: work tiles, rows, shared memory, results.
 
-A work tile is a range of consecutive tiles of TILE_N keys, of one query (sparse) or one sequence (dense). The
-load warps compute work tiles from a plan or a scheduler and publish them to the other warps through a
-WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. The output and
-score warps write a split's partial result, and a combine kernel later combines the partial results.
+A work tile is a range of consecutive tiles of TILE_N keys, for one sequence (dense), one query or one group of
+queries (sparse). The load warps get work tiles from a plan or a scheduler and publish them to the other warps
+through a WorkTilePipeline (dsa/cute/work_tile.py). A work tile that does not cover all keys of its sequence or
+query is a split. The output and score warps write a partial result for a split, and a combine kernel
+(mla_combine_sm90.py) later combines the partial results.
 """
 
 from dataclasses import dataclass
@@ -55,12 +56,13 @@ class Coord(NamedTuple):
 class WorkTileInfo(NamedTuple):
     """A work tile, as the load warps publish it to the other warps.
 
-    batch_idx   sequence or query; negative after the last work tile
+    batch_idx   sequence (dense), query or group of queries (sparse); negative in the end marker
     first_tile  first tile of keys
     tiles       number of tiles
     split_idx   index of the partial result to write; negative if the work tile is not a split
-    length      number of keys of the sequence (dense)
-    seen        number of keys that the causal mask lets the sequence's last query see (dense)
+    length      number of keys of the sequence that the block table covers (dense)
+    seen        number of keys that the causal mask lets the sequence's last query see: the sequence's length, even
+                if the block table covers fewer keys (dense)
     """
 
     batch_idx: Int32
@@ -98,7 +100,7 @@ class MlaShared:
 
     pipeline  pipelines of work tiles and keys
     exchange  P and other data that score warpgroups pass to output warpgroups
-    kv        stages of keys: tensors, or the address of the stages of FP8 keys
+    kv        stages of keys: tensors for 16-bit keys, the address of the stages for FP8 keys
     q         the chunks of Q that are not in registers (without swap A/B)
     staging   memory to stage O: 16 x head_tile elements per output warp (16-bit keys with swap A/B)
     """

@@ -2,9 +2,10 @@
 
 row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers are in shared memory.
 
-- The true maximum can exceed row_max by up to RESCALE_THRESHOLD (in log2, so P is at most 2^8). O is rescaled
-  only beyond this threshold, and the exponentials need not wait for the tile's maximum.
-- P is passed on in two halves of the tile's keys: the first half before the second half is computed.
+- The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2, so P is at most 2^8. row_max is raised,
+  and O is rescaled, only if the true maximum exceeds this limit. So the score warps compute the first
+  exponentials before they know the tile's maximum.
+- The score warps pass P on in two halves of the tile's keys: the first half before they compute the second.
 A lane has scores of rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Of every 8 columns it has columns
 lane % 4 * 2 and lane % 4 * 2 + 1.
 """
@@ -115,7 +116,7 @@ class SoftmaxState:
     limits      number of keys that each row sees; only set if the kernel's mask needs it
     row_max     the maximum that P is relative to, in log2; NO_MAX before the first score
     row_sum     the lane's part of the sum of P
-    max_logits  the true maximum, in log2
+    max_logits  the true maximum, in log2; only kept if the kernel writes the maximum logits
     """
 
     limits: cute.Tensor
@@ -155,7 +156,7 @@ def write_p(
     row_max, row_sum = state.row_max, state.row_sum
     p = cute.make_rmem_tensor((HALF,), Float32)
     # Compute the first half of P relative to row_max of the previous tiles. It is recomputed below only if
-    # a row of the warp exceeds row_max by more than the threshold.
+    # the maximum of any row of the warp exceeds row_max by more than the threshold.
     powers(p, scores, 0, row_max, scale)
     tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     for r in cutlass.range_constexpr(2):

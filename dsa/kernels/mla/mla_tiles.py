@@ -1,8 +1,9 @@
-"""Tiles of latent keys in shared memory: the parts of a tile, and the rings of stages for these parts.
+"""Tiles of 16-bit latent keys in shared memory: the parts of a tile, and the pipelines of these parts.
 
-A tile has TILE_N keys. A key has four v chunks of 128 channels, which together are also its value. A key of
-HEAD_DIM channels also has 64 rope channels, its rope part. v chunks and rope parts have separate rings, so that
-the load warps can fill some chunks of a tile before the whole tile fits. A v chunk is two k chunks of 64
+A tile has TILE_N keys. The first 512 channels of a key are also its value; they are four v chunks of 128
+channels. The last 64 channels of a key of HEAD_DIM channels are its rope part. There are two rings of stages: a
+stage of one ring contains one v chunk of a tile, a stage of the other ring a tile's rope part. So the load warps
+can load the first v chunks of a tile before there is room for the whole tile. A v chunk is two k chunks of 64
 channels. A k chunk has rows of 128 bytes, the swizzle width, and is the unit of S = Q K^T.
 """
 
@@ -23,8 +24,8 @@ from dsa.kernels.mla.mla_roles import WorkTileInfo
 K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
 ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # index of the rope part among the k chunks
-# The order in which a tile's v chunks are loaded and scored. The chunks that output warpgroups read first
-# come first.
+# The order in which a tile's v chunks are loaded and scored. Output warpgroup 0 reads v chunks 0 and 1, output
+# warpgroup 1 reads v chunks 2 and 3. The two chunks that the warpgroups read first, 0 and 2, are loaded first.
 V_CHUNK_ORDER = (0, 2, 1, 3)
 ROPE_AFTER = 2  # number of v chunks that are loaded and scored before the rope part
 MASK_WORDS = 4
@@ -63,8 +64,8 @@ class KvPipeline:
     v           ring of v chunks; each stage has one full barrier per k chunk
     rope        ring of rope parts; keys without rope use it for the valid mask only
     valid_mask  [MASK_WORDS, rope stages]: which keys of the tile are valid. Paged loads use one bit per TMA box
-                in the first word. Top-k gathers use 16 bits per word, one per key. Query groups have
-                MASK_WORDS words per query
+                in the first word. Top-k gathers use 16 bits of each word, one per key: word i has the keys that
+                load warp i gathers. For query groups the first dimension is MASK_WORDS words per query
     work        pipeline of work tiles
     """
 
@@ -96,7 +97,7 @@ class KvStages:
     """The rings of a CTA: `v_stages` stages of v chunks and `rope_stages` of rope parts.
 
     cluster                      number of CTAs that load into each other's shared memory (multicast)
-    v_producers, rope_producers  number of arrivals that complete the full barrier of a k chunk, of a rope part
+    v_producers, rope_producers  number of arrivals that complete the full barrier of a k chunk, and of a rope stage
     """
 
     has_rope = True
@@ -164,7 +165,8 @@ class KvStages:
     def init(self, pipeline: KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps of every CTA of the cluster release a stage, and `consumers` warps read work tiles.
+        Four warps of every CTA of the cluster release a stage: those of one score or output warpgroup. `consumers`
+        warps read work tiles.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
@@ -173,8 +175,8 @@ class KvStages:
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
         """Whether the whole tile has arrived, so that its chunks need no wait.
 
-        last: the states of the tile's last v chunk and of its rope part. Always False here: after the wait for
-        a chunk's barrier the TMA's data are visible to wgmma, so there is no fence to save.
+        last: the states of the tile's last v chunk and of its rope part. Always False here, so the caller waits for
+        each chunk. One wait for the whole tile would only save fences, and TMA's data need none (`fence`).
         """
         return False
 
@@ -186,7 +188,9 @@ class KvStages:
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """Release a stage of keys; called by a warp. One lane arrives in every CTA that loads into the stage."""
+        """Release a stage of keys; called by a warp. One lane arrives in every CTA of the cluster, because each of
+        them loads into the stage.
+        """
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)
         else:

@@ -5,24 +5,25 @@ y[t, h] = W_UV[h] attended[t, h]
 - Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV and share a scale of the
   result. This is one head of V3.2 or half a head of GLM-5; both have 128 CTAs. Each of 16 warps has 32 rows x
   128 latent channels, with one scale.
-- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. 16
-  adjacent bytes of a row are the channels of four mma instructions, in the order of memory. The lane scales them
-  and rounds them to bf16 (up_projection.py).
+- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A lane's 16
+  adjacent bytes of a row are the input channels of four mma instructions, in the order of memory. The lane scales
+  the weights and rounds them to bf16 (up_projection.py).
 - Products: tokens are N of the mma, eight (an octet) at a time. The sums of the four quarters of the latent
   channels are added in a fixed order through shared memory. So the bits of a token do not depend on the other
   tokens.
 - Epilogue: eight warps handle the even octets and the other eight the odd octets. A warp has one token of the
   octet, with four channels per lane. It rounds y to bf16 and casts it like `per_token_cast_to_fp8`.
 - Pipeline: octets alternate between two buffers of sums, so one barrier per octet suffices. The products of
-  the next octet overlap with the cast. The latents of the next octet are loaded after the products of the
-  current octet are issued.
+  the next octet overlap with the cast. A warp loads the latents of the next octet after it has issued the products
+  of the current octet.
 - Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its rows
   of W_UV, which are contiguous, into the L2 cache.
 Shared memory: two buffers of 16.5 KiB.
 Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 16 of latents, 8 of sums.
-Constraints: 512 latent channels; value channels are multiples of 128, rows per head of 32.
-Roofline: memory, W_UV once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched before the
-wait.
+Constraints: 512 latent channels; the number of value channels per head is a multiple of 128, the number of rows of
+kv_b per head a multiple of 32.
+Roofline: bound by memory: W_UV is read once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched
+before the wait.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ from dsa.kernels.mla.up_projection import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels
+QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels, of 128 channels each
 ROWS = 32  # rows of weights per warp
 TILES = ROWS // 16  # mma tiles of 16 rows per warp
 STEPS = BLOCK // (4 * VECTOR)  # 16-byte loads per row by each of the four lanes that share the row

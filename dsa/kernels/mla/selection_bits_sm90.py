@@ -1,6 +1,7 @@
 """Turn lists of selected keys into bit masks, one bit per key.
 
-Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c], for i < 16, c < 4 and j < 2.
+Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c], for i < 16, c < 4 and j < 2. Without
+`starts`, keys count from 0.
 
 A word contains the bits that a lane needs for a row of 128 keys: in a wgmma accumulator the lane has columns
 8 i + 2 c + j, with c = lane % 4.
@@ -10,7 +11,7 @@ these words cover with an atomicOr, and writes the words to global memory. It re
 than CHUNK words cover.
 Warp roles: none, all warps do the same. Shared memory: CHUNK words.
 Launch: programmatic dependent launch.
-Roofline: memory, 4 bytes per index and one bit per key.
+Roofline: bound by memory, 4 bytes per index and one bit per key.
 """
 
 from collections.abc import Callable

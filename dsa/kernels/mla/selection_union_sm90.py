@@ -2,29 +2,30 @@
 
 lists[g, :lengths[g]] = key | members << MEMBER_SHIFT
 
-Bit m of members is set if query g * size + m has selected the key.
+The members of a key are the queries of the group that have selected it: bit m is query g * size + m.
 
 The queries of a group go to the queue of single queries if the union has more than MOST_UNION of the keys that
 the selections have in total, or if a query lists a key twice. Otherwise the group goes to the queue of groups.
 
 Work
-- A CTA handles one group. Its table in shared memory, TABLE_WORDS words, has `size` bits per key of a range
-  of keys: the key's members. For each index the CTA sets the bit of the index's query with an atomicOr.
+- A CTA handles one group, in rounds. Its table in shared memory, TABLE_WORDS words, has `size` bits per key, the
+  key's members. A round covers the range of keys that fits in the table. For each index in the range the CTA sets the
+  bit of the index's query with an atomicOr.
 - Then the CTA makes an entry of every index whose query is the lowest member of the key, so that each key is
-  listed once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a
-  time. Each further range of keys takes a further round.
-- Before that, the CTA counts the keys that are multiples of SAMPLE in the same way. This rejects most groups
-  that share too little, and needs only one pass over their indices. A wrong estimate costs only time. The union
-  of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so the group is never
-  computed together. A group that selects no multiple of SAMPLE always passes, and its union is counted in full.
+  listed once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a time.
+- Before the rounds, the CTA estimates the union from a sample: it counts the keys that are multiples of SAMPLE in the
+  same way. This needs only one pass over the indices and rejects most groups that share too little. A wrong estimate
+  costs only time. The union of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so
+  the group is never computed together. A group that selects no multiple of SAMPLE always passes, and its union is
+  counted in full.
 - A round reads all indices three times, even if none is in the round's range. The table of the sample covers
   the keys of SAMPLE rounds. So the op groups queries only among at most 2^21 keys
   (`dsa.ops.mla._shared_keys`).
 Order of a list: by range of keys, then by the warp that reads the index. The order depends only on the group's
 selections.
 Warp roles: none, all warps do the same. Launch: programmatic dependent launch.
-Roofline: memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us. Each group that passes the sample
-adds 6000 cycles.
+Roofline: bound by memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us. Each group that passes the
+sample adds 6000 cycles.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
 # Upper limit of the union that the sample predicts, in percent of the largest union that MOST_UNION allows. Above
-# this limit the queries are computed one by one.
+# this limit the group's queries go to the queue of single queries.
 SLACK = 110
 UNROLL = 4
 
@@ -58,8 +59,8 @@ class Memory:
 
     table  [TABLE_WORDS]: `size` bits per key
     sums   [32]: counts per warp, 0 past the CTA's warps
-    found  [3]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of keys that
-           a query lists twice
+    found  [4]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of times that a
+           query lists a key again; the last is unused
     """
 
     table: cute.Tensor
@@ -211,7 +212,10 @@ class SelectionUnionSm90:
 
     @cute.jit
     def entry(self, indices, query, m: cutlass.Constexpr, i, end, keys, first, memory: Memory):
-        """Return (entry of index i of the group's m-th query, whether the index becomes an entry)."""
+        """Return (entry of index i of the group's m-th query, whether the index becomes an entry).
+
+        An index becomes an entry if its query is the key's lowest member and its key is in the range from `first` on.
+        """
         key, is_entry = Int32(-1), cutlass.Boolean(False)
         if i < end:
             key = indices[query, 0, i]

@@ -1,14 +1,14 @@
 """Sparse MLA attention over 16-bit keys of 512 channels, with the result rotated back and cast to FP8.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j]
 
-The last 64 channels of o are rotated by the negative angle of the query's position. The result is e4m3 with one
-scale per 128 channels.
+The sum runs over the selected keys j of query t. The last 64 channels of o are rotated by the negative angle of the
+query's position. The result is e4m3 with one scale per 128 channels.
 
 This is sparse_mla_sm90.py with `CastEpilogue` (mla_epilogue.py). Queries are never split.
 The result is grouped by heads, [G, T, h / G * 512], as the grouped GEMM that follows attention in DeepSeek-V4
 reads it.
-Roofline: as without the cast. The epilogue has 500 more instructions per lane and writes half the bytes: 33
+Roofline: as sparse_mla_sm90.py. The epilogue has 500 more instructions per lane and writes half the bytes: 33
 KiB instead of 64 KiB per query and 64 heads. It saves the separate pass that would read and cast the result.
 """
 

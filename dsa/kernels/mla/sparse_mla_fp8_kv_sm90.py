@@ -1,6 +1,6 @@
 """Sparse MLA decoding over selected latent keys of an FP8 cache, for any number of heads (swap A/B).
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels.
 
@@ -14,15 +14,15 @@ Warp roles
 - Output (two warpgroups): each accumulates 256 channels x `head_tile` of O^T (fp8_kv_values.py).
 - Score and output warpgroups both read the FP8 bytes.
 Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two
-values. Scales multiply S in fp32. They multiply V in f16: with 576 channels as a sum of two f16, with 512
-channels as a power of two.
+values. In fp32, scales multiply the products of S. In f16, scale factors multiply V: with 576 channels a factor is a
+sum of two f16, with 512 channels a power of two (ScaleTable in swap_ab_exchange.py).
 Shared memory: Q, two stages of P^T, STAGES tiles of FP8 bytes.
 Registers, summed over one thread per warpgroup: 512 for 64 heads, with four warpgroups; 472 and 480 for 16
 and 32 heads, with five.
 Constraints: limits.py; q in bf16; pages are contiguous and start at multiples of 16 bytes.
 Roofline: per tile of 64 heads, wgmma takes 2176 cycles. Shared memory takes 2140: it delivers 82 KiB of FP8
-bytes, 72 KiB of Q and 64 KiB of P^T, and receives 41 KiB and 8 KiB. DRAM takes 2300 cycles to deliver a tile
-to every SM.
+bytes, 72 KiB of Q and 64 KiB of P^T, and receives 41 KiB of FP8 bytes and 8 KiB of P^T. DRAM takes 2300 cycles to
+deliver a tile to every SM.
 """
 
 from collections.abc import Callable

@@ -1,16 +1,18 @@
 """The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Variants:
 
 - sparse_mla_sm90.py: 16-bit keys, 64 heads per CTA
+- sparse_mla_cast_sm90.py: the same, with the result rotated back and cast to FP8
 - sparse_mla_swap_ab_sm90.py: 16-bit keys, up to 32 heads, swap A/B (heads are N of the wgmmas)
 - sparse_mla_fp8_kv_sm90.py: FP8 keys, 16, 32 or 64 heads per CTA, swap A/B
 Two more variants compute the items of a queue (tile_scheduler.py), for up to 16 heads and 16-bit keys:
 - sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
 - sparse_mla_queued_sm90.py: single queries, swap A/B
 
-Work: a CTA computes `head_tile` heads of its queries, one query after the other, in tiles of TILE_N keys.
-Scheduler: StreamKScheduler. Full waves of whole queries come first. The queries that do not fill another wave
-are split, and mla_combine_sm90.py combines the partial results. The CTAs of one query's head tiles have
-adjacent indices, so the L2 cache serves them the same keys.
+Work: a CTA computes `head_tile` heads of its queries, one query after the other, in tiles of TILE_N keys. (For a
+group of queries: `head_tile` rows, which are queries x heads.)
+Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries
+come first. The queries that do not fill another wave are split, and mla_combine_sm90.py combines the partial
+results. The CTAs of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
 Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume work tiles,
 Q and keys, and produce P. The output warpgroups consume work tiles, keys and P.

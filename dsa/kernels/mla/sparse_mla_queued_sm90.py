@@ -1,8 +1,8 @@
 """Sparse MLA prefill with up to 16 heads over selected 16-bit keys, for a queue of single queries.
 
-This is sparse_mla_swap_ab_sm90.py, except that a queue says which queries to compute: queries that share too
-few keys with the other queries of their group, and queries of groups for which sparse_mla_union_sm90.py got a
-non-finite sum.
+This is sparse_mla_swap_ab_sm90.py, except that a queue lists the queries to compute. These are queries that share
+too few keys with the other queries of their group (selection_union_sm90.py), and the queries of groups for which
+sparse_mla_union_sm90.py got a NaN or an infinity in O.
 """
 
 from collections.abc import Callable

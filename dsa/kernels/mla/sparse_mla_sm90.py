@@ -1,6 +1,6 @@
 """Sparse MLA attention over selected 16-bit latent keys, for prefill and decoding.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. Each query has one or two lists of keys. q and k have 576 or
 512 channels.
@@ -9,10 +9,10 @@ Work, warp roles, scheduler, launch: sparse_mla_kernel.py, with one score warpgr
 Consumers: mla_attention.py.
 Producer: the load warpgroup gathers keys by cp.async, 16 bytes per lane. It loads a tile's indices while it
 requests the keys of the previous tile (topk_gather.py). For an invalid index it writes zeros and clears a bit
-of the valid mask, so that the score becomes -inf. Q comes through the same stages, as one tile before the
-query's keys, so that loads do not stall between queries.
+of the valid mask, so that the score becomes -inf. Q comes through the same stages, as one tile before the keys of
+each work tile, so that loads do not stall between work tiles.
 Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of 16 KiB v chunks and a
-ring of rope parts. The rings hold about two and a half tiles of keys.
+ring of rope parts. The rings have room for about two and a half tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: wgmma takes 2176 cycles per tile of 576 channels, and 2048 for 512. The L2 cache takes about 1700 to
 3000 cycles to deliver a tile, 72 KiB, to every SM, depending on how much of it comes from DRAM.
@@ -100,9 +100,9 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for n, chunk in enumerate(self.order):
             if const_expr(n == Q_RMEM_CHUNKS):
-                # Wait until all warps are done with the previous Q. PTX does not say which rows a warp reads
-                # in its part of a wgmma, and no other barrier waits for the other warps' last tile of the
-                # previous query.
+                # Wait until all warps are done with the previous work tile's Q in shared memory. PTX does not say
+                # which rows a warp reads in its part of a wgmma, and no other barrier waits for the other warps' last
+                # tile of the previous work tile.
                 cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):

@@ -1,6 +1,6 @@
 """Sparse MLA attention over selected 16-bit latent keys with up to 32 heads, with swap A/B.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. The kernel serves prefill
 and decoding.
@@ -12,11 +12,12 @@ Work, scheduler, launch: sparse_mla_kernel.py; a CTA computes all heads of a que
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py). The consumers' mainloops are in swap_ab_attention.py.
 Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps
-transpose O^T through shared memory.
-Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings hold two to
+transpose O^T through shared memory, so that a lane stores 16 bytes of a row of O at a time. They store partial
+results directly to global memory.
+Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings have room for two to
 three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
-Roofline: shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
+Roofline: bound by shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to every
 SM (measured with plain loads).
 """
@@ -164,8 +165,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
                 pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
-            # A row of a chunk has 128 bytes, or 8 vectors. So each thread copies one vector of 32 rows; for 16
-            # rows half of the threads do.
+            # A row of a chunk is 128 bytes, which are 8 vectors. The 256 score threads copy one vector each for 32
+            # heads; for 16 heads half of the threads copy one.
             here = self.number(coord.thread) * 8
             if here < self.head_tile * K_CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)
@@ -281,7 +282,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for product in cutlass.range_constexpr(4):
             for n in cutlass.range_constexpr(self.head_tile // 16):
-                # Matrices of 8 channels x 8 heads, 2 x 2: channels first, then heads.
+                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels, half i / 2 of 16 heads.
                 words = []
                 for i in cutlass.range_constexpr(4):
                     column, j = 4 * n + i // 2 * 2, 2 * product + i % 2

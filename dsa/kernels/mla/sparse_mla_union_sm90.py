@@ -1,15 +1,16 @@
 """Sparse MLA prefill for groups of adjacent queries that share keys, with up to 16 heads and 16-bit keys.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. A queue lists the groups
 to compute.
 
 This is sparse_mla_sm90.py, except that M is the queries x heads of a group, one query after the other, and that
-the keys are the union of the group's selections. An entry of a group's list is a key and its members: one bit
-for each query of the group that has selected the key. An entry has at least one member, so it is never 0, and 0
-marks the places past the end of the list. Each key of the union is gathered once. The scores of queries that
-have not selected the key are -inf. A tile of 64 keys takes as long as it does for one query with 64 heads.
+the keys are the union of the group's selections (selection_union_sm90.py). An entry of a group's list is a key and
+its members: one bit for each query of the group that has selected the key. An entry has at least one member, so it is
+never 0, and the load warps use 0 for positions past the end of the list. Each key of the union is gathered once. The
+scores of queries that have not selected the key are -inf. A tile of 64 keys takes as long as it does for one query
+with 64 heads.
 Fallback: if O of a query has a NaN or infinity, the cause can be a key that only other queries of the group have
 selected, because 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries, which
 sparse_mla_queued_sm90.py computes afterwards.
@@ -238,8 +239,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         lane,
     ):
         """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
-        # `zero` becomes NaN if any value is NaN or infinite. The exchange of the list's length for -1 ensures that
-        # only one warp queues the group.
+        # `zero` becomes NaN if any value is NaN or infinite. The warps exchange the length of the group's list for -1.
+        # Only the warp that gets the old length queues the group's queries.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)

@@ -1,11 +1,12 @@
-"""The consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys: their mainloops and softmax.
+"""The mainloops and the softmax of the consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys.
 
-The score warpgroups take the tiles of keys in turns. The online softmax converts S^T of 64 keys x heads to P^T.
-The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile` of O^T.
-P is relative to row_max. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2. A barrier
-with an or-reduction tells whether any column exceeds this limit. Only then do the warps compute the columns'
-true maxima, for which they exchange data through shared memory. With two score warpgroups, the warpgroups read
-and update row_max in turns, in the order of the tiles. Each warpgroup has a row_sum of its own tiles.
+There are one or two score warpgroups; two take the tiles of keys in turns. The online softmax converts S^T of 64
+keys x heads to P^T. The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile` of O^T.
+P is relative to row_max. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2. The score
+warpgroup of a tile checks with an or-reducing barrier whether any column of the tile exceeds this limit. Only then
+do its warps compute the columns' true maxima, for which they exchange data through shared memory. Two score
+warpgroups read and update row_max in turns, in the order of the tiles. Each score warpgroup has a row_sum of the
+tiles that it scores.
 """
 
 import operator
@@ -26,8 +27,8 @@ from dsa.kernels.mla.sparse_mla_kernel import SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExchange, SwapAbExchangeMemory
 from dsa.kernels.mla.topk_gather import TopkGather
 
-# For FP8 caches P is multiplied by 2^RAISED. P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits in f16, and
-# a weight that is 2^-31 of the largest weight does not underflow to 0.
+# For FP8 caches P, which is f16, is multiplied by 2^RAISED. Then P is at most 2^(RESCALE_THRESHOLD + RAISED), which
+# fits in f16. The largest P is at least 2^RAISED, so a P that is 2^-31 of the largest does not underflow to 0.
 RAISED = 7.0
 
 
@@ -73,9 +74,9 @@ class ValueOperands(NamedTuple):
 class SwapAbAttention(SparseMlaKernel):
     """Sparse MLA with swap A/B, for `head_tile` heads of a query per CTA, 16, 32 or 64.
 
-    dtype             dtype of Q and P; None for an FP8 cache. With an FP8 cache each key has a power of two, which
-                      multiplies P but not row_sum. In each eight keys the order is that of `spread_key`, and O
-                      is also divided by 2^F16_ROOM
+    dtype             dtype of Q and P; None for an FP8 cache. With an FP8 cache each key has a power of two
+                      (ScaleTable), which multiplies P but not row_sum. In each eight keys the order is that of
+                      `spread_key`, and O is also divided by 2^F16_ROOM
     with_max_logits   also write the maximum logits
 
     A kernel defines how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
@@ -140,7 +141,7 @@ class SwapAbAttention(SparseMlaKernel):
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # Number of tiles of the ring, of work tiles and of tiles of P so far.
+        # The numbers of tiles in the ring of keys (including Q's), of work tiles and of tiles of P so far.
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -148,7 +149,7 @@ class SwapAbAttention(SparseMlaKernel):
             pipeline.work.release(work_state)
             batch_idx = work.batch_idx
             if batch_idx >= 0:
-                # Wait until all score warpgroups are done with the previous Q.
+                # Wait until all score warpgroups are done with the previous work tile's Q.
                 self.sync_score()
                 q_power = self.load_q(operands, shared, ring, coord)
                 ring += self.q_stages
@@ -203,7 +204,7 @@ class SwapAbAttention(SparseMlaKernel):
             exchange.row_max.iterator + (lane & 3) * 2, cute.make_layout((2, self.head_tile // 8), stride=(1, 8))
         )
         pair = cute.make_rmem_tensor((2,), Float32)
-        # In place: convert the scores to log2, including the key's exponent.
+        # In place: scale the scores to log2 and, for FP8 keys, add the exponent of the key's power of two.
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
@@ -244,7 +245,8 @@ class SwapAbAttention(SparseMlaKernel):
             cute.arch.sync_warp()
             exchange.order.arrive(stage ^ 1)
         start = Int32(exchange.p.iterator.toint()) + stage * (2 * TILE_N * self.head_tile)
-        # Lane 8 i + r addresses row r of matrix i; the matrices are 2 x 2, keys first, then heads.
+        # For stmatrix, lane 8 i + r addresses row r of matrix i. The four matrices are 2 x 2: matrix i has half i % 2
+        # of 16 keys and half i / 2 of 16 heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
         row_sum = cute.make_rmem_tensor((4,), Float32)
         without = [power_of_two(-power) for power in powers] if self.fp8_kv else [Float32(1.0)] * 2
@@ -280,8 +282,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
-        """Set row_max to the true maximum in the columns where this exceeds row_max by more than RESCALE_THRESHOLD,
-        and write the rescale factors.
+        """Set row_max to the tile's true maximum, less `raised`, in the columns where row_max rises by more than
+        RESCALE_THRESHOLD. Write the rescale factors.
         """
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
@@ -356,7 +358,7 @@ class SwapAbAttention(SparseMlaKernel):
             cute.arch.sync_warp()
             exchange.end.producer_commit(end_state)
         if const_expr(self.with_max_logits):
-            # by_warp is reused: wait until its sums have been read.
+            # by_warp is reused for the maxima: wait until warpgroup 0 has read the sums.
             self.sync_score()
             self.over_warp(exchange, [max_logits[c] for c in range(self.columns)], cute.arch.fmax, thread)
             self.sync_score()

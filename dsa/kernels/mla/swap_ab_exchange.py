@@ -21,8 +21,8 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
-# Values are multiplied by 2^F16_ROOM. A key's largest scale divided by 2^e (ScaleTable) is below 2, and e4m3
-# times 2^7 fits in f16.
+# The factors of a ScaleTable include 2^F16_ROOM. A key's largest scale divided by 2^e is below 2, so a value times its
+# factor is below 448 * 2^7, which fits in f16.
 F16_ROOM = 6
 
 
@@ -43,7 +43,7 @@ class SwapAbExchange:
     p_pipeline  pipeline of p
     rescale     [heads, P_STAGES]: factor of each column of O^T before a tile's V^T P^T is added; only valid if
                 the stage's `rescaled` is not 0
-    rescaled    [P_STAGES]: whether the tile's scores raised row_max
+    rescaled    [P_STAGES]: whether the tile in this stage of P raised row_max
     inverse     [heads]: factor of each column of O^T at the end of a work tile, 1 / (sum of P)
     end         pipeline of inverse, one stage
     order       mbarriers, one per stage: let the score warpgroups read and update row_max in turns
@@ -53,7 +53,7 @@ class SwapAbExchange:
                 heads / 4 columns
 
     Only kernels for FP8 caches use these:
-    q_f16         the memory of Q as f16
+    q_f16         a view of q's memory as f16
     scale_tables  address of P_STAGES ScaleTables
     q_largest     [score warps]: largest magnitude in a warp's part of Q, as bf16 bits
     """
@@ -158,10 +158,11 @@ class ScaleTable:
     scale. So the factors fit in the range of f16. The score warpgroups multiply P by the key's 2^e, and O is
     divided by 2^F16_ROOM. The factors of two keys are adjacent, as the keys are in the wgmma operand.
 
-    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16. The third mode is (rounded factor, rounding error).
-    d = 512: [8 blocks, 32 pairs of keys, 2 keys] f16, powers of two. The values of the last block are bf16,
-    and its factor 2^(F16_ROOM - e) is stored as bf16. A group whose scale is below 2^-20 of the key's largest
-    scale loses accuracy, up to 2^-22 of that largest scale.
+    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16; a group is 128 channels. The third mode is (rounded factor,
+    rounding error).
+    d = 512: [8 blocks, 32 pairs of keys, 2 keys] f16, powers of two; a block is 64 channels. The values of the last
+    block are bf16, and the block's factor 2^(F16_ROOM - e) is stored as bf16. Values whose scale is below 2^-20 of
+    the key's largest scale lose accuracy, with an error up to 2^-22 of that largest scale.
     """
 
     def __init__(self, head_dim: int):

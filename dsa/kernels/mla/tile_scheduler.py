@@ -1,7 +1,10 @@
 """The schedulers of sparse MLA attention: stream-K over all queries, and a queue of items.
 
-There are two queues. The items of one are groups of queries that share keys (sparse_mla_union_sm90.py), those
-of the other are single queries that share too few keys (sparse_mla_queued_sm90.py).
+There are two queues. The items of the first are groups of queries that share keys (sparse_mla_union_sm90.py). The
+items of the second are single queries (sparse_mla_queued_sm90.py): queries that share too few keys with their
+group, and queries of a group whose joint result is not finite.
+
+A worker is the CTAs that compute the head tiles of the same queries: one CTA if a CTA computes all heads.
 """
 
 from dataclasses import dataclass
@@ -15,9 +18,9 @@ from cutlass import Int32
 class SchedulerState(NamedTuple):
     """Position of a worker: the next work tile.
 
-    query     next query of the full waves
-    wave      next wave
-    tile      the worker's first split tile, counted over all split queries; once split work has begun, the
+    query     next query; not valid before the worker's first split
+    wave      number of work tiles before the next one; below full_waves it is the index of the next wave
+    tile      the worker's first split tile, counted over all split queries; after the worker's first split, the
               first tile of `query`
     left      number of split tiles left for this worker
     is_valid  whether the worker has any work left
@@ -35,11 +38,13 @@ class StreamKScheduler:
     """The work of worker `worker` of `workers`: whole queries in full waves, then stream-K over the rest.
 
     A query has at most `tiles` tiles. In wave w of the `full_waves` waves a worker computes the whole query
-    worker + w * workers. The tiles of the remaining queries are divided evenly among the first `split_workers`
-    workers, as if every query had `tiles` tiles. split_workers is at most the number of these tiles.
+    worker + w * workers. The remaining queries are the split queries, and their tiles are the split tiles. Each of
+    the first `split_workers` workers gets an equal range of the split tiles, as if every query had `tiles` tiles.
+    split_workers is at most the number of split tiles.
 
-    So a remaining query can be split between workers. A worker has at most two splits. A split that contains
-    its query's first tile writes partial result 2 * worker + 1, any other split writes 2 * worker.
+    So several workers can share a split query. A worker has at most two splits, in the first and the last query of
+    the worker's range. A split that contains its query's first tile writes partial result 2 * worker + 1, any other
+    split writes 2 * worker.
 
     The KeyBlockScheduler of the training kernels differs: it splits all work, which consists of spans of
     unequal lengths.
@@ -92,7 +97,7 @@ class StreamKScheduler:
         """Return (first tile, end tile, split_idx, next state) of the work tile at (query, tile).
 
         query_tiles: number of tiles that the query really has. If the worker's split work begins next, the next
-        state's `query` is only a guess; `locate` returns the right query.
+        state's `query` can be wrong. It then serves only to prefetch Q; `locate` returns the right query.
         """
         first, end, split_idx, following = Int32(0), query_tiles, Int32(-1), query + self.workers
         wave, left = state.wave, state.left
@@ -138,7 +143,7 @@ class QueueScheduler:
     and so on.
 
     A state's `query` is an item, and the state's `wave` is a position in the queue. queries: an exclusive upper
-    bound of the items.
+    bound of the item numbers. count: number of items in the queue.
     """
 
     worker: Int32

@@ -1,8 +1,8 @@
-"""The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather).
+"""The producer of sparse MLA attention over 16-bit keys: the load warpgroup, which gathers selected keys.
 
-A query's tiles are its first list of keys in steps of 64, then its second list. The scheduler says which
-queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and clears the key's bit
-in the valid mask.
+A query has one or two lists of keys. Its tiles are the first list in steps of 64 keys, then the second list. The
+scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and clears
+the key's bit in the valid mask.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
 the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
@@ -44,7 +44,7 @@ class Selection:
 
     cache       [pages, P, d]
     indices     [T, K]; an index that is negative or beyond the cache is invalid
-    counts      [T / group]: how many of the K indices are used, if has_counts > 0
+    counts      [T / s_q]: how many of the K indices the queries of a sequence use, if has_counts > 0
     has_counts  whether `counts` is used
     page_size   P as a divisor
     """
@@ -71,8 +71,8 @@ class TopkGather(KvStages):
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
         super().__init__(dtype, v_stages, rope_stages)
         self.head_dim, self.has_rope = head_dim, head_dim > HEAD_DIM_V
-        # A k chunk is full when all lanes' copies are complete. A rope part also needs an arrival of each
-        # warp, after it has written its bits of the valid mask.
+        # A k chunk is full when all lanes' copies are complete. A rope stage also needs an arrival of each warp, after
+        # the warp has written its bits of the valid mask. Without a rope part the stage needs only these arrivals.
         self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
     @cute.jit
@@ -120,7 +120,7 @@ class TopkGather(KvStages):
 
         last: the states of the tile's last v chunk and of its rope part. A lane arrives at the last v chunk's
         barrier only after all copies that the lane has started before are complete (cp.async.mbarrier.arrive),
-        so this barrier covers all v chunks of the tile. The rope ring's barrier also covers the mask.
+        so this barrier covers all v chunks of the tile. The rope ring's barrier also covers the valid mask.
         """
         loaded = pipeline.v.is_full(last.v, K_PER_V - 1)
         if loaded:

@@ -1,9 +1,10 @@
 """The up-projections W_UK and W_UV of a head as operands of mma.sync.
 
-An mma has 16 rows of FP8 weights (M) and 8 tokens as columns (N).
+An mma multiplies the weights of 16 output channels (M), dequantised from FP8 to bf16, by eight tokens (N). The output
+channels are columns of W_UK or rows of W_UV.
 
-A weight becomes e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
-order of channels in a product is free, as long as weights and tokens have the same order. Here this is the order
+A dequantised weight is e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
+order of the input channels (K) is free, as long as weights and tokens have the same order. Both kernels use the order
 in memory.
 """
 
@@ -32,8 +33,8 @@ def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
 def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
     """Return a zero that ptxas cannot fold, read from shared memory after a CTA barrier.
 
-    ptxas moves no load over the barrier. Without the barrier, ptxas would place some loads after the conversions
-    that wait for the first loads.
+    ptxas moves no load over the barrier, so all earlier loads are in flight together. Without the barrier, ptxas would
+    place some loads after conversions that wait for the first loads.
 
     zeros: one word of shared memory per warp
     """
@@ -47,8 +48,9 @@ def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
 def behind(x: Float32, words, zero: Uint32) -> Float32:
     """Return x, made dependent on `words` through a zero that ptxas cannot fold.
 
-    Without the dependency ptxas converts all weights to fp32 before it rounds any to bf16, which takes more
-    registers than there are.
+    x is the scale of the weights that are converted next. Without the dependency on the words that are converted
+    already, ptxas would convert all weights to fp32 before it rounds any to bf16, which takes more registers than
+    there are.
     """
     of_all = zero
     for word in words:
@@ -58,7 +60,7 @@ def behind(x: Float32, words, zero: Uint32) -> Float32:
 
 @cute.jit
 def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint32):
-    """Compute acc += 16 rows of weights x 16 channels times 16 channels x 8 tokens.
+    """Compute acc += A B with A 16 rows x 16 channels of weights and B 16 channels x 8 tokens.
 
     acc        [4]: two adjacent tokens of the lane's first row (0 to 7), then of its second row, 8 further
     weights    [4]: words of two channels. Words 0 and 1 are of the lane's first and second row, words 2 and 3

@@ -2,21 +2,21 @@
 
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
-Query t has position p in its sequence, whose first key is k0.
+Query t has position p in its sequence, whose first key is k0. The cache is paged with a block table, or it is a ring:
+page b belongs to sequence b, and position p is at offset p modulo the page size.
 
 Work
 - A warp handles one query. It computes the first and the last position, and its lanes write adjacent columns.
 - To find the sequence of a packed query, the warp compares the query with all boundaries, 32 at a time,
   from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But with a binary
   search one wrong boundary would also give wrong results for queries of other sequences.
-- Each key's page number is loaded without a branch, so that several loads are in flight. Adjacent keys are
-  mostly in the same page. A ring has no block table: page b belongs to sequence b.
-- Positions and slots use 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot that
-  does not fit in int32 becomes -1.
+- A lane loads the page number of each key without a branch, so that several loads are in flight.
+- Positions and slots are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot
+  that does not fit in int32 becomes -1.
 Warp roles: none, all warps do the same. Shared memory: none.
 Constraints: at most MAX_WINDOW queries, columns and keys per page; rings with at most 2^31 slots in total.
 Launch: programmatic dependent launch.
-Roofline: memory, 4 bytes per entry; latency at decoding sizes.
+Roofline: bound by memory, 4 bytes per entry; at decoding sizes bound by latency.
 """
 
 from collections.abc import Callable
@@ -135,8 +135,8 @@ class WindowSlotsSm90:
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
         """Return the cache slot of the window's key number `column`, or -1."""
-        # Past the last key, use the last key's position again, or 0 if there is no key: the load of the page
-        # number then needs no branch.
+        # Past the last key, use the last key's position again, or 0 if there is no key. So the load of the page number
+        # needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
         place, offset = divmod(position, pages)
         page, exists = b, column < count

@@ -1,25 +1,28 @@
 """Gradient of the indexer's keys: dk[j] += sum_{t,h} dI[t, j] [q_h[t] . k[j] > 0] w[t, h] q_h[t], fp32, deterministic.
 
+dI is the gradient of the scores (warmup_target_sm90.py).
+
 Plan
 - GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the
   sums of 128 keys, two tiles of 64 x D, in registers. It reads the queries from shared memory as operand B, which all
   warpgroups share.
-- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. The scores kernel stores each word
-  of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane masks
-  two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix loads
-  dI, with each number in both halves of a word. The lane rounds products with w to bf16.
+- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. indexer_scores_sm90.py stores each
+  word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane
+  masks two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix
+  loads dI, with each number in both halves of a word. The lane rounds the products dI w to bf16.
 - While a warpgroup computes one tile's operand A, the wgmma of its other tile or of another warpgroup runs.
 - Each CTA gets an equal range of all (key block, column block) pairs (key_block_scheduler.py, stream-K). If a key block
   is in the range of one CTA only, this CTA adds its sums to dk directly. If several CTAs share a key block, each of
-  them writes partial sums, and a second kernel, the fixup, adds these in a fixed order.
-- One producer warp loads q by TMA, and w, dI and bits by bulk copies. Columns after a span's last one are queries of
-  another sequence. The producer overwrites these columns with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+  them writes partial sums, and a second kernel, the fixup, adds these to dk in a fixed order.
+- One producer warp loads q by TMA, and w, dI and bits by bulk copies. In a sequence's last column block, the columns
+  after the sequence's last one belong to another sequence. The producer overwrites q and w of these columns with zeros,
+  because 0 * NaN is NaN (zero_fill_pipeline.py).
 Shared memory per stage: 64 x D x 2 bytes of q, 128 bytes of w, 256 bytes of dI per query and warpgroup, 1 KiB of bits
 per warpgroup.
 Registers per consumer thread: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer
 warpgroups or 160 with three.
-Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in this
-time.
+Roofline: bound by tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in
+this time.
 """
 
 from dataclasses import dataclass
@@ -59,12 +62,12 @@ TILE = 2 * KEY_BLOCK  # keys per consumer warpgroup
 FIXUP_THREADS = 256
 
 
-# Words of a CTA's row of `fixup`, which describe the CTA's partial sums.
-# TAIL: 1 if the CTA has partial sums of the key block in which its range ends.
-# TAIL_KEY, TAIL_KEYS: the first key and the number of keys of that key block.
-# HEAD: 1 if the CTA has partial sums of the key block in which its range begins, and another CTA has the block's
-# beginning.
-# HEAD_ENDS: 1 if the last pair of that key block is in the CTA's range.
+# Words of a CTA's row of `fixup`, which describe the CTA's partial sums. Other CTAs can have pairs of the key block in
+# which the CTA's range begins (the head) and of the key block in which the range ends (the tail).
+# TAIL: 1 if the CTA's range has the first pair of its tail but not the last pair. Then partial_sums[cta, 1] is valid.
+# TAIL_KEY, TAIL_KEYS: the first key and the number of keys of the tail.
+# HEAD: 1 if another CTA has the first pair of the head. Then partial_sums[cta, 0] is valid.
+# HEAD_ENDS: 1 if HEAD is 1 and the CTA's range has the last pair of the head.
 TAIL, TAIL_KEY, TAIL_KEYS, HEAD, HEAD_ENDS = range(5)
 FIXUP_WORDS = 8
 
@@ -81,8 +84,8 @@ class IndexerKeyGradConfig:
         return TILE * self.warpgroups
 
 
-# Keyed by (heads, channels). If stages are small, a third warpgroup fits and shares the queries. As many stages as fit,
-# at most 12.
+# Keyed by (heads, channels). With 8 or 16 heads of 64 channels, three warpgroups share the queries. With 128 channels
+# the sums need the registers of a configuration with two warpgroups. As many stages as fit, at most 12.
 CONFIGS = {
     (8, 64): IndexerKeyGradConfig(3, 12),
     (8, 128): IndexerKeyGradConfig(2, 9),
@@ -236,7 +239,7 @@ class IndexerKeyGradSm90:
                 q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
-                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns of this sequence
+                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # the sequence's columns in it
                 columns.ring.producer_wait(state)
                 barrier = columns.copy_barrier(state, valid == COLUMN_BLOCK)
                 with cute.arch.elect_one():
@@ -257,7 +260,7 @@ class IndexerKeyGradSm90:
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if valid < COLUMN_BLOCK:
-                    # The last columns belong to another sequence.
+                    # The columns from `valid` on belong to another sequence.
                     q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
                     landed_phase = columns.zero_rows(landed_phase, q_block, valid, COLUMN_BLOCK, self.dim * 2, lane)
                     for column in cutlass.range(valid + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
@@ -292,8 +295,8 @@ class IndexerKeyGradSm90:
         accs, flats = zip(*(accumulator(thr, (KEY_BLOCK, self.dim)) for _ in range(2)))
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
-        # Each lane gives ldmatrix one row address. Lane / 8 is the matrix: bit 3 of the lane selects the half of 16
-        # keys. Bit 4 selects the tile of 64 keys or, if a column block has several queries, the query.
+        # Each lane gives ldmatrix one row address, of matrix lane / 8. For dI, bit 3 of the lane selects the half of 16
+        # keys. Bit 4 selects the tile of 64 keys or, if a column block has several queries, one of two queries.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -357,8 +360,8 @@ class IndexerKeyGradSm90:
         (blocks = 2)."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = active_at + stage * self.active_bytes
-        # The eight row addresses of a matrix are equal. So lane l gets pair l % 4 of the 8 numbers at this address or,
-        # with the transposing load, number l / 4 twice.
+        # The eight row addresses of an ldmatrix matrix are equal. So lane l gets pair l % 4 of the 8 numbers at this
+        # address. With the transposing load it gets number l / 4 twice.
         w = [*load_matrices(w_here), *load_matrices(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_matrices_transposed(di_here)
@@ -399,9 +402,9 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """Add the partial sums to dk (the fixup). CTA x handles the key block in which range x ends, if other CTAs
-        share this block: it adds the partial sums of range x, then those of the following ranges up to the block's
-        end."""
+        """Add the partial sums to dk (the fixup). CTA x handles the key block in which range x ends, if range x has the
+        block's first pair but not the last one: the CTA adds the partial sums of range x, then those of the following
+        ranges up to the block's end."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid

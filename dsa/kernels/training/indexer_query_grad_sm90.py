@@ -1,10 +1,12 @@
 """Gradients of the indexer's queries and weights: with g_h[t] = sum_j dI[t, j] [q_h[t] . k[j] > 0] k[j],
 dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 
+dI is the gradient of the scores (warmup_target_sm90.py).
+
 Plan
-- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of the scores), N is channels, K is keys. A
-  consumer warpgroup keeps the sums of BLOCKS blocks, BLOCKS x 64 x D, in registers. It reads all keys that the
-  blocks see from shared memory, 128 per stage, as operand B, which all warpgroups share.
+- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of q_tiles.py), N is channels, K is keys. A
+  consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. It reads all keys that the
+  work tile sees from shared memory, 128 per stage, as operand B, which all warpgroups share.
 - Operand A is dI where a head is active and 0 elsewhere, computed in registers. A lane loads the words of bits of two
   adjacent keys (active_bits.py), selects the bytes of the lane's row from both words, and expands the bits to masks of
   16 bits. ldmatrix loads pairs of dI, which are the same for all heads of a query.
@@ -13,12 +15,14 @@ Plan
   stages dq in the same memory. dw needs no second product, because sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
   sequence. The producer overwrites these keys with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
-- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tiles.py).
+- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (QTileScheduler in
+  q_tiles.py).
 Shared memory: per stage 128 x D x 2 bytes of k, 256 bytes of dI per query and 1 KiB of bits per block. Also 128 x D
 bytes per block for q and dq.
-Registers: per consumer thread BLOCKS x D / 2 sums, BLOCKS x 16 for operand A and 8 or 16 for dI, of 232 with two
+Registers: per consumer thread blocks x D / 2 sums, blocks x 16 for operand A and 8 or 16 for dI, of 232 with two
 consumer warpgroups or 112 with four. A producer thread has 40 or 32.
-Roofline: tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in that time.
+Roofline: bound by tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in
+that time.
 """
 
 from dataclasses import dataclass
@@ -83,7 +87,7 @@ class IndexerQueryGradConfig:
 
 
 # The fastest measured configurations, keyed by (heads, channels). Four warpgroups are fastest if the sums fit in their
-# registers, because they best hide the work between two wgmma. As many stages as fit, at most 8.
+# registers, because they best hide the instructions between two wgmmas. As many stages as fit, at most 8.
 CONFIGS = {
     (8, 64): IndexerQueryGradConfig(4, 1, 6),
     (8, 128): IndexerQueryGradConfig(2, 2, 3),
@@ -223,7 +227,7 @@ class IndexerQueryGradSm90:
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if valid < K_TILE:
-                        # Rows from `valid` on belong to the next sequence.
+                        # The keys from `valid` on belong to the next sequence.
                         k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
                         landed_phase = keys.zero_rows(landed_phase, k_tile, valid, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
@@ -260,8 +264,8 @@ class IndexerQueryGradSm90:
         di_at = Int32(di_start.toint()) + own // self.heads * (K_TILE * 2) + (lane >> 3) * 16
         word_at = Int32(active_start.toint()) + side * (self.blocks * 2 * BIT_BYTES)
         word_at += (lane & 3) * 32 + (lane >> 3) * 8
-        # The permutation `taken` selects the bytes with the bits of this lane's rows from the words of two keys. The
-        # shift moves the warp's bits to the top of each byte.
+        # The permutation `taken` selects, from the words of two keys, the bytes with the bits of this lane's rows. The
+        # shift moves the bits of the warp's 16 rows to the top of each byte.
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
         state, work_state = start(), start()
@@ -299,8 +303,8 @@ class IndexerQueryGradSm90:
             own = words[i]
             pairs = []
             for half in cutlass.range_constexpr(halves):
-                # The eight row addresses of a matrix are equal, so lane l gets pair l % 4 of the 8 numbers at this
-                # address.
+                # The eight row addresses of an ldmatrix matrix are equal, so lane l gets pair l % 4 of the 8 numbers at
+                # this address.
                 address = di_here + (i * COLUMN_BLOCK + 8 * half) // self.heads * (K_TILE * 2)
                 pairs.append([*load_matrices(address), *load_matrices(address + 64)])
             for step in cutlass.range_constexpr(KEY_BLOCK // 16):

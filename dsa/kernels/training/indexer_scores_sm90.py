@@ -3,21 +3,23 @@ fp32 w. The kernel also stores one active bit per (query, head, key): whether q_
 more of the product.
 
 Plan
-- As in the FP8 scores of inference, the M rows of a wgmma tile are 64 keys, and the N columns are the heads of N / H
+- As in the FP8 scores of inference (dsa/kernels/indexer), M of a wgmma tile is 64 keys, and N is the H heads of N / H
   queries. So the sum over heads is FMAs in registers and a reduce-scatter over the quad. Consumer warpgroups alternate
   key tiles, and a tile's epilogue overlaps the next tile's wgmma.
-- The keys arrive negated, so the accumulators hold -q . k. The sign bit of an accumulator is 1 exactly for an active
-  head, and 0 for a product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
-- One producer warp loads by TMA: queries in two stages, and one ring of 64-key stages per consumer warpgroup.
+- The caller passes the keys negated, so the accumulators hold -q . k. The sign bit of an accumulator is 1 exactly for
+  an active head, and 0 for a product of 0. One funnel shift per accumulator packs 32 sign bits into a word
+  (active_bits.py).
+- One producer warp loads by TMA: queries into a ring of two stages, and keys into one ring of 64-key stages per
+  consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
   them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). A thread of
 the producer warpgroup has 40 or 32.
-Roofline: tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator, add about
-one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, the kernel writes 12 bytes per (query, key): 4 of
-scores and 8 of bits.
+Roofline: bound by tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator,
+take about one cycle each and add 400 cycles. Keys come from L2, 16 KB per tile. With 64 heads, the kernel writes 12
+bytes per (query, key): 4 of scores and 8 of bits.
 """
 
 from dataclasses import dataclass
@@ -65,7 +67,8 @@ class IndexerScoresConfig:
 
 
 # Keyed by (heads, channels). With fewer heads a tile has more queries, and the reductions per query need registers. So
-# tiles are smaller, and there is a third warpgroup. As many stages as fit, at most 6.
+# below 64 heads tiles have 128 columns instead of 256, which leaves room for a third warpgroup. As many stages as fit,
+# at most 6.
 CONFIGS = {
     (8, 64): IndexerScoresConfig(128, 3, 6),
     (8, 128): IndexerScoresConfig(128, 3, 3),
@@ -230,8 +233,8 @@ class IndexerScoresSm90:
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
         q_state, k_state, work_state = start(), start(), start()
-        # The warpgroups also alternate tiles across work tiles, so their total numbers of tiles differ by at most one.
-        # `mine` is this warpgroup's next tile in the current work tile.
+        # The warpgroups also alternate key tiles across work tiles, so their total numbers of key tiles differ by at
+        # most one. `mine` is this warpgroup's next key tile in the current work tile.
         mine = warp // 4
         number = Int32(0)
         while number >= 0:
@@ -257,7 +260,7 @@ class IndexerScoresSm90:
                 while mine < tiles:
                     current = k_state
                     multiply(mma, acc, ra, rb, k.index(current), q_state.stage)
-                    # Overlap wgmma with the previous tile's epilogue and the wait for the next tile's keys.
+                    # While wgmma runs, store the previous tile and wait for the next tile's keys.
                     self.epilogue(sums, words, own_scores, own_active, word_stride, unfinished, quad)
                     unfinished = mine
                     k_state = k.advance(k_state)

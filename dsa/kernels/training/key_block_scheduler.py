@@ -1,12 +1,13 @@
-"""The stream-K scheduler of the key gradient. A CTA accumulates the gradient of a block of keys over all queries that
-see them.
+"""The stream-K scheduler of the key gradient (indexer_key_grad_sm90.py). The gradient of a block of keys is summed over
+all queries that see these keys.
 
-- A *span* is the q tiles of one sequence in a launch. These q tiles are adjacent and have 128 queries each; the last
-  one can have fewer.
+- A *span* is the q tiles (q_tiles.py) of one sequence in a launch. These q tiles are adjacent and have 128 queries
+  each; the last one can have fewer.
 - A *column block* is 64 of the span's flattened (query, head) pairs.
 - A *key block* is `width` keys. The column blocks from a first one (`first_column_block`) to the last one see it.
 - The work is the list of all (key block, column block) pairs in which the column block sees the key block, ordered by
-  span, then key block. Each CTA gets an equal range of the list, whatever the lengths of the sequences are.
+  span, then key block, then column block. Each CTA gets an equal range of the list, whatever the lengths of the
+  sequences are.
 - A work tile is the part of a CTA's range that belongs to one key block. If several CTAs share a key block, each of
   them writes partial sums of it. A CTA writes at most two sets of partial sums, for the first and the last key block of
   its range.
@@ -140,7 +141,8 @@ class KeyBlockScheduler:
                     key_blocks = cute.ceil_div(q_tile.visible(q_tile.rows - 1), self.width)
                     own = key_blocks * cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
                     if key_blocks > 0:
-                        # The column blocks of the q tile's first rows need not see the last key block.
+                        # The rows of a q tile differ by at most 127 visible keys, fewer than a key block. So all
+                        # column blocks of the q tile see all key blocks except perhaps the last one.
                         own -= self.first_column_block(q_tile, (key_blocks - 1) * self.width)
             ahead, of_all = block_exclusive_scan(own, sums, lane, warp)
             if index < count:
@@ -180,7 +182,8 @@ class KeyBlockScheduler:
         `work_tile`."""
         first, left, length = own
         span = self.load_span(q_tiles, first, lane)
-        # All column blocks see the first `whole` key blocks, because the span's first query sees a part of each.
+        # All column blocks see the first `whole` key blocks, because the span's first query sees a part of each of
+        # these key blocks.
         whole = span.key_blocks
         if span.q_tile.step > 0:
             whole = cutlass.min((cutlass.max(span.q_tile.seen, 0) + self.width - 1) // self.width, span.key_blocks)

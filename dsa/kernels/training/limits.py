@@ -1,4 +1,5 @@
-"""Shapes and dtypes that the training kernels accept. Kernels, bridges and tests import these plain numbers."""
+"""Shapes and dtypes that the training kernels accept, as plain numbers and torch dtype names, for kernels, ops and
+tests."""
 
 # Dense attention's forward pass: (query and key channels, value channels) per head.
 DENSE_CHANNELS = (64, 64), (128, 128), (192, 128)
@@ -6,7 +7,7 @@ DENSE_CHANNELS = (64, 64), (128, 128), (192, 128)
 # Absorbed (MLA) keys: the first MLA_V_CHANNELS channels are the value.
 MLA_CHANNELS, MLA_V_CHANNELS = (576, 512), 512
 
-# The warm-up loss, whose target is attention summed over heads: channels per attention head.
+# The warm-up loss, whose target is attention averaged over heads: channels per attention head.
 WARMUP_CHANNELS = 64, 128, 192, 576
 
 # Sizes of the indexer's tensors that the kernels accept without padding.
@@ -14,10 +15,10 @@ INDEX_HEADS, INDEX_CHANNELS = (8, 16, 32, 64), (64, 128)
 MAX_INDEX_HEADS = max(INDEX_HEADS)
 Q_TILE = 128  # queries per q tile
 K_TILE = 128  # keys per score tile
-Q_TILE_FIELDS = 8
+Q_TILE_FIELDS = 8  # numbers per row of `q_tiles` (q_tiles.py)
 MAX_Q_TILES = 1024  # q tiles per launch of the key gradient
 
-# The sparse stage: dtypes, selected keys and heads per CTA tile, and largest numbers of heads and selected keys.
+# The sparse stage: dtypes; selected keys and heads per tile; largest numbers of heads and of selected keys per query.
 SPARSE_DTYPES = "bfloat16", "float16"
 SPARSE_KEY_TILE, SPARSE_HEAD_TILE = 64, 64
 MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # for the loss; attention's gradients accept any number

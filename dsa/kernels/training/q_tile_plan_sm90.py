@@ -2,11 +2,11 @@
 
 Plan
 - One CTA. It turns cu_seqlens into valid `bounds`, which ascend and lie within the tensors, so the other kernels need
-  no checks. The CTA replaces an entry outside the tensor, or below an earlier entry, by the bound before it. An entry
-  outside the tensor changes only the two sequences that it separates.
-- The threads scan the sequences' numbers of q tiles. Then each thread finds the sequence of its q tile by binary
-  search, and the threads scan the q tiles' numbers of key tiles.
-Constraints: any number of sequences. Roofline: latency, 2 us for four sequences of 2048.
+  no checks. The CTA replaces an entry that is outside the tensor or below the bound before it by that bound (0 for the
+  first entry). An entry outside the tensor changes only the two sequences that it separates.
+- The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
+  tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
+Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048.
 """
 
 import cutlass
@@ -137,8 +137,8 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA). All
-    threads pass one barrier.
+    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA).
+    Called by all threads of the CTA. The caller passes another barrier before `maxima` is reused.
 
     maxima  scratch in shared memory, like `sums` of `block_exclusive_scan`
     """

@@ -4,14 +4,14 @@
 tile's sequence has `keys` keys from key first_k on, and row i sees the first clamp(seen + step * i, 0, keys) of them.
 The scores of a q tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused.
 
-The gradient kernels split a q tile's flat (query, head) columns into blocks of 64, and a score tile's keys into two
-blocks of 64.
+The active bits and the gradient kernels divide a q tile's flat (query, head) columns into blocks of 64, and a score
+tile's keys into two blocks of 64.
 
-QTileScheduler is the dynamic persistent scheduler of the query-major kernels. A work tile is a few adjacent queries of
-a q tile with all keys that at least one of these queries sees. CTAs take work tiles from a tile counter
-(dsa.cute.tile_counter). Later queries come first: in a causal batch they see the most keys, so the short work tiles
-come last and all CTAs end at about the same time. A CTA's producer warp takes the work tile and passes a WorkTileInfo
-to the consumers through a WorkTilePipeline.
+QTileScheduler is the dynamic persistent scheduler of indexer_scores_sm90.py and indexer_query_grad_sm90.py. A work tile
+is a few adjacent queries of a q tile with all keys that at least one of these queries sees. CTAs take work tiles from a
+tile counter (dsa.cute.tile_counter). Later queries come first: in a causal batch they see the most keys, so the short
+work tiles come last and all CTAs end at about the same time. A CTA's producer warp takes the work tile and passes a
+WorkTileInfo to the consumers through a WorkTilePipeline.
 """
 
 from typing import NamedTuple

@@ -3,24 +3,27 @@
 With d[t, j] = g[t] d_scores[t, j] and a = 1 where q_i[t] . k[j] > 0, else 0:
 G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];  dk[j] += sum_i d a w[t, i] q_i[t]
 
+d_scores come from sparse_indexer_target_sm90.py, and g[t] is the gradient of that kernel's kl[t].
+
 Plan
 - A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
-  The producer warpgroup gathers the keys and their d_scores, 16 bytes per lane, into a pipeline of tiles. A query's q
-  is loaded once for all tiles of the query.
-- The query warpgroup computes the products of heads x keys. Its operand A, in registers, is d_scores where a product is
-  positive and 0 elsewhere. It accumulates G over the query's tiles.
-- Two key warpgroups alternate tiles and compute the products of keys x heads. To repeat the product in this orientation
-  costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's buffer, is the
-  tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so that a lane has
-  four adjacent channels.
+  The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A
+  query's q is loaded once for all tiles of the query.
+- The query warpgroup computes the products q k, with heads as rows. Operand A of its second product, in registers, is
+  d_scores where q k is positive and 0 elsewhere. It accumulates G / g over the query's tiles.
+- Two key warpgroups alternate tiles and compute the products q k, with keys as rows. To repeat the product in this
+  orientation costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's
+  buffer, is the tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so
+  that a lane has four adjacent channels.
 - `fixed_point`: dk is accumulated in 64-bit integers, in multiples of a power of two, so the sum does not depend on the
   order. Then a lane's two adjacent columns are four channels apart, so the four lanes of a quad have four adjacent
   channels.
-Shared memory: KEY_STAGES tiles of keys, two queries, two buffers of g w q.
+Shared memory: KEY_STAGES tiles of keys and d_scores, two queries, two buffers of g w q.
 Constraints: bf16; up to 64 heads of 64 or 128 channels.
-Roofline: L2 reductions. wgmma takes 1024 cycles per tile of 64 heads x 128 channels. The reductions of dk, 32 KiB per
-tile, take 2650 cycles at 2.8 TB/s, a rate derived from the times of other implementations. Measured: 2650 cycles with
-2048 selected of 8192 keys, and a rate of 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
+Roofline: bound by L2 reductions. The reductions of dk, 32 KiB per tile of 128 channels, take 2650 cycles at 2.8 TB/s, a
+rate derived from the times of other implementations. wgmma takes 1024 cycles per tile with 64 heads. Measured: 2650
+cycles with 2048 selected of 8192 keys, and a rate of 2.3 TB/s with 65536 keys. With `fixed_point` the kernel takes 2.6
+to 3.1 times as long.
 """
 
 from dataclasses import dataclass
@@ -73,7 +76,7 @@ from dsa.kernels.training.topk_gather import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
-# First warp of the two key warpgroups, and number of consumer warps, which is the first producer warp.
+# First warp of the two key warpgroups, and number of consumer warps, which is the index of the first producer warp.
 KEY_GRADIENT_WARP, CONSUMER_WARPS = 4, 12
 QUERY_REGISTERS, KEY_REGISTERS, PRODUCER_REGISTERS = 168, 144, 48
 KEY_STAGES, QUERY_STAGES = 6, 2
@@ -123,7 +126,7 @@ class SparseIndexerGradSm90:
     ):
         scores_mma = tiled_mma(BFloat16, (TILE, TILE))
         rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
-        # One TiledMma per role: an ACCUMULATE that one role sets would be stale in another role.
+        # One TiledMma per role, because a TiledMma whose field is set in one role's branch is unusable in another's.
         query_mma, key_mma = (
             tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )
@@ -165,7 +168,7 @@ class SparseIndexerGradSm90:
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
-        # Pipelines of keys with their d_scores, and of the q rows of a query's heads.
+        # Pipelines of tiles of keys with their d_scores, and of the q rows of a query's heads.
         keys, queries = Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
         shared = SharedTensors(
             storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
@@ -343,7 +346,7 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             queries.consumer_wait(query_state)
-            # Wait until all warps have finished the products with the previous query's g w q.
+            # Wait until all warps of the warpgroup have finished the products with the previous query's g w q.
             cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -389,10 +392,11 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Within 8 channels, channel 4 e + lane goes to column 2 lane + e.
+                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, which lane n of a quad has.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Within 16 channels, channel 4 lane + 2 h + e goes to column 8 h + 2 lane + e.
+                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, which lane n of a quad
+                        # has.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 

@@ -9,23 +9,23 @@ Plan
   the products are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
   (RMEM_CHUNKS chunks of 64 channels) and in shared memory (the other chunks). Operand B is the keys, in shared memory.
 - Two attention warpgroups. With more than 64 heads, each has 64 heads and computes every tile. With at most 64 heads,
-  each has all heads and they alternate tiles. One computes exponentials while the other multiplies. Each warp sums the
-  exponentials over its 16 heads and passes the sums to the index warpgroup through a pipeline.
+  each has all heads, and the warpgroups alternate tiles. One computes exponentials while the other multiplies. Each
+  warp sums the exponentials over its 16 heads and passes the sums to the index warpgroup through a pipeline.
 - The index warpgroup computes the indexer's scores of every tile and adds up the attention's sums. After a query's last
   tile it normalises, reduces and stores, while the attention warpgroups start the next query.
 - The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks, index keys into a pipeline of tiles.
   A query's q rows go through the same pipelines, before the query's keys.
 - RAISED is added to the exponents (in log2). The caller's LSE can include a window and a sink, so the scores of all
-  selected keys of a head can be far below the LSE. Terms down to 2^(-126 - RAISED), e^-128, still count.
+  selected keys of a head can be far below the LSE. Terms down to 2^(-126 - RAISED), about e^-129, still count.
 Shared memory: stages of keys, index keys and sums; the chunks of Q that are not in registers; p and I of a query.
 Registers: 2 x ATTENTION_REGISTERS + INDEX_REGISTERS + PRODUCER_REGISTERS = 512, the register file divided by the 128
 threads of a warpgroup.
 Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; up to
 MAX_SPARSE_KEYS keys.
 Roofline: per tile of 128 heads x 576 channels and 64 index heads x 128 channels, wgmma takes 2560 cycles and shared
-memory 2240. Measured: 4190. With 64 heads 3200 were measured; there attention's forward pass takes 3140 and gathers
-four fifths as many bytes. Compared with attention's forward pass, the kernel takes 0.65 to 0.72 times as long with 128
-heads and 0.82 to 1.21 times as long with 64.
+memory 2240. Measured: 4190. With 64 heads: 3200 measured. A tile of attention's forward pass with 64 heads takes 3140
+and gathers four fifths as many bytes. Compared with attention's forward pass, the kernel takes 0.65 to 0.72 times as
+long with 128 heads and 0.82 to 1.21 times as long with 64.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ INFINITY = float("inf")
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # chunks of Q in registers
 KEY_STAGES = {576: 17, 512: 19}  # stages, each for a chunk of a tile of keys; keyed by the number of channels
-RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released while the next group runs
+RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released after the next group is issued
 RAISED = 60.0  # in log2; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite in fp32
 
 
@@ -439,7 +439,7 @@ class SparseIndexerTargetSm90:
         """Run the index warpgroup: for every tile compute the indexer's scores and add up the attention's sums. After a
         query's last tile compute the query's distributions, loss and d_scores."""
         tid = warp * 32 + lane
-        # A TiledMma of this role: an ACCUMULATE that one role sets would be stale in another role.
+        # This role's own TiledMma, because a TiledMma whose field is set in one role's branch is unusable in another's.
         mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index_keys))
@@ -460,8 +460,9 @@ class SparseIndexerTargetSm90:
             load_tile(words, self.index_chunks, source, state, warp, lane)
             cute.arch.sync_warp()
             state = release(pipelines.index, state)
-            # Each thread handles one column of every tile. In warps 0 and 1 row_sum is the sum of the target. In warps
-            # 2 and 3 row_max is the highest score and row_sum the sum of exponentials relative to row_max.
+            # Each thread handles one column of every tile. In warps 0 and 1 row_sum is the thread's sum of the target.
+            # In warps 2 and 3 row_max is the thread's highest score, and row_sum is the sum of exponentials relative to
+            # row_max.
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
@@ -548,8 +549,9 @@ class SparseIndexerTargetSm90:
             stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
             cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
         shared.parts[8 + warp] = warp_reduce_sum(loss)
-        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: a warp
-        # overwrites them only after that tile's barrier, which thread 0 reaches after it has read them.
+        # After this barrier a warp can begin the next query, whose tiles overwrite `target` and `scores`. No warp
+        # overwrites `parts` before thread 0 has read them: the next query's epilogue comes after a barrier in that
+        # query's first tile, which thread 0 reaches after it has read the parts.
         cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
         if tid == 0:
             kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])

@@ -1,8 +1,8 @@
-"""The producer warpgroup of the sparse MLA backward kernel, and the definitions that the kernel's roles share: sizes,
-shared memory, pipelines, tile scheduler.
+"""The producer warpgroup of the sparse MLA backward kernel (sparse_mla_backward_sm90.py), and the definitions that the
+kernel's roles share: sizes, shared memory, pipelines, tile scheduler.
 
 A work tile is 64 heads of a query with all of the query's keys, in tiles of 64 keys. The producer takes work tiles,
-loads the Q and dO of a work tile by TMA, and gathers the query's selected keys, 16 bytes per lane.
+loads the Q and dO of a work tile by TMA, and gathers the query's selected keys by cp.async, 16 bytes per lane.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ class BackwardConfig:
     rope          whether keys have a rope part
     strip         channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with
                   a rope part and 5% more without it
-    query_chunks  the chunks of Q and dO in the order in which the owner of a query's last key tile releases them.
-                  Chunk number CHUNKS is the rope part of Q
-    k_parts       number of parts in half of a key tile's channels. In the order of arrival and use these are
-                  HALF_CHUNKS chunks, then half of the rope part
+    query_chunks  the chunks of Q and dO in the order in which the owner of a work tile's last key tile (the consumer
+                  that scores it) releases them. Chunk number CHUNKS is the rope part of Q
+    k_parts       number of parts in half of a key tile's channels: HALF_CHUNKS chunks, then half of the rope part.
+                  They are loaded and used in this order
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
@@ -63,7 +63,7 @@ class SharedTensors:
     k_half      [64, 256, 2]: a view of k as two halves of the channels
     q, do       [64, 64, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's rope part last
     ds          [keys, heads, 2]: dS of each consumer warpgroup's tile
-    head_terms  address of the pairs (l / ln 2, e) of the heads
+    head_terms  address of the pairs (l / ln 2, e) of the heads (sparse_mla_backward_sums_sm90.py)
     key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 for an invalid key
     """
 
@@ -78,8 +78,8 @@ class SharedTensors:
 
 
 class WorkTileInfo(NamedTuple):
-    """A work tile. number: index of the work tile. After the last work tile a number that is not below the number of
-    work tiles follows, as the end marker."""
+    """A work tile. number: index of the work tile. The end marker is a number that is not below the number of work
+    tiles."""
 
     number: Int32
 
@@ -104,7 +104,8 @@ class BackwardPipelines:
         """Initialize the barriers. Called by one thread."""
         self.work_tiles.init(THREADS // WARP)
         self.q.init(CONSUMER_WARPS)
-        # Each producer thread arrives at each part of k. At the first part each warp also arrives once for key_rows.
+        # Each producer thread arrives at each part of k when its copies are complete. At the first part of half 0 each
+        # producer warp also arrives once, after it has written its key_rows.
         Mbarriers(self.k.full, 1).init(WARPGROUP + 4)
         Mbarriers(self.k.full + 1, self.k.stages * self.k.parts - 1).init(WARPGROUP)
         Mbarriers(self.k.empty, self.k.stages).init(4)
@@ -119,9 +120,9 @@ class BackwardPipelines:
         return self.k.ring(half, 1)
 
 
-# Each role keeps one register `count`. Its lowest two bits are the role's number of key tiles so far, modulo 4; the
-# upper bits are the role's number of work tiles so far. The functions below return the pipeline states at a count, and
-# the next counts.
+# Each role keeps one register `count`. The lowest two bits of `count` are the role's number of key tiles so far, modulo
+# 4. The upper bits are the role's number of work tiles so far. The functions below return the pipeline states at a
+# count, and the next counts.
 
 
 def work_tile_state(count: Int32) -> PipelineState:

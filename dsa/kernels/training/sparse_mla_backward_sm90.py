@@ -12,31 +12,33 @@ Warp roles
   producer warpgroup gathers keys, loads Q and dO by TMA, and takes work tiles (sparse_mla_backward_producer.py). A work
   tile is 64 heads of a query with all of the query's keys.
 - The scheduler is dynamic and persistent: a CTA takes its next work tile from a tile counter while it still computes
-  the current one. L2 reductions are not equally fast from all SMs. With a static schedule the fastest SMs finish 5%
+  the current one. L2 reductions are not equally fast from all SMs: with a static schedule the fastest SMs finish 5%
   before the slowest.
 Pipeline
 - Q and dO of a work tile stay in shared memory, together with one tile of 64 keys.
 - The owner of a key tile has keys as rows: S^T = K Q^T and dP^T = K dO^T. So P^T is in the owner's registers in the
   layout of operand A of dKV = P^T dO + dS^T Q. The owner passes dS to both consumers through shared memory. Each
   consumer keeps half of the channels of dQ += dS K in registers for the whole work tile.
-- Then the consumers release the keys, and the producer gathers the next tile. Meanwhile, the owner computes one strip
-  of dKV's channels at a time and adds it to global memory by vector reductions from registers. The other consumer
-  computes the next tile's scores.
-- In a query's last key tile, the owner releases each chunk of Q and dO as soon as the chunk's dKV is computed. So the
-  other consumer can start the scores of the next query's first tile.
+- After dQ += dS K the consumers release the keys, and the producer gathers the next tile. Meanwhile, the owner computes
+  one strip of dKV's channels (`BackwardConfig.strip`) at a time and adds it to global memory by vector reductions from
+  registers. The other consumer computes the next tile's scores.
+- In a work tile's last key tile, the owner releases each chunk of Q and dO as soon as the chunk's dKV is computed. So
+  the other consumer can start the scores of the next work tile's first key tile.
 Sums of dKV
 - The sums are in fp32, in the threads' register order: of each 16 channels, lane q of four has channels 2q, 2q + 1,
   2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to separate rows
   instead, and another kernel sums these rows in order.
 - Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes have a line.
-- For an invalid index the key is a row of zeros in shared memory and P = 0. Its dKV is added to a padding row per CTA,
-  after the rows of the keys.
-Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per owner. The epilogue stages dQ in the memory of dS.
+- For an invalid index the key is a row of zeros in shared memory and P = 0. Without `ordered`, its dKV is added to a
+  padding row per CTA, after the rows of the keys.
+Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per consumer warpgroup. The epilogue stages dQ in the memory of
+dS.
 Registers per consumer thread, of 232:
 - d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
 - d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
-Roofline: L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2 cache adds
-(for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver its operands.
+Roofline: bound by L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2
+cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver
+wgmma's operands.
 """
 
 import cutlass
@@ -100,13 +102,13 @@ class SparseMlaBackwardSm90:
     def __init__(self, cfg: BackwardConfig):
         self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
         self.rope, self.strip = cfg.rope, cfg.strip
-        # dP is computed in this many parts of the heads: with a rope part, S and dQ leave too few registers for all of
-        # dP.
+        # Number of parts of the heads in which dP is computed. With a rope part, S and dQ leave too few registers for
+        # all of dP.
         self.dp_parts = 2 if cfg.rope else 1
 
     def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
-        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new one: a TiledMma that is set inside a loop or
-        branch cannot be used after that loop or branch."""
+        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new TiledMma, because a TiledMma whose field is
+        set inside a loop or branch cannot be used after that loop or branch."""
         return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
@@ -251,7 +253,7 @@ class SparseMlaBackwardSm90:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
-                # `score` waits for Q and dO only in a query's first tile, which the other warpgroup owns. So wait here.
+                # `score` waits for Q and dO only in a work tile's first key tile, which the other warpgroup owns here.
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
@@ -270,8 +272,8 @@ class SparseMlaBackwardSm90:
                     )
                 count = next_key_tile(count)
             if (count & 1) != side:
-                # This warpgroup owned the last tile. dQ may overwrite the tile's dS only after both consumers have read
-                # dS; then both have released the keys.
+                # This warpgroup owned the last key tile, and `store_dq` overwrites the tile's dS. So wait until both
+                # consumers have read dS: each of them then releases its half of the keys.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:
@@ -397,8 +399,8 @@ class SparseMlaBackwardSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     def step_of(self, fragment, zero, channel: int):
-        """Return the 16 channels from `channel` on of a fragment of an operand that is stored in strips. zero: an
-        opaque 0."""
+        """An operand is stored in strips. Return the part of its fragment for channels `channel` to `channel` + 15.
+        zero: a 0 that ptxas cannot fold (see `score`), so that ptxas does not keep the descriptors in registers."""
         return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
@@ -458,8 +460,8 @@ class SparseMlaBackwardSm90:
         """Compute dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among the tiles of all work
         tiles, for `ordered`. last: whether this is the work tile's last tile; then release Q and dO."""
         lane = opaque(lane)
-        # Lanes l and l ^ 4 have adjacent rows (keys). The eight lanes of their two quads add 128 bytes to one row at a
-        # time.
+        # Lanes l and l ^ 4 have adjacent rows (keys). After an exchange, the eight lanes of their two quads add 128
+        # adjacent bytes to one of the two rows at a time (`add_columns`).
         odd = (lane >> 2) & 1
         pair = warp * 16 + (lane >> 3) * 2
         start, stride = Int64(dkv.iterator.toint()) + ((lane & 3) * 16), 4 * self.channels
@@ -527,8 +529,8 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
         """Store dQ of this warp's 16 heads and its warpgroup's half of the channels. The warp stages dQ in 1 KiB of
-        shared memory: in the warpgroup's dS, the rows of the 16 keys whose dS this warp writes. It must not use other
-        rows: another warp can still read its rows for dKV, or already write them for the next query."""
+        shared memory: in the warpgroup's dS, the rows of the 16 keys whose dS this warp writes. The warp must not use
+        other rows: another warp can still read its own rows for dKV, or already write them for the next work tile."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)

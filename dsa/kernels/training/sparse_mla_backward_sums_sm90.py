@@ -1,11 +1,12 @@
-"""Kernels before and after the kernel of sparse MLA's gradients (sparse_mla_backward_sm90.py).
+"""Kernels that run before and after the main kernel of sparse MLA's gradients (sparse_mla_backward_sm90.py).
 
 Before: delta[t, h] = out[t, h] . dout[t, h], and from delta the two terms per head, l and e, that the gradient of the
 softmax needs:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
-After: one kernel converts dKV's fp32 sums, stored in the threads' register order, to 16 bits. With `ordered`, another
-kernel with one CTA per key first adds up the key's list of rows in the list's order.
+Without a sink, share is 1.
+After: one kernel converts dKV's fp32 sums, stored in the order of the main kernel's registers, to 16 bits. With
+`ordered`, another kernel with one CTA per key first adds up the key's list of rows in a fixed order.
 
 Plan
 - delta: one warp per head, 16 channels per lane. Heads that pad the last block of 64 get l = inf, so they contribute
@@ -14,7 +15,7 @@ Plan
   scaled score, has an error below 2^-64.
 - In each 16 consecutive numbers of dKV, numbers 4q to 4q + 3 are channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16
   numbers and reorders them.
-Roofline: memory: out and dout once; dKV's sums once; a list's rows once.
+Roofline: bound by memory. The kernels read out and dout, dKV's sums, and the rows of every list once each.
 """
 
 import itertools
@@ -82,7 +83,8 @@ class BackwardInputsSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tid & (WARP - 1)
-        # The number of warps, one per (query, padded head), is a multiple of 64 and so of WARPS: every warp has a head.
+        # There is one warp per (query, padded head). Their number is a multiple of 64 and so of WARPS, so every warp of
+        # every CTA has a head.
         query, head = divmod(block * WARPS + (tid >> 5), padded)
         own = cutlass.min(head, out.shape[1] - 1)
         wait_for_prerequisite_grids()

@@ -6,8 +6,8 @@ gathers a tile, 16 rows per warp. In every chunk a lane copies 16 bytes of four 
 16 rows, i from 0 to 3.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. PTX requires a fence.proxy.async
-between the two. The consumers execute the fence after they wait for a stage (`wait_for_wgmma`), so the producer does
-not wait for its copies.
+between the write and the read. The consumers execute the fence after they wait for a stage (`wait_for_wgmma`), so the
+producer does not wait for its copies.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,12 @@
-"""Fill the rows of ragged results that the other kernels do not write with a constant.
+"""Fill with a constant the rows of ragged results that no other kernel writes.
 
 Plan
 - `bounds` ascend within the rows of the tensors (q_tile_plan_sm90.py). Rows before the first and after the last bound
-  belong to no sequence; all warps share the work of filling these rows. If a sequence has more than `most` rows, its
-  rows after the first `most` are uncovered, too: each warp checks 32 sequences at a time and fills such rows.
+  belong to no sequence; all warps share the work of filling these rows. If a sequence has more than `most` rows (the
+  caller's maximum length), its rows after the first `most` are uncovered, too: each warp checks 32 sequences at a time
+  and fills such rows.
 - Usually no row is uncovered, and every warp ends after two to four loads.
-Roofline: latency, 2 us.
+Roofline: bound by latency, 2 us.
 """
 
 import cutlass

@@ -1,11 +1,11 @@
 """Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the keys that query t sees, and kl[t], the sum
-of the KL parts of query t over key tiles.
+of the KL parts of query t over key tiles (warmup_target_sm90.py computes the parts).
 
 Plan
 - LSE: one warp per row. A lane reads four keys per tile and keeps the maximum and the sum of exponentials of its keys.
   The warp merges these after the last tile.
 - KL: one thread per row. It adds the parts in the order of the keys.
-Roofline: memory, 4 bytes per (query, key) pair.
+Roofline: bound by memory, 4 bytes per (query, key) pair.
 """
 
 import cutlass
@@ -56,7 +56,8 @@ class WarmupLseSm90:
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
                 for i in cutlass.range_constexpr(4):
                     power = cute.math.exp2(values[i] - new_max, fastmath=True)
-                    # fmax ignores NaN. But this comparison is false for NaN, so NaN enters the sum and the LSE is NaN.
+                    # A NaN does not enter row_max, because fmax ignores NaN. But the comparison is false for NaN, so
+                    # NaN enters the sum and the LSE is NaN.
                     row_sum += Float32(0.0) if values[i] <= NOTHING else power
                 row_max = new_max
             new_max = row_max

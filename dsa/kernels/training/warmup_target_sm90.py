@@ -7,9 +7,9 @@ dI[t, s] = g[t] (exp(I - lse_I) - p)
 I[t, s] are the indexer's scores, lse_I[t] is their log-sum-exp over s, and g[t] is the gradient of kl[t].
 
 Plan
-- A work tile is the 128 queries of a q tile x 128 keys. The scheduler is static and persistent, over the key tiles of
-  all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in registers. No
-  other result of a head is kept.
+- A work tile is the 128 queries of a q tile (q_tiles.py) x 128 keys. The scheduler is static and persistent, over the
+  key tiles of all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in
+  registers. No other result of a head is kept.
 - Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's
   wgmma. 192 and 576 channels: one accumulator, and the product is computed in chunks of 64 channels. The wgmma of one
   warpgroup overlaps the exponentials of the other.
@@ -21,9 +21,10 @@ Plan
 - dI overwrites the scores, in bf16. A warpgroup's 64 rows of dI use the memory of the same rows' scores. The
   warpgroup reads all of these scores before it writes any dI, so it need not wait for the other warpgroup.
 Constraints: bf16; the channels per head are the keys of STAGES. Any number of heads.
-Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and 2 x 64 accumulators, of 240.
-Roofline: per head of 128 channels, wgmma takes 1024 cycles and the exponentials 1024 cycles of the MUFU; measured 1750
-to 1900.
+Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and one or two accumulators of 64, of
+240.
+Roofline: per head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU. Measured: 1750 to
+1900 cycles.
 """
 
 import cutlass
@@ -54,7 +55,7 @@ from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 # (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
-# one key head fills all nine stages of keys.
+# a tile of keys of one KV head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -242,8 +243,8 @@ class WarmupTargetSm90:
     ):
         """Run a consumer warpgroup over all work tiles of this CTA."""
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
-        # Get the slice by the warpgroup's number instead of the thread's, so that the compiler knows that the
-        # operands' addresses are uniform.
+        # Get the slice by the warpgroup's first thread instead of this thread, so that the compiler knows that the
+        # operands' addresses are uniform in a warp.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
@@ -283,9 +284,10 @@ class WarmupTargetSm90:
     def add_overlapped(
         self, sums, accs, lse, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, rows, scale, group, heads
     ):
-        """Compute all heads but the last one. A head's exponentials overlap the next head's product. If the number of
-        heads is odd, one padding head is added. At the return the last product is still in flight. -> (the pipelines'
-        states, the last head's LSE)."""
+        """Issue the products of all heads, and add the exponentials of all heads but the last one. A head's
+        exponentials overlap the next head's product. If the number of heads is odd, a padding head is the last one, and
+        its product is not used. At the return the last product is still in flight. -> (the pipelines' states, the last
+        head's LSE)."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.wait(queries, keys, q_state, k_state)
@@ -318,7 +320,7 @@ class WarmupTargetSm90:
                 offset = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
                 pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + offset)
         # Wait until the whole warpgroup has read its scores, because its dI overwrites them. The barrier also keeps the
-        # compiler from moving these loads down to their uses. The rows' other inputs are loaded after the barrier.
+        # compiler from moving the loads of the scores down to their uses.
         cute.arch.barrier(barrier_id=SCORES_READ_BARRIER + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
         q_tile = load_q_tile(q_tiles, number)
         limits = []
@@ -341,7 +343,8 @@ class WarmupTargetSm90:
     @cute.jit
     def multiply(self, acc, rq, rk, q_stage, k_stage):
         """Issue a head's product acc = Q K^T."""
-        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)  # a local copy: one set in a loop is unusable after it
+        # A new TiledMma per call, because a TiledMma whose field is set inside a loop is unusable after that loop.
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
             if const_expr(step % 4 == 0):  # limits the live descriptors; all of them together would spill

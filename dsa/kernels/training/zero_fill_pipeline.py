@@ -1,9 +1,9 @@
 """A pipeline whose producer overwrites rows of the next sequence with zeros.
 
 TMA and bulk copies load whole tiles, so the last tile of a sequence can contain rows of another sequence. The factors
-of these rows in the product are 0, but 0 * NaN is NaN. If all rows of a tile are valid, the copy signals the consumers,
-as in any pipeline. Otherwise the copy signals the producer through the barrier `landed`. The producer overwrites the
-invalid rows and then signals the consumers itself:
+of these rows in the product are 0, but 0 * NaN is NaN. If all rows of a tile are valid, the copies complete the stage's
+full barrier, as in any pipeline. Otherwise the copies complete the barrier `landed`, on which the producer waits. The
+producer overwrites the invalid rows and then completes the full barrier itself:
 
     pipeline.ring.producer_wait(state)
     barrier = pipeline.copy_barrier(state, is_whole)             # counts the bytes of all copies to the stage
