@@ -560,8 +560,8 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, con
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
-    ctas comes from choose_ctas. 1 << log_period exceeds the number of consumer warpgroups. For a sample, log_period is
-    0, and counts and bounds are not used."""
+    ctas comes from choose_ctas. For a sample, `log_period` is 0, and `counts` and `bounds` are not used. In the other
+    passes, 1 << log_period exceeds the number of consumer warpgroups."""
     queries = cute.sym_int()
     return compile_sm90(
         CandidateScoresSm90(heads, dim, sample, half, config),

@@ -175,8 +175,10 @@ class KvStages:
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
         """Whether the whole tile has arrived, so that its chunks need no wait.
 
-        last: the states of the tile's last v chunk and of its rope part. Always False here, so the caller waits for
-        each chunk. One wait for the whole tile would only save fences, and TMA's data need none (`fence`).
+        last: the states of the tile's last v chunk and of its rope part.
+
+        Always False here, so the caller waits for each chunk. One wait for the whole tile would only save fences, and
+        TMA's data need none (`fence`).
         """
         return False
 

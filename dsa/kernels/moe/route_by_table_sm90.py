@@ -121,8 +121,12 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
     """-> f(x [T, H], weight [E, H], table int64 [V, top_k], token_ids int64 [T], logits fp32 [T, E], experts int64
     [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale).
     T > 0, and at most FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32,
-    count > 0. Rows of x and weight are aligned to 16 bytes, and all other tensors are contiguous. f writes logits and
-    the arguments from experts to ends. This process has the experts first to first + count - 1."""
+    count > 0. Rows of x and weight are aligned to 16 bytes, and all other tensors are contiguous.
+
+    f writes `logits`, `experts`, `weights`, `order`, `rows` and `ends`. This process has `count` experts, from expert
+    `first` on. order[r] is the entry (token and place among its experts) in row r, rows[i] the row of entry i or -1 if
+    another process has the expert, ends[e] the end of the rows of this process's expert e. scale: factor of all
+    weights."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(

@@ -201,7 +201,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
-        """Return how many of a key block's tiles of 128 keys a span's column block sees."""
+        """Return the number of the key block's tiles, of 128 keys each, that the column block sees. The column block is
+        one of `span` (key_block_scheduler.py). It sees a tile if it sees the tile's first key."""
         count = Int32(0)
         for tile in cutlass.range_constexpr(self.warpgroups):
             key = key_block * self.keys + tile * TILE

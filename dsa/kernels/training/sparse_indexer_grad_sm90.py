@@ -421,8 +421,8 @@ class SparseIndexerGradSm90:
 @cached
 def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     """-> f(q [T, H, di], k [Tk, di], w [T, H] fp32, indices [T, K], d_scores [T, K'], g [T] fp32, fixed_scale [1] fp32
-    or None, dq [T, H, di], dw [T, H] fp32, dk [Tk, di], ctas). q, k, d_scores and dq are bf16, with rows that start at
-    multiples of 16 bytes; indices are int32.
+    or None, dq [T, H, di], dw [T, H] fp32, dk [Tk, di], ctas). q, k, d_scores and dq are bf16. Their rows and those of
+    dk start at multiples of 16 bytes. indices are int32.
 
     The kernel adds to dk, which is fp32 or, with `fixed_point`, int64 in multiples of 1 / fixed_scale. H is at most 64
     and K at least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.

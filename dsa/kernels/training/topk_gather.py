@@ -76,7 +76,8 @@ def selected(indices: cute.Tensor, first, rows, keys):
 
 @cute.jit
 def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
-    """Return `row_addresses` of the heads first + rows of a query of x [T, H, d], which has a 16-bit dtype."""
+    """Return what `row_addresses` returns for the heads `first` + r, r in `rows`, of query `query`. Heads from H on are
+    invalid. x [T, H, d] has a 16-bit dtype."""
     heads = []
     for row in rows:
         head = first + row
