@@ -134,8 +134,8 @@ class HyperCollapseNormCastSm90:
                 mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
             )
         else:
-            # 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into the words, so
-            # that the compiler converts them again and does not keep their fp32 values in registers.
+            # 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into the words,
+            # so that the compiler converts them again and does not keep their fp32 values in registers.
             zero = Uint32(together >> 8)
             # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
             for i in cutlass.range(count, unroll=1):

@@ -21,9 +21,9 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
-# The factors of a ScaleTable include 2^F16_ROOM. A key's largest scale divided by 2^e is below 2, so an e4m3 value times
-# its factor is at most 448 * 2^7. A bf16 value (d = 512) is below 2^(e + 10), so times its factor it is at most 65280.
-# Both fit in f16.
+# The factors of a ScaleTable include 2^F16_ROOM. A key's largest scale divided by 2^e is below 2, so an e4m3 value
+# times its factor is at most 448 * 2^7. A bf16 value (d = 512) is below 2^(e + 10), so times its factor it is at most
+# 65280. Both fit in f16.
 F16_ROOM = 6
 
 
@@ -155,10 +155,11 @@ class SwapAbExchangeMemory:
 class ScaleTable:
     """The factors that turn a tile's FP8 values into V in f16.
 
-    A factor is a value's scale divided by 2^(e - F16_ROOM), where e is the exponent of the key's largest
-    scale. For d = 512, the key's largest bf16 value counts as a scale, too, with its exponent reduced by 9
-    (`share_scales` in fp8_kv_scores.py, which also limits e). So values times factors fit in f16. The score warpgroups multiply P by the key's 2^e, and O is
-    divided by 2^F16_ROOM. The factors of two keys are adjacent, as the keys are in the wgmma operand.
+    A factor is a value's scale divided by 2^(e - F16_ROOM), where e is the exponent of the key's largest scale. For
+    d = 512, the key's largest bf16 value counts as a scale, too, with its exponent reduced by 9 (`share_scales` in
+    fp8_kv_scores.py, which also limits e). So values times factors fit in f16. The score warpgroups multiply P by the
+    key's 2^e, and O is divided by 2^F16_ROOM. The factors of two keys are adjacent, as the keys are in the wgmma
+    operand.
 
     d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16; a group is 128 channels. The third mode is (rounded factor,
     rounding error).

@@ -24,8 +24,8 @@ ENTRY_BITS = 16  # bits of a key for the entry's index
 
 
 class EntryOrder:
-    """ctas: CTAs of the kernel, 1 for up to FEW_TOKENS tokens. places: number of Int32 keys that shared memory must have
-    room for."""
+    """ctas: CTAs of the kernel, 1 for up to FEW_TOKENS tokens. places: number of Int32 keys that shared memory must
+    have room for."""
 
     def __init__(self, top_k: int, few: bool):
         self.top_k, self.ctas = top_k, 1 if few else CTAS
