@@ -1,4 +1,5 @@
-"""Helpers of the tests of attention kernels: checked calls, invalid indices, results in parts of larger tensors."""
+"""Helpers for tests of attention kernels and of other ops with index tensors: checked calls, replays of graphs, invalid
+indices, and results inside larger tensors."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker whose numbers follow from torch's seed and differ between calls."""
+    """Return a maker of random tensors. Its seed is drawn from torch's generator, so each call returns another maker."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
