@@ -24,7 +24,7 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random tensors. Its seed is drawn from torch's generator, so each call returns another maker."""
+    """Return a maker of random tensors with a seed from torch's generator, so each call returns other numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 

@@ -1,4 +1,4 @@
-"""The MLA cache on the GPU: layouts and dtypes, every scale, non-finite numbers, strides, and offsets that need 64 bits.
+"""The MLA cache on the GPU: layouts and dtypes, every scale, non-finite numbers, strides, and offsets of 64 bits.
 
 The reference runs on the same GPU. Without `use_ue8m0`, PyTorch divides by 448 on a CPU and multiplies by 1 / 448 on a
 GPU, so the last bit of a scale can differ.
