@@ -1,4 +1,5 @@
-"""Select the receipt's rows that tables and pictures show, and name their shapes and peers."""
+"""Select the rows of the receipt's benchmarks that tables and pictures show, and name their shapes and peers (other
+libraries' kernels)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +34,9 @@ def _waits_for_host(row: Row) -> bool:
     return min(filled) < 0.75
 
 
-# Rows in which ours and the peer's work differ: a deterministic kernel against one that is not, fp16 against fp32
-# accumulators, a plan that is made once for many calls, a pass that waits for the host.
+# Rows whose ratio does not compare the GPU time of the same work: our kernel is deterministic and the peer's is not;
+# ours has fp16 accumulators and the peer's has fp32; the row is for a plan, which serves many calls; or the pass waits
+# for the host.
 OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
     _is_ours_alone("deterministic"),
     _is_ours_alone("float16 accumulators"),

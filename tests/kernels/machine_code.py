@@ -1,5 +1,4 @@
-"""The record of the kernels' machine code. A change of the source that leaves the machine code unchanged needs no new
-run on a GPU.
+"""The record of the kernels' machine code: if a change of the source does not change it, no GPU run is needed.
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
