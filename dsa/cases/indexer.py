@@ -176,10 +176,10 @@ RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 
 def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
-    """Check that scores are within their bounds, that -inf is where it is expected, and that calc_diff is small.
+    """Check that each score is within its bound, that -inf is where it is expected, and that calc_diff is small.
 
-    terms     sums of the terms' magnitudes; used only where the expected score is finite
-    of_terms  the error bound of a score, as a fraction of its terms
+    terms     for each score, the sum of its terms' magnitudes; used only where the expected score is finite
+    of_terms  the error bound of a score, as a fraction of `terms`
 
     Return calc_diff.
     """
