@@ -237,7 +237,8 @@ def loss(
 
     Logits are a few units large. Each query's keys are all different, unless `invalid` is set.
 
-    joint: pass an lse that exceeds the lse over the selected keys by a random number from 0 to joint, for each head
+    joint: pass an lse that exceeds the lse over the selected keys by a random number from 0 to joint, for each head and
+    query, as if the attention had more keys or a sink
     """
     if not tokens:
         indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])

@@ -15,8 +15,7 @@ MOST_SPLITS = 2**31 - 1  # limit for all sequences together
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
     """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from boundary i to the one before boundary i + 1.
 
-    Arguments and result as in `dsa.get_paged_mqa_logits_metadata`.
-    A split is 256 keys of one sequence.
+    A split is 256 keys of one sequence. Arguments and result as in `dsa.get_paged_mqa_logits_metadata`.
     Source: DeepGEMM's function of this name; the plan is that of DeepGEMM for next_n <= 2.
     """
     lengths = context_lens.long().clamp_min(0)
