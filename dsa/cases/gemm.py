@@ -333,9 +333,9 @@ def experts(
 ) -> Given:
     """Make a, b, ends and rows of a grouped product.
 
-    sizes   rows of each expert; None: five tokens of which rows [4, 0, 0, 2] go to three experts
-    tokens  rows of a, which `rows` gathers at random; 0: no `rows`
-    after   rows that belong to no expert
+    sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and a has five rows
+    tokens  the number of rows of a, from which `rows` selects at random; 0: no `rows`
+    after   the number of rows that belong to no expert
     """
     if sizes is None:
         sizes, tokens, rows = (2, 0, 2), 5, new.ints([4, 0, 0, 2])

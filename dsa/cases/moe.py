@@ -243,7 +243,7 @@ def own_rows(new: Maker) -> Given:
 
 
 def of_both(name: str, hostile: Hostile, argument: str) -> dict[str, Hostile]:
-    """Return hostile contents of the argument as int32 and as int64."""
+    """Return `hostile` for the argument as int32 and for the argument as int64."""
     sizes = hostile.sizes
     kinds = {"int32": INT32, "int64": INT64}
     return {f"{name} {kind}": Hostile(hostile.kept, ends, {**sizes, argument: x}) for kind, x in kinds.items()}

@@ -70,7 +70,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    # With as many rows as a pass over prompts has, a sum takes about as long as the work that runs at the same time.
+    # A pass over prompts has about MANY rows. A sum of so many takes about as long as the work that runs at the same
+    # time.
     for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)

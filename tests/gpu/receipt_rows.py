@@ -50,7 +50,7 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the time of a peer that does the same work, limited by the GPU."""
+    """Return the rows whose ratio compares GPU times of the same work."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 

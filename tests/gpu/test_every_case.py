@@ -1,7 +1,8 @@
 """Checks of all ops' kernels over their cases (`dsa.cases`).
 
-Results are right with free memory poisoned, and in CUDA graphs that are replayed with new data. They have the same bits
-in repeated runs, on a busy stream, on a second GPU, in compiled graphs, at other strides, and with keys far apart.
+Results are right if free memory is filled with NaN, and in CUDA graphs that are replayed with new data. They have the
+same bits in repeated runs, on a busy stream, on a second GPU, in compiled graphs, at other strides, and if keys are far
+apart in memory.
 """
 
 from itertools import islice

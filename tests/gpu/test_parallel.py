@@ -95,8 +95,8 @@ def test_tiny_models(folder):
 
 
 def test_batch_invariant_tokens(folder):
-    """A sequence among 71 others, and with drafts, gets the bits that it gets alone (the worker checks this). Both
-    ranks have the same tokens."""
+    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone (the
+    worker checks this). Both ranks have the same tokens."""
     first, second = run("batch_invariant", folder)
     assert first == second and first.keys() == {*model_types()}
 

@@ -84,8 +84,8 @@ def garbage(*shape):
 @pytest.mark.parametrize("sequences", [8, 17, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_numbers_give_the_slots_of_the_definition(seed, sequences, page_size, options):
-    """Boundaries, lengths and pages are garbage, in single elements or everywhere. With 17 or more sequences the kernel
-    first checks whether the boundaries ascend."""
+    """Single or all boundaries, lengths and pages are arbitrary numbers. With 17 or more sequences the kernel first
+    checks whether the boundaries ascend."""
     torch.manual_seed(seed)
     sizes = {"sequences": sequences, "most": 30, "earlier": 370, "pages": 6, "page_size": page_size}
     given = CASE.arguments("cuda", seed, **sizes, **options)

@@ -98,7 +98,7 @@ def columns_of_a_wider_one(b, before, after):
     ("columns", "channels"), [(136, 7168), (392, 400), (392, 1024), (8, 8192), (576, 1152), (64, 16)]
 )
 def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
-    """Some tiles begin inside a block of 128 columns that share a scale. Last tiles end past the last column and
+    """Some tiles begin inside a block of 128 columns that share a scale. The last tiles end past the last column and
     row."""
     a, b = operands(520, columns, channels)
     expected = dsa.fp8_gemm_nt(a, b, out_dtype)

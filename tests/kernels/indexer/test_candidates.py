@@ -51,8 +51,8 @@ def test_passes_read_all_tiles_once(keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("k", [1, 64, 512, MAX_SELECTED])
 def test_bounds_leave_enough_and_not_too_many(k, keys):
-    """For independent scores, a bound of the given rank is 5 standard deviations away from leaving fewer than k keys,
-    and 5 away from letting a list overflow in the next pass."""
+    """If scores are independent, the bound of a pass leaves at least k keys, and the keys that it leaves fit the lists
+    of the next pass, unless a count of keys is 5 standard deviations from its mean."""
     strides = candidate_lists.pass_strides(keys)
     ranks = candidate_lists.bound_ranks(k, strides)
     for rank, (stride, following) in zip(ranks, itertools.pairwise(strides), strict=True):
