@@ -94,7 +94,7 @@ class Hostile:
 class Case:
     """A call of an op.
 
-    name     the op's name in `dsa`; further words tell several cases of one op apart
+    name     the op's name in `dsa`; if an op has several cases, further words distinguish them
     make     (maker, **sizes) -> all keyword arguments of the op. A call of default sizes takes about a millisecond on a
              CPU
     check    (arguments, results) -> the largest error; raises AssertionError if a result is wrong. None if another case
@@ -102,8 +102,8 @@ class Case:
     sizes    sizes for `check` and for GPU tests: with every kind of row, and with full and partial tiles of the kernels
     more     further sizes for `check` and for GPU tests of strides: options and sizes that select other kernels
     written  names of arguments that the op writes in place
-    hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; further words
-             after the name tell several entries for one argument apart
+    hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
+             has several entries, further words after its name distinguish them
     ordered  whether repeated runs give the same bits
     """
 

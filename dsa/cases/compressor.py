@@ -43,7 +43,7 @@ def new_tokens(
     lengths, starts  numbers of new and of earlier tokens of each sequence
     spare            rows of the state beyond the smallest allowed number
 
-    With `lengths`, state rows that hold no token are NaN.
+    With `lengths`, rows of the state without a token are NaN.
     """
     poisoned, lengths = lengths is not None, (4, 3) if lengths is None else lengths
     starts = (3,) + (0,) * (len(lengths) - 1) if starts is None else starts

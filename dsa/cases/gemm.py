@@ -127,7 +127,7 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Make arguments in which every result row gets one token; by default three tokens."""
+    """Make arguments in which every row of the result gets one token; by default three tokens."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:

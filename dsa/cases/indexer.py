@@ -371,7 +371,7 @@ def in_pages(
 ) -> Given:
     """Put keys into random pages of a cache whose other bytes are NaN.
 
-    Unused entries of the block table are garbage; its last column has only unused entries.
+    Unused entries of the block table are invalid pages; its last column has only unused entries.
     """
     batch, used = len(lengths), [-(-n // page_size) for n in lengths]
     width, pages = max([*used, 1]) + 1, sum(used) + spare_pages

@@ -187,8 +187,8 @@ def dense(
     into: bool = False,
     full: bool = False,
 ) -> Given:
-    """Make sequences in random pages of a cache whose other rows are NaN; unused entries of the block table are
-    garbage.
+    """Make sequences in random pages of a cache whose other rows are NaN; unused entries of the block table are invalid
+    pages.
 
     plan  "old" or "new": the style of `get_mla_metadata`; "": no plan
     full  no row of the cache is NaN, and every entry of the table is a page

@@ -50,7 +50,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     ranks share, through peer copies and through NCCL. Also return counts of wrong numbers."""
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
-    found["wrong messages"] = wrong_messages(ranks, device)  # first, while the lanes' memory is small
+    found["wrong messages"] = wrong_messages(ranks, device)  # first, because later the lanes' memory does not grow
     for rows in ROWS:
         for dtype in DTYPES:
             x = part(ranks.rank, rows, dtype, device)
@@ -165,8 +165,8 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
         shared = SharedRows(ranks, 1 + i * i * i % 3000)
-        # Growing widths make the memory of both lanes grow (a lane carries one message at a time), also the memory of
-        # one lane while the other lane carries a message.
+        # A lane copies one message at a time. Because the widths grow, the memory of both lanes must grow, also that of
+        # one lane while the other lane copies a message.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
         if i % 7 == ranks.rank:  # delay one rank

@@ -130,7 +130,7 @@ def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = LOWEST_EXPONENT) -> torch.Tensor:
-    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; ragged blocks are padded with `fill`."""
+    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; smaller blocks are padded with `fill`."""
     rows, columns = of_groups.shape
     each = BLOCK // GROUP
     padded = torch.nn.functional.pad(of_groups, (0, -columns % each, 0, -rows % BLOCK), value=fill)

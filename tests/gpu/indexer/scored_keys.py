@@ -20,7 +20,7 @@ accumulated = pytest.mark.parametrize("accumulators", [FP32, FP16], ids=str)
 
 @dataclass(frozen=True)
 class Op:
-    """An op with options.
+    """A case of an op, its check, and options of the call.
 
     check: (arguments, results) -> the largest error, or None; raises AssertionError if a result is wrong
     """

@@ -1,5 +1,5 @@
-"""topk_indices on the GPU, for every variant of the kernel: distributions of scores, misleading samples, ragged rows,
-slots, strides, and launches that follow each other closely."""
+"""topk_indices on the GPU, for every variant of the kernel: distributions of scores, misleading samples, rows of
+different lengths, slots, strides, and launches that follow each other closely."""
 
 import math
 

@@ -22,7 +22,7 @@ def v4_planes(cache):
 
 
 def garbage(cache, slots):
-    """Fill these slots with one kind of garbage after another; yield after each."""
+    """Fill these slots with NaN, infinite or extreme values or scales, one kind after another; yield after each."""
     if cache.dtype != torch.uint8:
         for value in (NAN, INF, -INF, 0.0):
             cache.view(-1, cache.shape[3])[slots] = value

@@ -87,7 +87,7 @@ def test_keys_that_no_query_attends_to_change_no_bit(case, heads):
 @pytest.mark.parametrize("seed", range(10))
 @by_op
 def test_whatever_cu_seqlens_hold_results_are_between_the_keys(case, seed):
-    """With garbage in cu_seqlens, a query attends to some keys of kv or to none, but never to the NaN around kv."""
+    """With any numbers in cu_seqlens, a query attends to some keys of kv or to none, but never to the NaN around kv."""
     torch.manual_seed(seed)
     memory = torch.full((900, 1, 512), NAN, dtype=BF16, device="cuda")
     given = inputs(case, sequences=((198, 298),), seed=seed)

@@ -7,8 +7,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_swiglu_cast, kernels.compile_swiglu_cast_of_matrices)
 def test_sass(sass, compile_function, arguments):
     dtype, use_ue8m0, *_ = arguments
-    # The kernel for several matrices also loads the last of `ends`. The ragged variant, for rows whose last group has
-    # fewer than 128 channels, stores values in two vectors of 8 channels. One more store is for the scale.
+    # The kernel for several matrices also loads the last of `ends`. The variant for rows whose last group has fewer
+    # than 128 channels stores values in two vectors of 8 channels. One more store is for the scale.
     of_matrices = compile_function is kernels.compile_swiglu_cast_of_matrices
     ragged = not of_matrices and arguments[-1]
     loads = 2 * kernels.CHANNELS * (4 if dtype == "float32" else 2) // 16

@@ -36,7 +36,7 @@ def test_nan_reaches_only_the_tokens_that_use_it():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rows_that_no_token_names_are_neither_read_nor_get_a_gradient(dtype, weighted):
-    """Grouped products leave garbage, here NaN and infinity, in the rows of y after those of a process's experts. These
+    """Grouped products leave the rows of y after those of a process's experts undefined: here NaN and infinity. These
     rows, and the weights of entries without a row, get no gradient."""
     _, rows, ends = sort_by_expert(torch.randint(0, 12, (10, 3)) - 4, 4)
     used = int(ends[-1])
