@@ -29,7 +29,7 @@ def maker() -> Maker:
 
 
 def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Tensor]:
-    """Run a call with free memory poisoned, check its results with the case's check, and return them."""
+    """Run a call with free memory full of NaN, check its results with the case's check, and return them."""
     poison_free_memory(mebibytes=64)
     found = case.run(given)
     error = case.check(given, found)
@@ -39,8 +39,8 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """Yield the results of a captured call after each replay. Before a replay the tensors of a renewal are copied to
-    those of `given`."""
+    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay. Before a replay
+    the tensors of the renewal are copied to those of `given`."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():

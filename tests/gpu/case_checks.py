@@ -29,7 +29,7 @@ def by_sizes(*grids: list[dict[str, Any]]) -> pytest.MarkDecorator:
 
 
 def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], None], seed: int = 0) -> None:
-    """Check a call with these sizes, with free memory poisoned."""
+    """Check a call with these sizes while free memory is full of NaN."""
     poison_free_memory(mebibytes=64)
     record_error(case.verify("cuda", seed, **sizes))
 

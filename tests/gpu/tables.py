@@ -225,7 +225,7 @@ def _joined(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _yardstick(row: Row) -> float:
-    """Return the milliseconds of a row's only yardstick."""
+    """Return the milliseconds of the row's yardstick, the measured code with which it is compared. It has only one."""
     (found,) = row["yardsticks"].values()
     return found["ms"]
 

@@ -75,7 +75,8 @@ def test_greedy_tokens_equal_the_references(family, load_tiny):
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
-    """The model is fp32, as above. Random models accept very few drafts, so nearly all drafts are rolled back."""
+    """The model is fp32, so the tokens agree. Random models accept very few drafts, so nearly all drafts are rolled
+    back."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     plain, drafted = (
         [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
@@ -86,8 +87,8 @@ def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_shared_prefixes(family, load_tiny):
-    """The model is fp32, as above. Prompts share prefixes within a call and with the previous call. Some sequences
-    decode while the prompts of others are prefilled in chunks."""
+    """The model is fp32, so the tokens agree. Prompts share prefixes within a call and with the previous call. Some
+    sequences decode while the prompts of others are prefilled in chunks."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
@@ -122,8 +123,8 @@ def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
-    """A sequence among 71 others, and with drafts, gets the bits that it gets alone. Sequences are longer than the 128
-    selected keys and than V4's window. Most drafts are right, but not all."""
+    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone.
+    Sequences are longer than the 128 selected keys and than V4's window. Most drafts are right, but not all."""
     model = load_tiny(family, drafter=True, kv_cache=kv_cache)
     assert_batch_invariant(model, monkeypatch)
 
