@@ -1,7 +1,7 @@
 """Cases of every public op: how to make arguments, how to check results, and which arguments to corrupt.
 
-There is a module per op family, as in dsa.ops; a large family has two or three. `dsa check`, the tests on CPU and GPU,
-the fuzzer, the digests of launches, and the benchmarks all call ops with arguments that a case makes.
+There is a module per op family, as in dsa.ops, and several for a large family. `dsa check`, the tests on CPU and GPU,
+the fuzzer, the digests of launches, and the benchmarks call ops with arguments that a case makes (case.py).
 """
 
 import importlib

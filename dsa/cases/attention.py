@@ -1,5 +1,5 @@
-"""What cases of attention share: attention in float64, tolerances of kernels, generators of numbers, index lists,
-caches and packed sequences, and the places of hostile numbers."""
+"""Parts that the cases of attention ops share: attention in float64, tolerances, random numbers, index lists, caches,
+packed sequences, and which results an invalid number in an index tensor can change."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from dsa.testing import assert_close, poisoned
 
 FP16, INF = torch.float16, torch.inf
 D_V = 512
-# Tolerances of out, then of LSE or the largest logit. They are FlashMLA's own.
+# (tolerances of out, tolerances of LSE and of the largest logit). They are those of FlashMLA's tests.
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}, {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536}
 DENSE = {"abs_tol": 8e-4, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
 SPARSE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
@@ -22,7 +22,7 @@ FP32 = {"abs_tol": 2e-5, "rel_tol": 2e-5}
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
-# The reference in float64.
+# Attention in float64.
 
 
 class Attended(NamedTuple):
@@ -31,7 +31,7 @@ class Attended(NamedTuple):
     out      [T, H, dv], 0 for a query without keys
     lse      [T, H], natural log, without the sink; +inf for a query without keys
     largest  [T, H], the largest scaled logit; -inf for a query without keys
-    size     [T, H, dv]: out computed with the values' magnitudes; rounding errors are proportional to it
+    size     [T, H, dv]: out computed with |values|; rounding errors are proportional to it
     """
 
     out: torch.Tensor
@@ -80,7 +80,7 @@ def attend_lists(
 ) -> Attended:
     """Compute `attend` for each query over the keys in its list.
 
-    keys   [N, d]. The values are the first d_v channels. Rows that no list names may hold NaN
+    keys   [N, d]. The values are the first d_v channels. Rows that are in no list may contain NaN
     lists  [T, K]: rows of keys, -1 for no key
     """
     padded = torch.cat((keys, keys.new_zeros(1, keys.shape[1])))  # row N, all zeros, is what index -1 reads
@@ -95,7 +95,8 @@ def attend_lists(
 
 
 def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices [..., K] as int64, with -1 for those outside [0, n) and those after the first counts [...]."""
+    """Return the indices [..., K] as int64, with -1 for those outside [0, n) and for those from position counts [...]
+    on."""
     there = (indices >= 0) & (indices < n)
     if counts is not None:
         there &= torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
@@ -103,7 +104,7 @@ def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> 
 
 
 def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
-    """Check out and the statistics that an op returns (lse, or max_logits and lse); return the largest error of out."""
+    """Check out and the statistics that an op returns (lse, or max_logits and lse). -> the largest error of out"""
     out, *statistics = found
     error = assert_close("out", out, expected[0], **FP32 if out.dtype == F32 else tolerances[0])
     for x, right in zip(statistics, expected[1:], strict=True):
@@ -123,8 +124,8 @@ def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
 
 
 def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Return numbers with standard deviation 0.1, clamped to [-1, 1]: the size of values that the absolute tolerances
-    assume."""
+    """Return numbers with standard deviation 0.1, clamped to [-1, 1]. The absolute tolerances assume values of this
+    size."""
     return (new.f32(*shape) / 10).clamp(-1, 1).to(dtype)
 
 
@@ -175,16 +176,16 @@ def empty_cache(device: str, layout: str, pages: int, page: int) -> torch.Tensor
 
 
 def filled_cache(new: Maker, layout: str, rows: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (a cache of about twice `rows` slots of which `rows` are written and the others NaN, the written slots in
-    random order)."""
+    """Return (a cache, its written slots in random order). About half of the slots are written, `rows` in all; the
+    others are NaN."""
     pages = -(-2 * rows // page) + 1
     cache = empty_cache(new.device, layout, pages, page)
     slots = new.order(1, pages * page, rows)[0]
     any_scales = layout.endswith("any scales")
     kv = small(new, rows, LAYOUTS[layout][0], dtype=F32)
     dsa.reference.write_kv_cache(kv, cache, slots, use_ue8m0=not any_scales)
-    # `write_kv_cache` derives each scale from the largest number of a group. Half of the rows keep such scales; the
-    # other half are multiplied by random factors, because callers may write any scale.
+    # `write_kv_cache` computes each scale from the largest number of a group, but callers may write any scale. So
+    # multiply the scales of half of the rows by random factors.
     if any_scales:
         scales = cache.view(-1, 656)[:, 512:528].view(F32)
         some = slots[: rows // 2]
@@ -201,11 +202,11 @@ def all_rows(cache: torch.Tensor) -> torch.Tensor:
 
 # Packed sequences.
 
-# (queries, keys) of each sequence: empty, as many queries as keys, chunks of longer sequences, no queries, no keys,
-# fewer keys than queries.
+# (queries, keys) of each sequence: empty sequences, whole sequences (as many queries as keys), chunks (fewer queries
+# than keys), no queries, no keys, and fewer keys than queries.
 SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
-# For hostile bounds, (queries, keys): more than a tile of 128 queries, no queries, queries that see no key, few
-# queries.
+# (queries, keys) for tests of hostile bounds: more queries than a tile of 128, no queries, queries that see no key, and
+# few queries.
 FEW_SEQUENCES = ((130, 140), (0, 4), (7, 3), (5, 70))
 
 
@@ -214,7 +215,7 @@ def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(new.ints, ends)))
 
 
-# Places of hostile numbers, and which results they cannot change.
+# The places at which hostile numbers (see case.Hostile) are written, and the results that they cannot change.
 
 
 def corners(x: torch.Tensor) -> list[Any]:
@@ -239,7 +240,7 @@ IN_ROWS, BOUNDS = Hostile(PER_ROW.kept, corners), Hostile(other_sequences, every
 
 
 def with_sizes(hostile: Hostile, names: Sequence[str], variants: dict[str, Given]) -> dict[str, Hostile]:
-    """Return hostile contents of each named argument in calls of several sizes, keyed by argument and variant."""
+    """Return {"argument variant": `hostile` with the sizes of the variant} for each named argument and variant."""
     return {
         f"{name} {variant}".strip(): Hostile(hostile.kept, hostile.places, sizes, hostile.exact)
         for variant, sizes in variants.items()

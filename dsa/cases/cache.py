@@ -1,4 +1,4 @@
-"""Cases of the ops that write and read the paged caches, and of slot_mapping."""
+"""Cases of the ops that write and read the paged caches (MLA latents, index keys), and of slot_mapping."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ CHANNELS = {"bfloat16": 576, "float16": 576, "float32": 576, "v32": 576, "v4": 5
 
 
 def slot_bytes(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
-    """Return uint8 [slots, bytes]: all bytes of each slot, gathered from every part of its page. index: the cache holds
-    index keys."""
+    """Return uint8 [slots, bytes]: all bytes of each slot. In some layouts a slot's values and scales are in different
+    parts of its page. index: whether the cache contains index keys."""
     pages, size, _, width = cache.shape
     page = cache.reshape(pages, size * width).view(torch.uint8)
     byte_cache = cache.element_size() == 1
@@ -69,8 +69,8 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False) -> None:
-    """Raise AssertionError if a byte in a slot differs, or if the bytes of the padding between pages are not all
-    equal."""
+    """Raise AssertionError if a byte in a slot differs, or if the padding between pages was written. Before the call
+    all bytes of the padding are equal, so they must still be equal."""
     same("slots", slot_bytes(found, index), slot_bytes(expected, index))
     padding = between_pages(found)
     if (padding != padding[:1, :1]).any():
@@ -78,8 +78,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return different slots; the second token has slot -1. outside: the tokens after it have slots outside the
-    cache."""
+    """Return different slots for the tokens, but -1 for the second token. outside: the tokens after the second one get
+    slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -142,7 +142,7 @@ def index_slots(
 
 
 def check_read_index(a: Given, found: Results) -> float:
-    """Check k and k_scale. `found` contains them a second time if the call was given tensors to write them to."""
+    """Check k and k_scale. `found` contains them twice if the call had tensors to write them to."""
     slots = slots_inside(a["slots"], a["cache"])
     raw = slot_bytes(a["cache"], index=True)[slots] * (slots >= 0)[:, None]
     for k, k_scale in zip(found[::2], found[1::2], strict=True):
@@ -164,7 +164,7 @@ def check_new_cache(a: Given, found: Results) -> float:
 
 
 def latent_cache(new: Maker, layout: str, d: int, pages: int, page_size: int) -> torch.Tensor:
-    """Return a cache with numbers in every slot, and bytes 0xFF between the pages of the V4 layout."""
+    """Return a cache with numbers in every slot. In the V4 layout the padding between pages is bytes of 0xFF."""
     if layout == "v32":
         return new.v32_cache(pages, page_size)
     if layout != "v4":
@@ -284,7 +284,7 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """Return the rows before a cache rounds them: the `out` of the op with an fp32 cache, which here has no pages."""
+    """Return the rows before the cache rounds them: the `out` of a call with an fp32 cache. This cache has no pages."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
@@ -305,10 +305,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def check_projected(a: Given, rows: torch.Tensor) -> float:
-    """Check rows before a cache rounds them.
+    """Check the rows before the cache rounds them.
 
-    The norm and the rotation each round to the dtype. Another order of the norm's sum rarely rounds a number to the
-    adjacent one, so few such differences are allowed.
+    The norm and the rotation each round to the dtype. If a kernel adds the norm's squares in another order, a number is
+    sometimes rounded to the adjacent one. So a few such differences are allowed.
     """
     kv, n, (cos, sin) = a["kv"], len(a["norm_weight"]), (a["cos"], a["sin"])
     if n + 2 * cos.shape[1] <= kv.shape[1]:  # the norm does not cover the rotated channels
@@ -318,7 +318,9 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
     expected = rotated(torch.cat((latent, kv[:, n:]), 1).double(), cos, sin, a["interleaved"])
     size = expected.abs()
     rope = size[:, -2 * cos.shape[1] :]
-    rope[:] = rope.amax(1, keepdim=True)  # rope adds two products, each of which can be one step off
+    # A rotated channel is a sum of two products, each of which can be one rounding step off. So the error is relative
+    # to the row's largest rotated channel.
+    rope[:] = rope.amax(1, keepdim=True)
     error, info = (rows.double() - expected).abs(), torch.finfo(kv.dtype)
     if not (error <= 4 * info.eps * (size + info.smallest_normal)).all():
         raise AssertionError(f"rows: off by up to {(error / size).nan_to_num(0.0).max() / info.eps:.3g} eps")
@@ -330,7 +332,7 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
 
 
 def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """Return what the op writes to `out` for these rows: with a byte cache, the rows as the cache rounds them."""
+    """Return what the op writes to `out` for these rows. With a byte cache these are the rows after quantisation."""
     if a["cache"].element_size() > 1:
         return rows
     page = torch.zeros(1, max(len(rows), 1), 1, a["cache"].shape[3], dtype=torch.uint8, device=rows.device)
@@ -339,7 +341,7 @@ def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_mla(a: Given, found: Results) -> float:
-    """Check the rows by the formula, and the cache and `out` bit for bit against these rows."""
+    """Compare the op's unrounded rows with the formula. The cache and `out` must have exactly these rows, rounded."""
     rows = unrounded(a)
     error = check_projected(a, rows)
     same_cache(found[0], written(a, rows))
@@ -389,7 +391,7 @@ def mapped(a: Given) -> list[int]:
     """Return the slots by the definition, token by token."""
     bounds, table, size, ratio = a["cu_seqlens"].tolist(), a["block_table"].tolist(), a["page_size"], a["ratio"]
     owners = [-1] * a["num_tokens"]
-    # if ranges overlap, a token belongs to the sequence that begins last
+    # If sequences overlap, a token belongs to the one that begins last.
     for b in sorted(range(len(table)), key=bounds.__getitem__):
         low, high = (min(max(x, 0), len(owners)) for x in bounds[b : b + 2])
         if low < high:
@@ -420,12 +422,12 @@ def check_mapped(a: Given, found: Results) -> float:
     return 0.0
 
 
-# Which results hostile numbers cannot change.
+# The results that hostile numbers (see case.Hostile) cannot change.
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keep all bytes of the cache outside these slots, the check of the padding, and the second result outside these
-    states."""
+    """Keep the cache's bytes outside these slots, whether its padding was written, and the other results outside the
+    rows `states` (state slots)."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -439,14 +441,14 @@ def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), 
 
 
 def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all slots except that of the token at `place`. `out` and the state do not depend on slots."""
+    """Keep all slots of the cache except that of the token at `place`. `out` and the state do not depend on slots."""
     return other_slots(given, [int(given["slots"][place])], index=index)
 
 
 def mapped_elsewhere(wrong: Sequence[int], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the slots of all sequences except those at the distances `wrong` from the corrupted place.
+    """Keep the results of all sequences except the sequences place[0] + i for i in `wrong`.
 
-    Tokens after the last boundary are left out, too, because a wrong boundary may give them to a sequence.
+    Tokens after the last boundary are left out, too, because with a wrong boundary they can belong to a sequence.
     """
     bounds, sequences = given["cu_seqlens"].tolist(), len(given["block_table"])
     of_wrong = {t for i in wrong if 0 <= (b := place[0] + i) < sequences for t in range(bounds[b], bounds[b + 1])}
@@ -470,7 +472,7 @@ def slots_of_both(kept: Any, name: str = "slots", **sizes: Any) -> dict[str, Hos
 
 
 def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of these arguments of `slot_mapping`, with cache rows of one token and of three."""
+    """Return hostile contents of these arguments of `slot_mapping`, for ratio 1 and ratio 3 (tokens per cache row)."""
     sizes = {"kind": kind, "sequences": 5, "most": 12, "earlier": 12, "pages": 8, "page_size": 4, **sizes}
     own, adjacent = partial(mapped_elsewhere, (0,)), partial(mapped_elsewhere, (-1, 0))
     which = {"block_table": (own, first_column), "cu_seqlens": (adjacent, every), "cache_seqlens": (own, ends)}

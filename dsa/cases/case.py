@@ -1,4 +1,5 @@
-"""The classes `Case` and `Hostile`, the generator of their tensors, and helpers that cases share."""
+"""The classes `Case` (a call of an op and its check) and `Hostile` (corruption of an index tensor), the maker of their
+random tensors, and helpers that cases share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,13 +74,14 @@ class Maker:
 
 @dataclass(frozen=True)
 class Hostile:
-    """How to corrupt one argument of indices, lengths or bounds with numbers that no valid call has.
+    """How to corrupt an argument that contains indices, lengths or bounds with numbers that no valid call has.
 
-    kept    (arguments, place) -> a function from all results to the part that a wrong number at this place cannot
-            change
+    kept    (arguments, place) -> a function that selects, from all results, those that a wrong number at this place
+            cannot change
     places  argument -> the places to corrupt: indices into the argument
     sizes   keyword arguments of `Case.make` for these calls
-    exact   False if the kept part may be summed in another order: then it is compared within 1e-2 or 1e-3
+    exact   whether the kept results must have equal bits. False if they can be summed in another order: then they are
+            compared within 1e-2 or 1e-3
     """
 
     kept: Callable[[Given, Any], Kept]
@@ -92,15 +94,16 @@ class Hostile:
 class Case:
     """A call of an op.
 
-    name     the op's name in `dsa`; further words tell several cases of one op apart
-    make     (maker, **sizes) -> all keyword arguments; the default sizes take about a millisecond on a CPU
+    name     the op's name in `dsa`; if an op has several cases, further words distinguish them
+    make     (maker, **sizes) -> all keyword arguments of the op. A call of default sizes takes about a millisecond on a
+             CPU
     check    (arguments, results) -> the largest error; raises AssertionError if a result is wrong. None if another case
              of the op already checks what this case computes
-    sizes    sizes for `check` and for GPU tests: every kind of row, full tiles of the kernels, and partial ones
+    sizes    sizes for `check` and for GPU tests: with every kind of row, and with full and partial tiles of the kernels
     more     further sizes for `check` and for GPU tests of strides: options and sizes that select other kernels
     written  names of arguments that the op writes in place
-    hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; further words
-             after the name tell several entries for one argument apart
+    hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
+             has several entries, further words after its name distinguish them
     ordered  whether repeated runs give the same bits
     """
 
@@ -166,7 +169,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)))
 
 
-# Which results a hostile number can change.
+# The places at which hostile numbers are written, and the results that they cannot change.
 
 
 def ends(x: torch.Tensor) -> list[Any]:
@@ -207,9 +210,12 @@ def contents(valid: torch.Tensor) -> dict[str, int]:
 
 
 def changed(hostile: Hostile, given: Given, name: str) -> Iterator[tuple[str, torch.Tensor, Kept]]:
-    """Yield (what was changed, the changed argument, the function that selects unaffected results) for every place and
-    number, then for changes of the whole tensor: filled with one number, reversed, and random bits. After a change of
-    the whole tensor no result is checked."""
+    """Yield (description of the change, the changed argument, a function that selects the results that must not
+    change).
+
+    The changes are every number at every place, then changes of the whole tensor: filled with one number, reversed, and
+    random bits. After a change of the whole tensor no result is checked.
+    """
     valid, nothing_kept = given[name], nothing(given, ())
     for what, number in contents(valid).items():
         for place in hostile.places(valid):

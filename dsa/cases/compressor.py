@@ -1,4 +1,4 @@
-"""Cases of the compressors of key-value caches."""
+"""Cases of DeepSeek-V4's compressor, compress_kv and write_compressed_kv (see dsa/reference/cache/compressed_kv.py)."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def new_tokens(
     lengths, starts  numbers of new and of earlier tokens of each sequence
     spare            rows of the state beyond the smallest allowed number
 
-    With `lengths`, state rows that hold no token are NaN.
+    With `lengths`, rows of the state without a token are NaN.
     """
     poisoned, lengths = lengths is not None, (4, 3) if lengths is None else lengths
     starts = (3,) + (0,) * (len(lengths) - 1) if starts is None else starts
@@ -61,7 +61,7 @@ def new_tokens(
 
 
 def block_ends(a: Given) -> list[tuple[int, int, int]]:
-    """Return (sequence, index among the new tokens, position in the sequence) of every new token that ends a block."""
+    """Return (sequence, index among all new tokens, position in the sequence) of every new token that ends a block."""
     bounds, m = a["cu_seqlens"].tolist(), len(a["ape"])
     found = [
         (b, token, start + token - low)
@@ -141,8 +141,8 @@ def hadamard(channels: int) -> torch.Tensor:
 
 
 def check_write_compressed(a: Given, found: Results) -> float:
-    """Compare the written entries with the reference's rounded entries and with the formula. The state and all other
-    slots must match exactly."""
+    """Compare the written entries with the reference's rounded entries and with the formula. The state must have the
+    new tokens exactly, and all other slots must be unchanged."""
     (cache, state), d = found, len(a["norm_weight"])
     index = cache.dtype == torch.uint8 and cache.shape[3] == d + 4
     check_state(a, state)
@@ -159,7 +159,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
     by_reference = a | {"cache": a["cache"].clone(), "state": a["state"].clone(), "slots": every}
     dsa.reference.write_compressed_kv(**by_reference)
     expected = slot_numbers(by_reference["cache"], index)[slots]
-    # A number may round to the adjacent one. In e4m3 adjacent numbers differ by up to 1/8.
+    # A number may be the neighbour of the reference's number: adjacent e4m3 numbers differ by up to 1/8. Numbers of a
+    # float cache may differ by two bf16 steps of up to 1/128 each.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
     assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
     rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
@@ -169,8 +170,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Check tolerances, and that rounding has no bias: the mean ratio of got to expected is 1 over numbers that are not
-    small."""
+    """Check the tolerances of a quantised result, and that its rounding has no bias: over numbers that are not small,
+    the mean of got / expected must be near 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error
@@ -181,11 +182,11 @@ def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> flo
     return error
 
 
-# Hostile contents.
+# Hostile contents (see case.Hostile).
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all entries and states except those of the sequences at the distances `wrong` from the place."""
+    """Keep all entries and states except those of the sequences place[0] + i for i in `wrong`."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]

@@ -9,10 +9,11 @@ import dsa
 from dsa.cases.case import BF16, F32, Case, Given, Maker, Results
 from dsa.testing import assert_close
 
-# Relative tolerance of a result that is rounded once: half a unit in the last place; for fp32, the error of sums and of
-# the inverse square root.
+# Relative tolerance of a result that is rounded once. For 16-bit dtypes: half a unit in the last place. For fp32: the
+# error of sums and of the inverse square root.
 ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 2e-6}
-# Relative tolerance of sums in another order, which sometimes round to the adjacent number.
+# Relative tolerance of results that are computed from sums in another order: a result sometimes rounds to the adjacent
+# number.
 NEIGHBOUR = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
 COSINE = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
 
@@ -29,7 +30,7 @@ def equal(names: str, found: Results, expected: Results) -> None:
 
 
 def within(name: str, got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> float:
-    """Return the largest error; fail where a finite expected number is missed by more than `allowed`."""
+    """Return the largest error. Raise AssertionError if an error exceeds `allowed` where `expected` is finite."""
     error = (got.double() - expected).abs()
     if (~(error <= allowed) & expected.isfinite()).any():
         raise AssertionError(f"{name}: off by up to {(error / allowed).nan_to_num(0.0).max():.3g} of what is allowed")
@@ -86,8 +87,8 @@ def norm_of_heads(
 
 
 def check_norm_of_heads(a: Given, found: Results) -> float:
-    """Check the bits of `rms_norm` followed by `apply_rotary`, and compare with float64. Both ops round their
-    result."""
+    """Require the bits of `rms_norm` followed by `apply_rotary`, and compare with float64. The tolerance covers two
+    roundings, because both ops round their result."""
     normed = dsa.rms_norm(a["x"], a["weight"], a["eps"])
     equal("y", found, [dsa.apply_rotary(normed, a["cos"], a["sin"], interleaved=True, dims="last")])
     expected = rotated(rms_normed(a["x"], a["weight"], a["eps"]), a["cos"], a["sin"])
@@ -109,14 +110,15 @@ def norm_with_cast(
 
 
 def check_norm_with_cast(a: Given, found: Results) -> float:
-    """Check total against PyTorch's sum, and the other results bit for bit against `rms_norm` followed by the cast."""
+    """Require that total has the bits of PyTorch's sum, and the other results those of `rms_norm` followed by the cast.
+    Compare the norm with float64."""
     *total, y, q, scale = found
     normed = {"x": a["x"], "weight": a["weight"], "eps": a["eps"]}
     if total:
         normed["x"] = a["residual"] + a["x"]
         equal("total", total, [normed["x"]])
     equal("q scale", (q, scale), dsa.per_token_cast_to_fp8(y, a["use_ue8m0"]))
-    if y.shape[1] > 128:  # for a single group the kernel sums in another order than `rms_norm`
+    if y.shape[1] > 128:  # with 128 channels, a single group, the kernel sums in another order than `rms_norm`
         equal("y", [y], [dsa.rms_norm(**normed)])
     return check_norm(normed, [y])
 
@@ -155,12 +157,13 @@ def rotated(
 
 
 def check_rotation(a: Given, found: Results) -> float:
-    """Check the reference's bits, and compare with float64. In place, a["out"] holds x as it was before the call."""
+    """Require the reference's bits, and compare with float64. For a call in place, a["out"] is a copy of x from before
+    the call."""
     x = a["out"] if found[0] is a["x"] else a["x"]
     given = {"x": x, "cos": a["cos"], "sin": a["sin"], "interleaved": a["interleaved"], "dims": a["dims"]}
     for got in found:
         equal("out", [got], [dsa.reference.apply_rotary(**given)])
-    rounding = 1.04 * ROUNDING[found[0].dtype]  # because products are rounded to fp32 first
+    rounding = 1.04 * ROUNDING[found[0].dtype]  # 1.04: the two products are rounded to fp32 before they are added
     return assert_close("out", found[0], rotated(**given), abs_tol=1e-5, rel_tol=rounding, cos_tol=5e-6)
 
 
@@ -282,7 +285,7 @@ def sublayer(
     use_ue8m0: bool = True,
     **options: float,
 ) -> Given:
-    """Make tokens of all magnitudes; mix has its token's magnitude."""
+    """Make arguments whose tokens have magnitudes from 1e-3 to 1e3. A token's mix has the token's magnitude."""
     a, size = collapse(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
     sized = {"streams": (a["streams"] * size[..., None]).to(BF16), "mix": a["mix"] * size}
     return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
@@ -325,7 +328,8 @@ CASES = [
     Case("hyper_collapse", collapse, check_collapse, {"tokens": 37, "channels": 264, "iterations": 20}),
     Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
     Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
-    # 1793 tokens select the kernel with a second pass, 300 the kernel without it, and 37 the kernel for few tokens.
+    # 1793 tokens select the persistent kernel, whose sums a second kernel adds, 300 the kernel with clusters, and 37
+    # the kernel for few tokens.
     Case(
         "hyper_mix",
         mix,

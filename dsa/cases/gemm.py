@@ -66,11 +66,10 @@ def check_cast(
     dtype: torch.dtype = F32,
     block: tuple[int, int] = (1, BLOCK),
 ) -> None:
-    """Check the scales and values of an FP8 cast of `right`, which is in float64; the op rounds it to `dtype` before
-    the cast.
+    """Check the scales and values of an FP8 cast of `right`.
 
-    A scale is max(amax, 1e-4) / 448, or the next power of two. A value is off by at most half an e4m3 step. Blocks
-    whose scale is not finite are not checked.
+    right is in float64; the op rounds it to `dtype` before the cast. A scale is max(amax, 1e-4) / 448, or the next
+    power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -86,7 +85,8 @@ def check_cast(
         raise AssertionError(f"{name}'s scale: {int(wrong.sum())} of {wrong.numel()} are wrong")
     each = repeated(scale, right.shape, block)
     error = (q.double() * each - right).abs()
-    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number; 2^-9 is the smallest e4m3 number.
+    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number, or for subnormals less than 2^-9, the
+    # smallest e4m3 number.
     allowed = (2**-4 + eps) * right.abs() + 2**-9 * each + eps * tiny
     if (~(error <= allowed) & each.isfinite()).any():
         raise AssertionError(f"{name}: up to {(error / allowed).nan_to_num(0.0).max():.3g} times the error of rounding")
@@ -108,8 +108,8 @@ def token_cast(
 def check_token_cast(a: Given, found: Results) -> float:
     """Check the reference's bits, and compare with float64."""
     x, group, use_ue8m0 = a["x"], a["gran_k"], a["use_ue8m0"]
-    # With ue8m0, results on a GPU equal those on a CPU bit for bit. Without, PyTorch on a GPU multiplies by 1 / 448
-    # instead of dividing, as the kernel does, so the reference runs on the same device.
+    # With ue8m0, results on a GPU have the bits of results on a CPU. Without it, PyTorch divides by 448 on a CPU but
+    # multiplies by 1 / 448 on a GPU, as the kernel does. So the reference runs on the op's device.
     expected = dsa.reference.per_token_cast_to_fp8(**a | {"x": x.cpu() if use_ue8m0 else x})
     check_bits("q scale", [y.cpu() for y in found], [y.cpu() for y in expected])
     right = x.double()
@@ -127,7 +127,7 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Make arguments in which every result row gets one token; by default three tokens."""
+    """Make arguments in which every row of the result gets one token; by default three tokens."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:
@@ -195,7 +195,7 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Make gates of which many exceed the limit. halves: gate and up are the halves of one tensor."""
+    """Make gates and ups of which many exceed the limit. halves: gate and up are the halves of one tensor."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -204,8 +204,8 @@ def swiglu(
 
 
 def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> Results:
-    """Return the smallest h that the contract allows, the exact h, and the largest h, rounded to the operands' dtype,
-    as fp32."""
+    """Return (the smallest h that the contract allows, the exact h, the largest h that it allows). Each is rounded to
+    the operands' dtype and returned as fp32."""
     g, u = gate.double(), up.double()
     if limit is not None:
         limit = torch.tensor(limit, dtype=F32).item()  # the limit as an fp32 number
@@ -223,8 +223,8 @@ def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 
 
 def check_swiglu(a: Given, found: Results) -> float:
-    """Check that scales and values lie between those of the bounds. If the bounds round to the same h, this requires
-    equality."""
+    """Check that scales and values are between those of the smallest and the largest h (`swiglu_bounds`). Where these
+    two round to the same h, this requires equality."""
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
@@ -262,7 +262,8 @@ def weight(new: Maker, rows: int = 150, columns: int = 140, dtype: torch.dtype =
 
 
 def check_weight(a: Given, found: Results) -> float:
-    """Check the bits. q has 4 significant bits, so q * scale is exact in float64 and is rounded to fp32 only once."""
+    """Require the bits of q * scale, rounded to fp32 and then to the dtype. The product is exact in float64, because q
+    has 4 significant bits."""
     right = a["q"].double() * repeated(a["scale"], a["q"].shape, (a["block"], a["block"]))
     check_bits("w", found, [right.float().to(a["dtype"])])
     return 0.0
@@ -296,7 +297,8 @@ def fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def check_block_scales(a: Given, found: Results) -> float:
-    """Check the block scales: 2^-6 times the largest scale of a group with a nonzero code, but at least 2^-126."""
+    """Check the block scales: 2^-6 times the largest scale of the block's groups with a nonzero code, at least
+    2^-126."""
     live = (fp4_codes(a["packed"]) % 8 != 0).unflatten(-1, (-1, 32)).any(-1)
     scales = a["scale"].double().where(live, 0.0)
     padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4, 0, -scales.shape[-2] % BLOCK))
@@ -331,9 +333,9 @@ def experts(
 ) -> Given:
     """Make a, b, ends and rows of a grouped product.
 
-    sizes   rows of each expert; None: five tokens of which rows [4, 0, 0, 2] go to three experts
-    tokens  rows of a, which `rows` gathers at random; 0: no `rows`
-    after   rows that belong to no expert
+    sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and a has five rows
+    tokens  the number of rows of a, from which `rows` selects at random; 0: no `rows`
+    after   the number of rows that belong to no expert
     """
     if sizes is None:
         sizes, tokens, rows = (2, 0, 2), 5, new.ints([4, 0, 0, 2])
@@ -393,7 +395,7 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (y, size) in float64 for the rows that belong to a weight.
 
-    size is the root of the sum of squared products: the expected magnitude of a sum of products with random signs.
+    size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
     """
 
     def of_one(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -417,8 +419,8 @@ def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 def check_product(a: Given, found: Results) -> float:
     """Compare with float64. Rows of no expert are not checked.
 
-    The tensor cores sum a block with about 14 bits relative to the largest product. The sum is rounded to the result's
-    dtype once.
+    Tensor cores add the products of a block of 128 channels with about 14 bits, relative to the largest product. The
+    sum of all blocks is rounded to the result's dtype once.
     """
     expected, size = sums(a)
     y = found[0][: len(expected)]
@@ -485,12 +487,13 @@ def check_linear(a: Given, found: Results) -> float:
     return (error / size).max().item() if error.numel() else 0.0
 
 
-# Hostile contents. The sizes select the variants of the kernels: gathering few rows, copying many rows, dynamic
-# scheduling of many work tiles, and small M. Some calls have rows after the last end.
+# Hostile contents (see case.Hostile). The sizes select the variants of the kernels: small M, rows gathered by the
+# kernel, many rows copied before it, and dynamic scheduling of many work tiles. Some calls have rows after the last
+# end.
 
 
 def other_experts(given: Given, place: tuple[int]) -> Kept:
-    """Keep the rows of all experts except the two on either side of this end."""
+    """Keep the rows of all experts except the one that ends at this end and the one that begins there."""
     ends, e = [0, *given["ends"].tolist()], place[0]
     kept = [m for m in range(ends[-1]) if not ends[e] <= m < ends[min(e + 2, len(ends) - 1)]]
     return lambda results: [x[kept] for x in results]

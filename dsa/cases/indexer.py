@@ -1,4 +1,4 @@
-"""Cases of the lightning indexer's inputs and scores."""
+"""Cases of the ops that prepare the lightning indexer's queries and keys, and of its scores and their plans."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -88,7 +88,8 @@ def transformed(x: torch.Tensor, a: Given) -> torch.Tensor:
 
 
 def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, use_ue8m0: bool) -> float:
-    """Check that q [..., 128] and scale [...] are the FP8 cast of `rows`, up to the last bit of `dtype` and of fp32."""
+    """Check that q [..., 128] and scale [...] are the FP8 cast of `rows`, up to a rounding error of `dtype` and
+    fp32."""
     eps = torch.finfo(dtype).eps + 1e-6
     exact = rows.abs().amax(-1).clamp(min=1e-4) / 448
     if use_ue8m0:  # if the ratio is near a power of two, rounding can give either of two scales
@@ -122,15 +123,15 @@ def by_slot(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_keys(a: Given, found: Results) -> float:
     """Compare with float64 and with the reference.
 
-    The kernel sums in another order than the reference, so a few bytes may differ. Slots that receive no token keep
-    their bytes.
+    The kernel adds the norm's sums in another order than the reference, so a few bytes may differ. Slots that no token
+    has must keep their bytes.
     """
     (cache,), before, slots = found, a["cache"], a["slots"].long()
     there = (slots >= 0) & (slots < before.shape[0] * before.shape[1])
     expected = before.clone()
     dsa.reference.write_indexer_keys(**a | {"cache": expected, "slots": slots.where(there, -1)})
     written = int(there.sum())
-    # Without ue8m0, the last bit of every scale may differ as well.
+    # Without ue8m0, the last bit of every scale can differ as well: one byte per token.
     most = 2 + 2e-3 * 132 * written + (0 if a["use_ue8m0"] else written)
     require((cache != expected).sum() <= most, "cache: many bytes differ from the reference's")
     others = torch.ones(before.shape[0] * before.shape[1], dtype=torch.bool, device=slots.device)
@@ -146,26 +147,27 @@ def check_keys(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the bytes of all slots except the slot that the number at `place` named before."""
+    """Keep the bytes of all slots except the slot that is at `place` in the valid call."""
     kept = torch.arange(given["cache"].shape[0] * given["cache"].shape[1], device=given["slots"].device)
     kept = kept != given["slots"][place]
     return lambda results: [x[kept] for x in by_slot(results[0])]
 
 
-# Scores and their bounds. calc_diff over a matrix does not notice a single wrong score, so every score has a bound as
-# well. A score's terms are w k_scale q[d] k[d] over heads and channels. Rounding errors are proportional to the sum of
-# the terms' magnitudes, not to the score, because terms cancel in the score.
+# Scores and the bounds of their errors. calc_diff over a matrix does not notice a single wrong score, so every score
+# has a bound as well. A score is a sum of terms w k_scale q[d] k[d] over heads and channels. Terms cancel in the sum,
+# so rounding errors are proportional to the sum of the terms' magnitudes ("all terms" below) and not to the score.
 #
-# fp32 accumulators: Hopper's FP8 wgmma aligns 32 products and the sum so far to the largest of these addends, and
-# truncates them 13 bits below its leading bit. Each addend loses up to 2^-13 = 1.2e-4 of the largest one, and the
-# largest is a tenth to a third of the terms of a head. Errors of addends and heads have either sign: together they stay
-# below 5e-5 of all terms. All other steps are fp32.
+# fp32 accumulators: Hopper's FP8 wgmma adds 32 products and the accumulator. It aligns these addends to the largest one
+# and truncates them 13 bits below the largest one's leading bit. So each addend loses up to 2^-13 = 1.2e-4 of the
+# largest addend, which is a tenth to a third of a head's terms. The errors of addends and heads have both signs.
+# Together they stay below 5e-5 of all terms. All other steps are in fp32.
 #
 # fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
-# bits, each by up to 4.9e-4 of its value. These errors have either sign: together they stay below 3e-4 of all terms.
+# bits, each by up to 4.9e-4 of its value. These errors have both signs. Together they stay below 3e-4 of all terms.
 #
-# The bounds below are at least ten times these figures. A typical score is 1.4% of its terms with 64 heads of 128
-# channels, and more with fewer heads or channels. PyTorch computes in fp32 throughout, which is far more accurate.
+# The bounds below are at least ten times these figures. For comparison, a typical score is 1.4% of its terms with 64
+# heads of 128 channels, and more with fewer heads or channels. PyTorch computes all steps in fp32 and is far more
+# accurate.
 OF_TERMS = {F32: 1e-3, F16: 3e-3}  # error bound as a fraction of the terms, by the accumulators' dtype
 OF_TERMS_IN_PYTORCH = 1e-5
 MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # limit of calc_diff, by the scores' dtype; DeepGEMM's own limits
@@ -174,10 +176,10 @@ RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 
 def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
-    """Check that scores are within their bounds, that -inf is where it is expected, and that calc_diff is small.
+    """Check that each score is within its bound, that -inf is where it is expected, and that calc_diff is small.
 
-    terms     sums of the terms' magnitudes; used only where the expected score is finite
-    of_terms  the error bound of a score, as a fraction of its terms
+    terms     for each score, the sum of its terms' magnitudes; used only where the expected score is finite
+    of_terms  the error bound of a score, as a fraction of `terms`
 
     Return calc_diff.
     """
@@ -205,7 +207,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
 def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: bool) -> Given:
     """Make q, kv and weights of random numbers.
 
-    exact: make small integers, whose sums are exact. Then every key occurs twice, so that scores tie.
+    exact: make small integers, whose sums are exact in any order. Every key then occurs twice, so that scores tie.
     """
     if not exact:
         kv = new.e4m3(keys, dim), new.positive(keys)
@@ -298,7 +300,8 @@ def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num
 
 
 def check_plan(a: Given, found: Results) -> float:
-    """Check that each SM begins after the previous SMs' splits: at an existing split, or past all sequences."""
+    """Check that the splits of 256 keys are divided evenly, in order, and that each SM's entry names its first split:
+    an existing split, or the end of all sequences."""
     (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
     lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
     splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
@@ -316,7 +319,8 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def in_order(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep two properties of the plan: its entries are in order, and they name existing sequences or the end."""
+    """Keep properties that a plan has for any lengths: its entries are in order, they name existing sequences or the
+    end of all sequences, and the last entry is the end."""
 
     def kept(results: Results) -> Results:
         sequences, splits = results[0].long().unbind(1)
@@ -365,9 +369,9 @@ def paged(
 def in_pages(
     new: Maker, lengths: Sequence[int], next_n: int, heads: int, dim: int, page_size: int, spare_pages: int, exact: bool
 ) -> Given:
-    """Put keys in random pages of a cache whose other bytes are NaN.
+    """Put keys into random pages of a cache whose other bytes are NaN.
 
-    Unused entries of the block table, including all of its last column, are garbage.
+    Unused entries of the block table are invalid pages; its last column has only unused entries.
     """
     batch, used = len(lengths), [-(-n // page_size) for n in lengths]
     width, pages = max([*used, 1]) + 1, sum(used) + spare_pages
@@ -393,8 +397,8 @@ def visible(a: Given) -> torch.Tensor:
 
 
 def paged_scores(a: Given) -> torch.Tensor:
-    """Compute scores and sums of terms [2, B * next_n, columns] in float64: -inf past a query's keys and for missing
-    pages."""
+    """Compute (scores, sums of their terms' magnitudes) in float64, as one tensor [2, B * next_n, columns]. Both are
+    -inf past a query's keys and for keys in missing pages."""
     q, cache, counts, columns = a["q"], a["kv_cache"], visible(a), a["max_context_len"]
     (batch, next_n, _, dim), (pages, page_size) = q.shape, cache.shape[:2]
     raw, of_keys = cache.flatten(1), page_size * dim
@@ -423,7 +427,7 @@ def other_sequences(given: Given, place: tuple[int, ...]) -> Kept:
     return lambda results: [x.unflatten(0, (batch, -1))[others] for x in results]
 
 
-# Hostile contents
+# Hostile contents (see case.Hostile)
 
 
 def first_column(x: torch.Tensor) -> list[Any]:
@@ -446,7 +450,8 @@ def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
 
 
 def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of arguments with a number per row, or of the block table of two sequences."""
+    """Return hostile contents of each named argument: of arguments with a number per row, or of the block table of two
+    sequences."""
     kinds = {"block_table": (other_tables, two_pages)}
     return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
 

@@ -1,4 +1,4 @@
-"""Cases of MLA attention (prefill, decoding, packed sequences), of its plans and selection bits, and of
+"""Cases of flash_mla_sparse_fwd, flash_mla_with_kvcache and its plans, mha_varlen_fwd, selection_bits and
 merge_attention."""
 
 import itertools
@@ -67,7 +67,7 @@ def check_scales(scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, use
 
 
 def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that rounding has no bias: the mean ratio of found to expected is 1 over large numbers."""
+    """Check that rounding has no bias: over large numbers, the mean of found / expected must be near 1."""
     sizes = expected.abs()
     large = sizes > sizes.amax() / 20 if sizes.numel() else sizes > 0
     ratio = (found[large] / expected[large]).mean().item() if large.sum() > 1000 else 1.0
@@ -187,8 +187,8 @@ def dense(
     into: bool = False,
     full: bool = False,
 ) -> Given:
-    """Make sequences in random pages of a cache whose other rows are NaN; unused entries of the block table are
-    garbage.
+    """Make sequences in random pages of a cache whose other rows are NaN; unused entries of the block table are invalid
+    pages.
 
     plan  "old" or "new": the style of `get_mla_metadata`; "": no plan
     full  no row of the cache is NaN, and every entry of the table is a page
@@ -343,8 +343,8 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """Return per sequence the ranges [first, end) of 64-key tiles that parts compute, in the parts' order. Raise
-    AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
+    """Return, for each sequence, the ranges [first, end) of its tiles of 64 keys that the plan's parts compute, in
+    order. Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:
@@ -370,7 +370,7 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def decoding_with_the_plan(given: Given, place: Any) -> Kept:
-    """Keep the results of decoding with the plan: they are right for any lengths from which the plan was made."""
+    """Keep the results of decoding with the plan: a plan made from other lengths must not change them."""
     new, lengths = Maker(given["cache_seqlens"].device.type), given["cache_seqlens"]
     q, cache = new.f32(len(lengths), 1, 8, 576).to(FP16), new.f32(30, 16, 1, 576).to(FP16)
     table = new.below(30, len(lengths), 19)
@@ -459,7 +459,7 @@ def attend_sequences(a: Given) -> Attended:
 
 
 def check_mha(a: Given, found: Results) -> float:
-    """Check the queries that belong to a sequence. The tolerances are approximately those of FlashAttention's tests."""
+    """Check the queries that belong to a sequence, with about the tolerances of FlashAttention's tests."""
     rows = slice(int(a["cu_seqlens_q"][0]), int(a["cu_seqlens_q"][-1]))
     expected, rounding = attend_sequences(a), 2.01 * HALF_ULP[a["q"].dtype]
     out = {"abs_tol": 4 * rounding, "rel_tol": rounding, "cos_tol": 2e-5}
@@ -501,8 +501,8 @@ def branches(
     dtype: torch.dtype = BF16,
     sink: bool = True,
 ) -> Given:
-    """Make branches whose weights vary widely. A sixth of each LSE is +inf or -inf, for no keys, and the out there is
-    NaN."""
+    """Make branches whose weights vary widely. In a sixth of the rows a branch has no keys: its lse is +inf or -inf,
+    and its out is NaN."""
     outs, lses = [], []
     for _ in range(count):
         out, lse = new.f32(*shape).to(dtype), 4 * new.f32(*shape[:-1])
@@ -543,9 +543,9 @@ def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
-# Dense decoding from a cache without NaN. A plan for other lengths splits sequences at other tiles, so softmax weights
-# round differently. If the block table names a page three times, the rounding errors of its copies are equal and add
-# up: by up to 1.2e-3 in bf16 and 0.13e-3 in fp16. A lost key changes the result by 9e-3 or more.
+# Dense decoding from a cache without NaN. Other lengths give a plan that splits sequences at other tiles, so softmax
+# weights round differently. The errors of a page that is three times in the table add up: up to 1.2e-3 in bf16 and
+# 0.13e-3 in fp16. If a key were lost, the result would change by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}
@@ -558,7 +558,7 @@ DENSE_HOSTILE = {
         {"with a plan": WITH_PLAN, "two row tiles": TWO_ROW_TILES, "batch invariant": INVARIANT},
     ),
 }
-# A wrong plan may leave out any sequence, so no result is checked.
+# With a wrong plan any sequence can be left out, so no result is checked.
 PLAN_HOSTILE = with_sizes(
     Hostile(nothing, plan_numbers),
     ("tile_scheduler_metadata", "num_splits"),
@@ -567,8 +567,8 @@ PLAN_HOSTILE = with_sizes(
 
 
 def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
-    """Return hostile contents of index lists and their lengths. For lists of more than a few tiles the kernels split a
-    query's keys."""
+    """Return hostile contents of index lists and their lengths. The kernels split a query's keys only in lists of more
+    than a few tiles."""
     common = {"s_q": 2, "page": 16, "rows": 240, "extra": (5, 16), "invalid": 0.0, "counted": True}
     names = "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length"
     return with_sizes(IN_ROWS, names, {variant: {**common, **sizes} for variant, sizes in variants.items()})
@@ -577,7 +577,7 @@ def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
 BOUND_NAMES = "cu_seqlens_q", "cu_seqlens_k"
 PACKED = {"sequences": FEW_SEQUENCES, "rope": 64, "top_k": 60, "more": 0}
 
-# Sizes for `check`: numbers of keys, heads and queries that do not fill the last tile, and rows without keys.
+# Sizes for `check`: the last tiles of keys, heads and queries are partly filled, and some rows have no keys.
 PREFILL_SIZES = {"tokens": 7, "heads": 20, "keys": 300, "top_k": 135, "counted": True}
 DENSE_SIZES = {"lengths": (100, 65, 0, 3, 64), "heads": 20}
 SPARSE_SIZES = {"batch": 3, "s_q": 2, "heads": 20, "top_k": 135, "rows": 300, "extra": (70, 16), "sink": True}

@@ -1,4 +1,4 @@
-"""Cases of the matrix products before and after MLA attention."""
+"""Cases of mla_absorb_queries and mla_values_cast_to_fp8, the products with kv_b before and after MLA attention."""
 
 import torch
 
@@ -84,7 +84,8 @@ def values(
 
 
 def check_values(a: Given, found: Results) -> float:
-    """Allow the product's rounding plus that of e4m3: half a unit in the last place, or half of the smallest number."""
+    """Compare with float64. The tolerance is the product's rounding plus that of e4m3: half a unit in the last place,
+    or for subnormals half of the smallest number."""
     attended, (q, scale) = a["attended"], found
     w_uv = dequantised(a["kv_b"], attended.shape[1], attended.dtype)[:, -a["v_dim"] :]
     expected, bound = (x.flatten(1).unflatten(1, (-1, 128)) for x in product("thc,hvc->thv", attended, w_uv))

@@ -1,4 +1,5 @@
-"""Cases of attention to sliding windows, with and without selected keys, and of the windows' index lists."""
+"""Cases of attention over sliding windows (packed and decoding, with and without selected compressed keys), and of the
+windows' index lists."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -161,7 +162,11 @@ def window_keys(a: Given, queries: int) -> torch.Tensor:
 
 
 def attend_windows(a: Given, near: torch.Tensor | None, d_v: int) -> Attended:
-    """near: the windows' index lists; None: they follow from the bounds."""
+    """Compute attention to each query's window and, if there are compressed keys, to its selected ones.
+
+    near  the windows' index lists, or None to compute them from cu_seqlens_q, cu_seqlens_k and `window`
+    d_v   channels of the values
+    """
     q, keys, window = a["q"], a["kv"][:, 0], a["window"]
     if near is None:
         near = window_keys(a | {"window": min(window, max(len(keys), 1))}, len(q))
@@ -182,10 +187,10 @@ def check_joined(a: Given, found: Results) -> float:
 
 
 def check_cast(a: Given, found: Results) -> float:
-    """Check scales and values against float64.
+    """Compare scales and values with float64.
 
-    Attention rounds its weights and its result, and the rotation rounds pairs of the result once more. An e4m3 value is
-    off by up to a 16th of its magnitude, or a 512th of its scale.
+    Attention rounds its softmax weights and its result to 16 bits, and the rotation rounds the rotated channels again.
+    In addition, an e4m3 value is off by up to 1/16 of its magnitude or, if it is small, 1/512 of its scale.
     """
     attended = attend_windows(a, a["window_indices"], a["q"].shape[2])
     expected = rotated(attended.out, a["cos"], -a["sin"])
@@ -241,8 +246,8 @@ def window_decode(
     d_v: int = D_V,
     sink: bool = True,
 ) -> Given:
-    """Make a cache that contains only the keys of the windows; all other slots are NaN, and unused entries of the block
-    table are no pages."""
+    """Make a cache that contains only the keys of the windows. All other slots are NaN, and unused entries of the block
+    table are outside the cache."""
     (d, dtype), columns = LAYOUTS[layout], 1 + max(lengths) // page
     pages = len(lengths) if ring else len(lengths) * columns + 3
     cache, table = empty_cache(new.device, layout, pages, page), None

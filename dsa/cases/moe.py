@@ -1,4 +1,5 @@
-"""Cases of the MoE ops: gates, the sort of tokens by expert, and the sum of experts' outputs."""
+"""Cases of the MoE ops: gates, routers, the sort of entries (token, expert) by expert, and the sum of experts'
+outputs."""
 
 import math
 
@@ -9,8 +10,8 @@ from dsa.cases.case import BF16, F32, INT32, PER_ROW, Case, Given, Hostile, Kept
 from dsa.testing import assert_close
 
 INT64 = torch.int64
-# The routers' products and sums are exact in fp32 in any order: x is an integer from -2 to 2, and a weight is -1, 0 or
-# 1 times a power of 2.
+# Operands for which the routers' products and sums are exact in fp32, in any order: x has integers from -2 to 2, and
+# the weight has -1, 0 or 1 times one power of 2.
 
 
 def exact_operands(new: Maker, tokens: int, channels: int, experts: int, dtype: torch.dtype) -> Given:
@@ -47,9 +48,9 @@ def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_gate(a: Given, found: Results, ties: bool = False) -> float:
-    """Check experts and weights of all tokens except those whose choice changes with 1e-5 of noise.
+    """Check experts and weights of the tokens whose choice is sure: noise of up to 1e-5 in the bias does not change it.
 
-    ties: many choices are equal, so do not require that most tokens have a sure choice.
+    ties: many scores are equal, so do not require that most tokens have a sure choice.
     """
     (experts, weights), (expected, right) = found, gated(a)
     shaken, _ = gated(a | {"bias": a["bias"] + 1e-5 * torch.rand_like(a["bias"])})
@@ -87,7 +88,8 @@ def check_order(a: Given, found: Results) -> float:
 
 
 def other_experts(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the counts of the experts that the number did not name before, and the order of entries within them."""
+    """Keep the results of all experts except the one that is at `place` in the valid call: their numbers of entries,
+    and the order of their entries. Also keep that `order` is a permutation."""
     experts, count = given["experts"].flatten().long(), given["count"]
     i = place[0] * given["experts"].shape[1] + place[1]
     named = (experts >= 0) & (experts < count) & (experts != experts[i])
@@ -116,8 +118,8 @@ def experts_outputs(
     residual: bool = True,
     weighted: bool = True,
 ) -> Given:
-    """Make outputs y of experts, in which each row belongs to one token. Two of every five tokens have one row outside
-    y. By default three tokens."""
+    """Make outputs y of experts, in which each row belongs to one token. Two of every five tokens have a row index
+    outside y. By default three tokens."""
     if tokens:
         y = new.f32(max(tokens * k, 1), channels).to(dtype)
         drawn = torch.rand(tokens * k, generator=new.generator, device=new.device)
@@ -145,7 +147,7 @@ def summed(a: Given) -> torch.Tensor:
 
 
 def check_sum(a: Given, found: Results) -> float:
-    """Check the reference's bits, and compare the reference with float64."""
+    """Require the reference's bits, and compare with float64."""
     expected = dsa.reference.combine_experts(**a)
     equal("out", [found[0].nan_to_num(7e4)], [expected.nan_to_num(7e4)])
     if not expected.isfinite().all():
@@ -183,7 +185,7 @@ def router(
 
 
 def check_router(a: Given, found: Results) -> float:
-    """Check the bits of `moe_gate` with the exact logits, and the sort of the chosen experts."""
+    """Require the bits of `moe_gate` on the exact logits, and the right sort of the chosen experts."""
     logits = (a["x"].double() @ a["weight"].double().T).float()
     options = {name: a[name] for name in ("top_k", "scores", "n_group", "topk_group", "normalise", "scale")}
     gate = {"logits": logits, "bias": a["bias"], **options}
@@ -241,7 +243,7 @@ def own_rows(new: Maker) -> Given:
 
 
 def of_both(name: str, hostile: Hostile, argument: str) -> dict[str, Hostile]:
-    """Return hostile contents of the argument as int32 and as int64."""
+    """Return `hostile` for the argument as int32 and for the argument as int64."""
     sizes = hostile.sizes
     kinds = {"int32": INT32, "int64": INT64}
     return {f"{name} {kind}": Hostile(hostile.kept, ends, {**sizes, argument: x}) for kind, x in kinds.items()}

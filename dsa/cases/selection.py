@@ -1,4 +1,5 @@
-"""Cases of top-k selection: of given scores, and of scores that the lightning indexer computes."""
+"""Cases of exact top-k selection: topk_indices for given scores, and the ops that compute the lightning indexer's
+scores and select in one call."""
 
 from functools import partial
 from typing import Any
@@ -84,7 +85,8 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) by a stable sort in float64. Scores of -inf rank before columns outside the range."""
+    """Return (indices, values) by a stable sort in float64. A score of -inf ranks before NaN and before columns outside
+    the range, which are never selected."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]
@@ -152,7 +154,8 @@ def of_scores(a: Given) -> Given:
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the bits of `topk_indices` on the scores in `given`, with 0.0 instead of -0.0."""
+    """Require the indices and the bits of the values that `selected` gives for the scores in `given`. A value of -0.0
+    must be returned as 0.0."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:

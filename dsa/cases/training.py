@@ -1,4 +1,5 @@
-"""Cases of the ops that train the indexer, including gradients."""
+"""Cases of the training ops (attention and the indexer's losses in the warm-up and sparse stages), including their
+gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -93,10 +94,10 @@ def ask(given: Given, leaves: Sequence[str]) -> Given:
 
 
 def lists(new: Maker, tokens: int, keys: int, k: int, invalid: float) -> torch.Tensor:
-    """Return int32 [tokens, 1, k]: random keys, possibly repeated; the fraction `invalid` of indices names no key.
+    """Return int32 [tokens, 1, k]: random keys, possibly repeated. The fraction `invalid` of them is replaced by
+    indices that name no key.
 
-    With more than four queries and some invalid indices, the last query has no key, and the query before it has one key
-    k times.
+    With more than four queries and invalid > 0, the last query has no key, and the query before it has one key k times.
     """
     indices = new.below(max(keys, 1), tokens, 1, k)
     bad = new.ints([-1, keys, -(2**31), 2**31 - 1, keys + 1, -2])[new.below(6, tokens, 1, k).long()]
@@ -152,8 +153,8 @@ def attention(
 
 
 def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return out and lse by the formula. rounded: dtype to which the softmax weights are rounded, as in every 16-bit
-    attention."""
+    """Return out and lse by the formula. rounded: the dtype to which the softmax weights are rounded, as in an
+    attention with 16-bit operands; None: no rounding."""
     rows, valid = rows_of(a["kv"][:, 0], a["indices"])
     q, wide = (x.float() if rounded else x for x in (a["q"], rows))
     logits = a["softmax_scale"] * torch.einsum("thd,tjd->thj", q, wide)
@@ -169,11 +170,11 @@ def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]
 
 
 def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most: float = 7e-3) -> float:
-    """Require that results and gradients are at most twice as far from float64 as with rounded weights, and at most
-    1e-2.
+    """Compare results and gradients with float64. Their relative errors may be twice those of the formula with rounded
+    softmax weights (`attended`), and at most 1e-2.
 
     of    positions of the results through which gradients flow
-    most  largest relative error of results and gradients that do not cancel
+    most  largest relative error of results and of gradients whose terms do not cancel
     """
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
@@ -202,10 +203,10 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return absolute tolerances of gradients: the kernels compute delta = out . upstream from the rounded out.
+    """Return absolute tolerances of gradients, because the kernels compute delta = out . upstream from the rounded out.
 
-    This error remains where a gradient cancels, for example with all weight on one key. The tolerances are a few times
-    what random errors of half an ulp give.
+    The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
+    are a few times the effect of random errors of half a unit in the last place of out.
     """
     out, grad, q = (x.detach().double().norm(dim=-1) for x in (out, upstream(out), a["q"]))
     each, scale = out * grad * 2**-9 / 10, D_V**-0.5
@@ -236,7 +237,8 @@ def loss(
 
     Logits are a few units large. Each query's keys are all different, unless `invalid` is set.
 
-    joint: pass an lse that exceeds the lse over the selected keys by a random amount between 0 and joint, per head
+    joint: pass an lse that exceeds the lse over the selected keys by a random number from 0 to joint, for each head and
+    query, as if the attention had more keys or a sink
     """
     if not tokens:
         indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
@@ -262,7 +264,7 @@ def small_indexer(new: Maker) -> Given:
 
 
 def indexer(new: Maker, tokens: int, keys: int, heads: int, di: int) -> Given:
-    """Make an indexer's tensors: scores are about one unit large, weights have both signs."""
+    """Make an indexer's tensors. Scores are about 1, and weights have both signs."""
     q, k = (floats(new, *shape, size=di**-0.25) for shape in ((tokens, heads, di), (keys, di)))
     return {"q_idx": q, "k_idx": k, "w_idx": new.f32(tokens, heads) * max(heads, 1) ** -0.5}
 
@@ -275,8 +277,8 @@ def divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> 
 
 
 def sparse_kl(a: Given) -> torch.Tensor:
-    """Return kl by the formula. Products are in the arguments' dtype, and the softmax is in fp32 or wider, as with
-    autocast."""
+    """Return kl by the formula. Products are in the arguments' dtype. The softmax is in fp32, or in float64 for float64
+    arguments."""
     wide = torch.promote_types(a["q"].dtype, F32)
     with torch.no_grad():
         rows, valid = rows_of(a["kv"][:, 0], a["indices"])
@@ -293,13 +295,13 @@ def sparse_kl(a: Given) -> torch.Tensor:
 def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
     """Compare with float64.
 
-    most: largest relative error of the gradients. The error of a gradient whose norm per root of its size is below 1e-4
-    is relative to that limit: with one key the exact gradient is 0.
+    most: largest relative error of the gradients. The error is relative to the gradient's norm, but to at least 1e-4
+    per element (root mean square), because with one key the exact gradient is 0.
     """
     exact = with_leaves(a, F64)
     with torch.enable_grad():
         kl = sparse_kl(exact)
-    # With one key kl is 0, and its rounding error has any direction.
+    # With one key kl is 0. Then only its rounding error is left, so the limit of the cosine distance is 2: no limit.
     direction = 1e-3 if kl.abs().max() > 1e-4 else 2.0
     assert_close("kl", found[0], kl.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=direction)
     errors = [0.0]
@@ -421,8 +423,8 @@ def warmed_up(a: Given) -> list[torch.Tensor]:
 
 
 def check_warmup(a: Given, found: Results) -> float:
-    """Require that the loss and the indexer's gradients are at most twice as far from float64 as with every step in
-    bf16, and at most 1e-2. Attention's gradients may be 2e-2 away."""
+    """Compare with float64. The relative errors of the loss and of the indexer's gradients may be twice those of the
+    formula with every step in bf16, and at most 1e-2. Those of attention's gradients may be 2e-2."""
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
         expected, rounded = warmed_up(exact), warmed_up(rough)
@@ -439,7 +441,7 @@ def check_warmup(a: Given, found: Results) -> float:
     return max(errors)
 
 
-# Hostile contents, and which results they cannot change.
+# Hostile contents (see case.Hostile), and the results that they cannot change.
 
 SPARSE = {"tokens": 5, "keys": 150, "k": 70}
 WARMUPS = {
@@ -477,7 +479,8 @@ def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int])
 
 
 def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep all queries except the one in whose list the number stands, and all keys that this list does not name."""
+    """Keep the results of all queries except the one whose list contains `place`, and of all keys that are not in this
+    list."""
     named = {*given["indices"][place[0], 0].tolist()}
     queries = [t for t in range(len(given["q"])) if t != place[0]]
     keys = [j for j in range(len(given["kv"])) if j not in named]
@@ -485,7 +488,7 @@ def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) 
 
 
 def other_sequences(results: Sequence[str], given: Given, place: int) -> Kept:
-    """Keep the results of all sequences except the two on either side of the wrong boundary."""
+    """Keep the results of all sequences except the two that share the wrong boundary."""
     apart = [x for i, x in enumerate(sequences(given)) if i not in (place - 1, place)]
     queries, keys = ([i for x in apart for i in range(x[side].start, x[side].stop)] for side in (0, 1))
     return kept_rows((*results, *leaves_of(given)), queries, keys)

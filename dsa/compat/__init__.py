@@ -1,2 +1,2 @@
-"""Other libraries' function names and signatures, implemented with the ops of dsa, for engines that call those
-names."""
+"""Functions with the names and signatures of other libraries, implemented with the ops of dsa, for engines that call
+those libraries."""

@@ -1,4 +1,4 @@
-"""FlashMLA's function names and signatures, implemented with `dsa.flash_mla_with_kvcache` and
+"""FlashMLA's functions with their names and signatures. They call `dsa.flash_mla_with_kvcache` and
 `dsa.flash_mla_sparse_fwd`, whose docstrings say what they compute.
 
 `import dsa.compat.flash_mla as flash_mla` replaces `import flash_mla` on Hopper, where flash_mla is FlashMLA's own
@@ -38,7 +38,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """Return (FlashMLASchedMeta(), None), whatever the arguments: callers of the old style pass both on."""
+    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both on unchanged."""
     return FlashMLASchedMeta(), None
 
 
@@ -51,7 +51,7 @@ def get_mla_decoding_metadata(
     topk: int | None = None,
     use_legacy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the plan of `dsa.get_mla_metadata` in the old style, as tensors, without a synchronisation of the host.
+    """Return the plan of `dsa.get_mla_metadata` in the older style, as two tensors. The host does not wait for the GPU.
 
     Pass the tensors to `flash_mla_with_kvcache` as they are, or in the fields of this module's FlashMLASchedMeta. In
     the fields of another class the plan is not read.

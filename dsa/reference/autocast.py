@@ -1,4 +1,4 @@
-"""Turn autocast off inside the references, so that their fp32 steps stay fp32 and results keep their dtype."""
+"""Turn autocast off inside the references, so that they compute in fp32 and their results keep their dtype."""
 
 import functools
 from collections.abc import Callable

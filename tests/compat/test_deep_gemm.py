@@ -1,4 +1,5 @@
-"""DeepGEMM's products on the CPU: results computed by the references, and the arguments that kernels would receive."""
+"""`dsa.compat.deep_gemm`'s products without a GPU: results, which the references compute, and the arguments that
+kernels would get on a GPU."""
 
 import random
 
@@ -18,7 +19,8 @@ MAX_DIFF = 1e-3  # as in DeepGEMM's tests
 
 
 def operands(rows, columns, channels, *groups):
-    """Return (a, b); a has scales per row and 128 channels, b per 128 x 128 block."""
+    """Return (a, b), each (e4m3 values, scales). a has a scale per row and 128 channels, b a scale per 128 x 128
+    block."""
     new = Maker()
     b = new.e4m3(*groups, columns, channels), new.positive(*groups, blocks(columns), blocks(channels))
     return activations(new, rows, channels), b
@@ -44,14 +46,14 @@ def aligned(sizes):
 
 
 def m_indices_of(sizes, filled=False):
-    """Return the group of each row. Rows of padding up to a multiple of 128 have -1 or, if `filled`, their group, as
-    some callers pass them."""
+    """Return the group of each row. Each group is padded to a multiple of 128 rows. Rows of padding have -1 or, if
+    `filled`, the number of their group; callers of DeepGEMM pass both."""
     groups = torch.arange(len(sizes)).repeat_interleave(i32(aligned(sizes)))
     rows = torch.cat([torch.arange(rows) for rows in aligned(sizes)])
     return groups.where((rows < i32(sizes)[groups]) | filled, -1).int()
 
 
-# An eighth of the columns and channels of DeepGEMM's `enumerate_normal`: the first two end with a smaller block.
+# An eighth of the columns and channels of DeepGEMM's `enumerate_normal`. 264 and 72 columns end with a partial block.
 @pytest.mark.parametrize("rows", [1, 130])
 @pytest.mark.parametrize(("columns", "channels"), [(264, 896), (72, 896), (896, 256)])
 @pytest.mark.parametrize("layout", [torch.clone, column_major])
@@ -69,7 +71,7 @@ def test_one_matrix_with_scales_and_results_of_any_layout(options, weight_layout
     assert (around[:, :8] == 7).all() and (around[:, columns + 8 :] == 7).all()
 
 
-# (groups, expected rows of each, columns, channels) of `enumerate_m_grouped_contiguous`, reduced.
+# (groups, expected rows per group, columns, channels) of DeepGEMM's `enumerate_m_grouped_contiguous`, reduced.
 @pytest.mark.parametrize(("groups", "rows"), [(4, 256), (8, 128)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (448, 256), (256, 128)])
 @pytest.mark.parametrize("layout", ["-1", "filled", "psum"])
@@ -118,7 +120,7 @@ def test_groups_end_at_multiples_of_the_alignment():
         deep_gemm.set_mk_alignment_for_contiguous_layout(128)
 
 
-# (groups, most rows of a group, expected rows, columns, channels) of `enumerate_m_grouped_masked`, reduced.
+# (groups, most rows of a group, expected rows, columns, channels) of DeepGEMM's `enumerate_m_grouped_masked`, reduced.
 @pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (6, 32, 2)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
 def test_masked_groups(groups, most, rows, columns, channels):
@@ -143,7 +145,7 @@ def row_scaled(rows, channels):
 @pytest.mark.parametrize("recipe", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
 @pytest.mark.parametrize("added", [None, "c", "d"])
 def test_gradients_of_weights(added, recipe):
-    """added: "d" passes d itself as c."""
+    """added: None for no c, "c" for a separate c, "d" for d itself as c (accumulation in place)."""
     (a, x), (b, w) = row_scaled(40, 200), row_scaled(24, 200)
     d, c = torch.full((40, 32), NAN)[:, :24], torch.randn(40, 24) * 32
     expected = x @ w.T if added is None else c + x @ w.T
@@ -280,7 +282,7 @@ def test_kernels_write_to_a_copy_of_a_result_that_they_do_not_take(rows, named_l
     d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
     deep_gemm.fp8_gemm_nt(*operands(rows, 264, 128), d)
     out = named_launches[0][2][4]
-    # The copy starts with the numbers of d, for rows that the kernel does not write.
+    # The copy begins with the contents of d, because the kernel does not write all rows of grouped products.
     assert out.is_contiguous() and out.shape == d.shape and (d == 3).all()
 
 

@@ -1,4 +1,5 @@
-"""DeepGEMM's index scores on the CPU, computed by the references: the cases of DeepGEMM's own tests, reduced."""
+"""`dsa.compat.deep_gemm`'s index scores on the CPU, which the references compute, for reduced cases of DeepGEMM's own
+tests."""
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def ranges(queries, keys, context_parallel):
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 32), (64, 64), (32, 128), (64, 128)])
 @pytest.mark.parametrize("context_parallel", [False, True])
 def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel):
-    """DeepGEMM's `test_mqa_logits`: cleaned and uncompressed, or compressed and not cleaned."""
+    """As in DeepGEMM's `test_mqa_logits`, logits are cleaned and have a column per key, or are not cleaned and
+    compressed (a column per key of the longest range)."""
     given = CASE.arguments(queries=16, keys=64, heads=heads, dim=head_dim) | ranges(16, 64, context_parallel)
     most = int((given["cu_seq_len_k_end"] - given["cu_seq_len_k_start"]).max()) if compressed else 0
     given |= {"max_seqlen_k": most, "clean_logits": not compressed, "logits_dtype": logits_dtype}
@@ -51,7 +53,7 @@ def test_contiguous_by_position():
     assert torch.equal(got, dsa.fp8_mqa_logits(q, *arguments, False, 20))
     assert torch.equal(got, deep_gemm.fp8_mqa_logits(q, *arguments, False, 20))
     assert torch.equal(old, dsa.fp8_mqa_logits(q, *arguments))
-    # The default of DeepGEMM 2.8.0 and earlier.
+    # Logits are cleaned by default, as in DeepGEMM 2.8.0 and earlier.
     assert torch.equal(old, deep_gemm.fp8_fp4_mqa_logits((q, None), *arguments))
 
 
@@ -77,7 +79,8 @@ def test_wrong_arguments_are_refused(changes, message):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_paged(logits_dtype, next_n, heads, varlen):
-    """DeepGEMM's `test_paged_mqa_logits`, with a length per row. varlen: `indices` name the sequence of each row."""
+    """As in DeepGEMM's `test_paged_mqa_logits`, with a length per query. varlen: each query is a row of q, and
+    `indices` contains the sequence of each row."""
     lengths, own_n, indices = (70, 192, 64), next_n, None
     if varlen:
         lengths, own_n, indices = (70,) * next_n + (192, 64), 1, i32([0] * next_n + [1, 2])

@@ -1,5 +1,5 @@
-"""FlashMLA's functions on the CPU, computed by the references: the cases of FlashMLA's own tests, reduced, and its
-callers' conventions."""
+"""`dsa.compat.flash_mla` on the CPU, where the references compute the results: reduced cases of FlashMLA's own tests,
+and the ways in which callers of several versions pass arguments and plans."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""The signatures of DeepGEMM 2.8 and FlashMLA. An argument whose position differs between their builds is
-keyword-only."""
+"""The signatures of `dsa.compat` are those of DeepGEMM 2.8 and FlashMLA. An argument whose position differs between
+builds of these libraries is keyword-only."""
 
 import inspect
 

@@ -1,8 +1,9 @@
-"""Random tests of wrong and unusual arguments: one to three arguments of a valid call are changed, and the op must then
-return a right result, or raise a ValueError or TypeError that names one of the changed arguments.
+"""Random tests of wrong and unusual arguments.
 
-A case is identified by its number and the seed. DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES the number of cases, and
-DSA_FUZZ_CASE selects a single case.
+One to three arguments of a valid call (a case of `dsa.cases`) are changed. The op must then return a right result, or
+raise a ValueError or TypeError that names one of the changed arguments (judge.py). The seed and the number of a fuzz
+case determine its call and changes. Environment variables: DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES the number of fuzz
+cases, and DSA_FUZZ_CASE the number of a single one to run.
 """
 
 import os

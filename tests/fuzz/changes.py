@@ -1,7 +1,7 @@
-"""Random changes of an argument, by its type.
+"""Random changes of an argument; the argument's type decides which changes are possible.
 
-Sizes are either small or beyond the range of an int32. Sizes in between are left out, because an op would have to
-allocate the gigabytes that they ask for.
+Sizes are either small or beyond the range of int32. Sizes in between are left out, because a result of such a size
+would need gigabytes.
 """
 
 import random
@@ -148,7 +148,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Give the same numbers other strides, or expand the first ones along a dimension."""
+    """Give the tensor other strides with the same numbers, or expand its first slice along a dimension."""
     if x.dim() == 0:
         return _rank(rng, x, device)
     way = rng.choice(("every second", "wider rows", "transposed", "shifted", "expanded"))
@@ -162,7 +162,8 @@ def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
         changed = x.new_empty(x.numel() + 1)[1:].view(x.shape)
     else:
         dim = rng.randrange(x.dim())
-        # Expanding integers changes them, so that results may become unspecified, for example rows that no weight has.
+        # Expanding changes the numbers. If they are integers, such as `ends`, parts of the result can become
+        # unspecified, for example rows that belong to no weight.
         kind = Kind.SAME if x.is_floating_point() else Kind.CONTENTS
         return Change(f"expanded from its first along {dim}", x[:].narrow(dim, 0, 1).expand(x.shape), kind)
     return Change(way, changed.copy_(x), Kind.SAME)
@@ -211,7 +212,7 @@ def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
     return Change(f"{number} at {place}", changed, Kind.CONTENTS)
 
 
-# Changes of the type are less frequent, because nearly all of them are refused by the same line.
+# Frequent entries are repeated. Changes of the type are rare, because the same check refuses nearly all of them.
 OF_TENSORS = (
     *(_type, _dtype, _rank, _size, _size, _device, _empty, _gradient, _gradient),
     *(_stride, _stride, _stride, _contents, _contents, _contents),

@@ -1,4 +1,5 @@
-"""Judge whether an op behaved correctly with changed arguments."""
+"""Judge whether an op behaves correctly with changed arguments: its error or results, and the tensors that it
+writes."""
 
 import re
 import signal
@@ -13,7 +14,7 @@ from dsa.cases.case import Case, same_bits, tensors_of
 from dsa.runtime.op import Op
 from tests.fuzz.changes import Change, Kind
 
-SECONDS = {"cpu": 20, "cuda": 200}  # time limit of a call, which needs milliseconds, or the time to compile its kernels
+SECONDS = {"cpu": 20, "cuda": 200}  # time limit of a call; on a GPU it can include the compilation of kernels
 
 
 def judge(call: Case, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:

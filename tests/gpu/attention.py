@@ -1,4 +1,5 @@
-"""Helpers of the tests of attention kernels: checked calls, invalid indices, results in parts of larger tensors."""
+"""Helpers for tests of attention kernels and of other ops with index tensors: checked calls, replays of graphs, invalid
+indices, and results inside larger tensors."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +24,12 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker whose numbers follow from torch's seed and differ between calls."""
+    """Return a maker of random tensors with a seed from torch's generator, so each call returns other numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
 def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Tensor]:
-    """Run a call with free memory poisoned, check its results with the case's check, and return them."""
+    """Run a call with free memory full of NaN, check its results with the case's check, and return them."""
     poison_free_memory(mebibytes=64)
     found = case.run(given)
     error = case.check(given, found)
@@ -38,8 +39,8 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """Yield the results of a captured call after each replay. Before a replay the tensors of a renewal are copied to
-    those of `given`."""
+    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay. Before a replay
+    the tensors of the renewal are copied to those of `given`."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():

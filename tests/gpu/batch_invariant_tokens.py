@@ -1,4 +1,5 @@
-"""Compare what a batch-invariant generator computes for a sequence alone, in a batch, and with drafts."""
+"""Compare the tokens and logits that a batch-invariant generator computes for a sequence alone, in a batch, and with
+draft tokens."""
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ PROMPTS = [
     list(range(100, 250)),
     [7, 8, 9],
     *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69)),
-    list(range(300, 620)),  # long enough for several ranks to share its rows
+    list(range(300, 620)),  # so long that several ranks divide its tokens among them
 ]
 ALONE = [0, 1, 2, 40, 70, 71]
 NEW_TOKENS = 96

@@ -1,4 +1,5 @@
-"""Checks of one op's case over grids of sizes, and checks of ops that compute each row independently."""
+"""Checks of a case (an op with its inputs and check, `dsa.cases`): over grids of sizes, for strides and offsets, and
+for rows that must not depend on other rows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -28,13 +29,13 @@ def by_sizes(*grids: list[dict[str, Any]]) -> pytest.MarkDecorator:
 
 
 def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], None], seed: int = 0) -> None:
-    """Check a call with these sizes, with free memory poisoned."""
+    """Check a call with these sizes while free memory is full of NaN."""
     poison_free_memory(mebibytes=64)
     record_error(case.verify("cuda", seed, **sizes))
 
 
 def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) -> None:
-    """Check offsets beyond 2^31: the named arguments become the last of `rows` rows, and the other rows are zero."""
+    """Check offsets of more than 2^31 elements: embed each named argument as the last of `rows` rows, among zeros."""
     far, count = dict(given), len(given[names[0]])
     for name in names:
         far[name] = given[name].new_zeros(rows, *given[name].shape[1:])
@@ -54,8 +55,10 @@ def check_far_pages(case: Case, **sizes: Any) -> None:
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     """Return tensors of the shape of x in other layouts.
 
-    The layouts: columns of wider rows among NaN, aligned to 16 bytes and not; the first or the last dimension
-    innermost; every second row of a tensor; a row stride of 0; and, for a single row, an arbitrary row stride.
+    - every second row of a tensor, and rows with a stride of 0 (copies of the first row),
+    - the first dimension innermost, and the last dimension outermost,
+    - columns of wider rows among NaN, aligned to 16 bytes and not,
+    - for a single row, an arbitrary row stride.
     """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
     if x.dim() > 1:
@@ -103,8 +106,8 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
 
 
 def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
-    """Check twenty calls in one graph, like the layers of a model: each waits for the previous call and reuses its
-    workspace."""
+    """Check twenty calls in one graph, as for the layers of a model. Each call must wait for the previous call, whose
+    workspace it reuses."""
     given = case.arguments("cuda", **sizes)
     graph, found = captured(lambda: [case.run(given) for _ in range(20)])
     for seed in range(1, 6):

@@ -1,7 +1,7 @@
-"""Fixtures and collection of the GPU tests. Each test records its worst error for the receipt.
+"""Fixtures and collection of the GPU tests. Tests that compare numbers record their errors for the receipt.
 
-Without a GPU that has kernels, one test of each file is skipped, so that the reason is reported, and the others are
-deselected.
+Without a GPU that the kernels support, one test of each file is skipped, so that pytest reports the reason. The other
+tests are deselected.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Record which ops run kernels in a test."""
+"""Record which ops run their kernels, and not their references, in a test."""
 
 import pytest
 

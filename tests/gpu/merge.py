@@ -1,10 +1,10 @@
-"""Merge entries of other receipts, for example from runs on other machines, into the receipt.
+"""Merge entries of other receipts, for example from runs on other machines, into the receipt (tests/gpu/receipt.py).
 
 usage: python -m tests.gpu.merge RECEIPT...
 
-The result is the union of all rows. Of several rows for one entry the newest is kept; if dates are equal, the receipt's
-row is kept. Rows that failed, are unfinished or are stale are left out and named. Afterwards `python -m tests.generate`
-and `python -m tests.gpu.pictures` write the pages and pictures that depend on the receipt.
+An entry of another receipt replaces the receipt's entry of the same name and arch if it is newer. The command prints
+which entries it takes, and which it leaves out because they failed, are unfinished, stale or not newer. Afterwards
+`python -m tests.generate` and `python -m tests.gpu.pictures` write the pages and pictures that depend on the receipt.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.gpu import receipt
 
 
 def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
-    """Return why a row is left out; None if it is valid evidence."""
+    """Return why an entry is left out; None if it is complete and valid."""
     if name not in receipt.tested():
         return "there is no such entry here"
     if entry.get("failed"):

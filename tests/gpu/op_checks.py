@@ -79,9 +79,9 @@ def replays(
 
 
 def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the results of a call after `change`, both on a stream that is busy at first.
+    """Run `change` and then the op on a stream that is busy at first, and return the op's results.
 
-    A kernel on another stream would read the arguments before they change.
+    If the op launched a kernel on another stream, that kernel would read the arguments before they change.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -102,8 +102,8 @@ def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tenso
 
 
 def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal tensors, the second with other strides. NaN, or an invalid index, lies between its
-    numbers."""
+    """Yield pairs of equal tensors, the second with other strides. Memory between the numbers of the second contains
+    NaN or invalid indices."""
     yield x, among_nan(x)
     yield x, among_nan(x, 1, 2)  # rows do not start at multiples of 16 bytes
     yield x, poisoned((*x.shape, 2), x.dtype, x.device)[..., 0].copy_(x)

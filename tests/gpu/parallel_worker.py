@@ -1,4 +1,8 @@
-"""What a rank computes on its GPU, for tests/gpu/test_parallel.py: python -m tests.gpu.parallel_worker CASE FOLDER."""
+"""The program that tests/gpu/test_parallel.py runs on each rank. CASE is a function of this file; its result is saved
+to FOLDER.
+
+usage: python -m tests.gpu.parallel_worker CASE FOLDER
+"""
 
 import sys
 from dataclasses import replace
@@ -32,7 +36,7 @@ OF_TOKENS = [(1, 6, 4096), (1, 8, 7168), (3, 1, 8), (7, 9, 1024), (16, 17, 2048)
 # dtype, tokens, chosen experts, channels, whether there is a shared expert
 EXPERTS = [(dtype, *of, shared) for dtype in DTYPES for of in OF_TOKENS for shared in (False, True)]
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
-PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # the ranks share the rows of a pass over these prompts
+PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # so many tokens that the ranks divide them among themselves
 
 
 def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -42,11 +46,11 @@ def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = 
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return sums of few and many rows, of direct calls and of a CUDA graph that is replayed with other numbers; shared
-    rows, through peer copies and through NCCL; and counts of wrong results."""
+    """Return results of sums of few and many rows: by direct calls, by a replayed CUDA graph, and with rows that the
+    ranks share, through peer copies and through NCCL. Also return counts of wrong numbers."""
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
-    found["wrong messages"] = wrong_messages(ranks, device)  # first, while the lanes' memory is small
+    found["wrong messages"] = wrong_messages(ranks, device)  # first, because later the lanes' memory does not grow
     for rows in ROWS:
         for dtype in DTYPES:
             x = part(ranks.rank, rows, dtype, device)
@@ -66,7 +70,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    # With as many rows as a pass has, the sum takes as long as the work that runs at the same time.
+    # A pass over prompts has about MANY rows. A sum of so many takes about as long as the work that runs at the same
+    # time.
     for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
@@ -99,8 +104,8 @@ def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def wrong_turns(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in consecutive sums, each of other size and values, in three replays of a graph of all
-    sums.
+    """Count the wrong numbers in consecutive sums of different sizes and values. A graph contains all sums and is
+    replayed three times.
 
     A rank that is early must not read or overwrite the data of another sum.
     """
@@ -125,10 +130,9 @@ def wrong_turns(ranks: Ranks, device: torch.device) -> int:
 def same_experts(
     ranks: Ranks, device: torch.device, dtype: torch.dtype, tokens: int, chosen: int, channels: int, shared: bool
 ) -> bool:
-    """Whether the fused sum of experts' outputs over the ranks has the bits of each rank's `combine_experts`, summed.
+    """Whether `sum_of_experts` has the bits of the ranks' sum of `combine_experts`, in a direct call and in a graph.
 
-    It is computed by a direct call and in a CUDA graph. For many tokens the fused op runs the unfused path with which
-    it is compared.
+    The fused kernel runs for few tokens only. For many tokens `sum_of_experts` computes just this sum.
     """
     generator = torch.Generator().manual_seed(tokens + ranks.rank)
     y = torch.randn(tokens * chosen, channels, generator=generator).to(dtype).to(device)
@@ -153,15 +157,16 @@ def same_experts(
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in rows that are gathered and summed, two messages at once, each of other size and
-    values.
+    """Count the wrong numbers in gathers and sums of rows. A gather and a sum run at the same time, each with other
+    sizes and values.
 
     A rank that is early must not overwrite data that another rank has not read.
     """
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
         shared = SharedRows(ranks, 1 + i * i * i % 3000)
-        # Growing widths make the memory of both lanes grow, also that of one lane while the other carries a message.
+        # A lane copies one message at a time. Because the widths grow, the memory of both lanes must grow, also that of
+        # one lane while the other lane copies a message.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
         if i % 7 == ranks.rank:  # delay one rank
@@ -176,11 +181,10 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return the gathered result of a sum over ranks plus the rank's rows of `own`, added twice: as the shared experts'
-    output and as the residual.
+    """Return the gathered sum over the ranks of x, plus twice `own`: as the shared experts' output and as the residual.
 
-    Both addends are computed in other memory between the begin and the end of the sum; other work also runs between the
-    begin and the end of the gather.
+    Between the begin and the end of the sum, the rank computes both addends in new memory. Other work also runs between
+    the begin and the end of the gather.
     """
 
     def computed() -> torch.Tensor:
@@ -211,8 +215,8 @@ def outcome(model: torch.nn.Module, device: torch.device) -> dict:
 
 
 def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """For every checkpoint below the folder, return the `outcome` of both ranks together, and on the first rank that of
-    one GPU alone."""
+    """Return {checkpoint in the folder: the `outcome` of both ranks together}. On the first rank the entry also
+    contains the `outcome` of one GPU alone ("whole")."""
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
         found[directory.name] = outcome(load_model(directory, device=device, mesh=ranks, progress=False), device)
@@ -223,11 +227,11 @@ def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """For every checkpoint below the folder, return tokens of batch-invariant passes over the ranks; they must be those
-    of each sequence alone.
+    """Return {checkpoint in the folder: tokens of batch-invariant passes over the ranks}, after a check that they are
+    those of each sequence alone.
 
-    Sums of up to 20 tokens are one-shot sums, larger sums run through NCCL. From 16 tokens per rank on, each rank
-    computes a share of the rows.
+    One-shot sums are limited to 20 KiB here, so larger sums run through NCCL. From 16 tokens per rank on, each rank
+    computes only its share of the tokens.
     """
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):

@@ -1,4 +1,4 @@
-"""Draw the documents' pictures of measured figures from the GPU receipt.
+"""Draw the pictures of measured figures in docs/pictures from the GPU receipt (tests/gpu/receipt.py).
 
 usage: python -m tests.gpu.pictures
 """

@@ -1,17 +1,19 @@
-"""The GPU receipt: what was tested and measured on which GPU arch, with what results, and whether these are still
-valid.
+"""The GPU receipt (receipt.json): what was tested and measured on each GPU arch, with what results. This module reads
+and writes it, and decides whether its entries are still valid.
 
-`tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the entry NAME of the op in
-`dsa/ops/FAMILY/NAME.py`. If NAME is an op's name with more words after it, the entry is about that part of the op.
-Entries of WHOLES are about more than one op.
+The op of `dsa/ops/FAMILY/NAME.py` has the entry NAME. The entry's tests are `tests/gpu/FAMILY/test_NAME.py` and its
+benchmark is `dsa_bench/FAMILY/NAME.py`. If NAME is an op's name with more words after it, the entry is about that part
+of the op. Entries of WHOLES are about more than one op.
 
 An entry contains the commit, date, device and versions of its run, its results and figures, and two digests:
-- "kernels": of the machine code (`tests.kernels.machine_code`) of every variant of the kernels that the entry runs;
-- "launches", only in entries of ops: of what calls launch over the op's cases (`tests.ops.launched_arguments`):
-  variants, the shapes, strides and dtypes of their arguments, and which arguments are zeros or share memory.
-The machine code is always that of the DSL version that machine_code.json names, whichever version is installed. An
-entry is stale when today's code has other digests. An entry of WHOLES has no "launches", and is also stale when it is
-older than MAX_AGE. Moving, renaming or rewording source changes neither digest.
+- "kernels": a digest of the machine code of every variant of the kernels that the entry runs
+  (`tests.kernels.machine_code`).
+- "launches": a digest of what calls of the op launch over its cases (`tests.ops.launched_arguments`): the variants, the
+  shapes, strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not
+  contain it.
+The machine code is that of the DSL version that machine_code.json names, whichever version is installed. An entry is
+stale if today's code has other digests. An entry of WHOLES is also stale if it is older than MAX_AGE. Moving, renaming
+or rewording source changes neither digest.
 """
 
 import contextlib
@@ -96,7 +98,7 @@ WHOLES = {
         "vLLM's plugin: its calls compared with the kernels that vLLM calls", sources=("dsa_engines/vllm",)
     ),
 }
-# Entries of whole passes: their benchmarks take minutes, so each row is saved as soon as it is measured.
+# Entries whose benchmarks take minutes. Each row is saved as soon as it is measured.
 ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
 
 Entry = dict[str, Any]
@@ -104,7 +106,7 @@ Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """Return {arch: {entry's name: entry}} as runs have written them. "unverified" is None, or says which part of the
+    """Return {arch: {entry's name: entry}} as written by runs. entry["unverified"] is None, or says which part of the
     entry's run is missing."""
     return read(PATH) if PATH.exists() else {}
 
@@ -148,7 +150,8 @@ def now() -> datetime.datetime:
 
 
 def judged(today: datetime.date | None = None) -> Entries:
-    """Return `load`, where "unverified" also says why an entry is stale. Without a date no entry is too old."""
+    """Return the entries like `load`, but "unverified" also says why an entry is stale. Without `today`, no entry is
+    too old."""
     data = load()
     return {
         arch: {name: entry | {"unverified": why_stale(entry, name, arch, today)} for name, entry in entries.items()}
@@ -157,7 +160,7 @@ def judged(today: datetime.date | None = None) -> Entries:
 
 
 def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = None) -> str | None:
-    """Return why an entry is no evidence for today's code; None if it is."""
+    """Return why an entry is not valid for today's code; None if it is valid."""
     if entry.get("unverified"):
         return entry["unverified"]
     if "kernels" not in entry or (name not in WHOLES and "launches" not in entry):
@@ -266,8 +269,8 @@ def tested() -> list[str]:
 def asked(arch: str) -> list[str]:
     """Return the names of the entries that a complete receipt has for an arch.
 
-    These are the entries of ops with kernels for the arch. The wholes are included if most ops have such kernels, so
-    that a model's pass runs mostly kernels.
+    These are the entries of ops that have kernels for the arch. If more than half of the ops with kernels have kernels
+    for this arch, a model's pass runs mostly kernels, so the entries of WHOLES are included, too.
     """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]

@@ -1,4 +1,5 @@
-"""Select the receipt's rows that tables and pictures show, and name their shapes and peers."""
+"""Select the rows of the receipt's benchmarks that tables and pictures show, and name their shapes and peers (other
+libraries' kernels)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +34,9 @@ def _waits_for_host(row: Row) -> bool:
     return min(filled) < 0.75
 
 
-# Rows in which ours and the peer's work differ: a deterministic kernel against one that is not, fp16 against fp32
-# accumulators, a plan that is made once for many calls, a pass that waits for the host.
+# Rows whose ratio does not compare the GPU time of the same work: our kernel is deterministic and the peer's is not;
+# ours has fp16 accumulators and the peer's has fp32; the row is for a plan, which serves many calls; or the pass waits
+# for the host.
 OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
     _is_ours_alone("deterministic"),
     _is_ours_alone("float16 accumulators"),
@@ -48,7 +50,7 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the time of a peer that does the same work, limited by the GPU."""
+    """Return the rows whose ratio compares GPU times of the same work."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 

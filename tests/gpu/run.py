@@ -1,4 +1,4 @@
-"""Run the GPU tests and benchmarks of entries of the receipt, and write the results into the receipt.
+"""Run the GPU tests and benchmarks of entries of the receipt (tests/gpu/receipt.py), and write the results into it.
 
 usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [--continue] [ENTRY...]
 
@@ -9,9 +9,9 @@ DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
 `accuracy` is skipped unless DSA_TRAINED_MODEL names a checkpoint, trained as `dsa_bench.e2e.accuracy` describes.
 
-Results are written as soon as they are available. After an interrupted run, some entries have passed tests but no
-benchmark, or only some rows of a whole pass; they are marked unverified. `--continue` resumes the entries whose kernels
-and launches are unchanged, on a GPU of the same name, with the same versions of the peers.
+Results are written as soon as they are available. After an interrupted run, some entries have the results of their
+tests but no benchmark, or only some of its rows; they are marked unverified. `--continue` resumes such entries if
+kernels and launches, the GPUs, and the versions of torch, the DSL and the peers are the same.
 """
 
 import argparse
@@ -92,8 +92,8 @@ def _had_no_memory(test: ElementTree.Element) -> bool:
 
 
 def compile_all(names: list[str], arch: str) -> None:
-    """Compile the variants that the entries' kernels ship into the cache, in parallel, because one after another they
-    take minutes."""
+    """Compile the shipped variants of the entries' kernels into the compile cache, in parallel processes. One after
+    another they would take minutes."""
     # The entries of WHOLES need few of their ops' variants, so these variants compile on first use.
     modules = {m for name in names if name not in receipt.WHOLES for m in receipt.kernels_of(name, arch)}
     variants = (variant for family in machine_code.families() for variant in machine_code.shipped(family).values())
@@ -195,7 +195,7 @@ def _run_group(
             for tests in pool.map(lambda i: run_in_a_process(str(i), ids[i::shards]), range(shards))
             for test in tests
         ]
-        # Tests in other processes may have used the memory. Run again in one process, these tests have all of it.
+        # Other processes' tests can have used up the GPU's memory. Run the tests that found none again, in one process.
         lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
         if lacking:
             print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)

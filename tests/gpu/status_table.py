@@ -1,4 +1,4 @@
-"""The tables of docs/reference/status.md, one per arch, generated from the GPU receipt."""
+"""Generate the tables of docs/reference/status.md, one per arch, from the GPU receipt (tests/gpu/receipt.py)."""
 
 import datetime
 import re

@@ -1,7 +1,8 @@
-"""Generate the tables of the documents from the GPU receipt.
+"""Generate the tables of the documents from the GPU receipt (tests/gpu/receipt.py).
 
-A page marks the position of a table with the lines `<!-- table NAME -->` and `<!-- end of NAME -->`; TABLES generates
-the text between them. To add a table, define its columns here and put these two lines into a page.
+A page marks the position of a table with the lines `<!-- table NAME -->` and `<!-- end of NAME -->`. The function
+TABLES[NAME] generates the text between them. To add a table, add an entry to TABLES and put these two lines into a
+page.
 
 usage: python -m tests.generate
 """
@@ -200,8 +201,8 @@ def _parallel(rows: list[Row]) -> str:
 
 
 def _parallel_computed(rows: list[Row]) -> str:
-    """Return a table of all layers' times, computed from one GPU's part, measured alone, and the communication that
-    fewer GPUs need (`dsa_bench.e2e.computed`)."""
+    """Return a table of computed times of whole models: from the measured time of one GPU's part without communication,
+    and from the communication that was measured with fewer GPUs (`dsa_bench.e2e.computed`)."""
     measured, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
     found = []
     for row in silent:
@@ -224,7 +225,7 @@ def _joined(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _yardstick(row: Row) -> float:
-    """Return the milliseconds of a row's only yardstick."""
+    """Return the milliseconds of the row's yardstick, the measured code with which it is compared. It has only one."""
     (found,) = row["yardsticks"].values()
     return found["ms"]
 

@@ -1,4 +1,5 @@
-"""Check code of the benchmark that the peers' whole passes run: the slots of a selection."""
+"""Check a helper of the benchmark of whole passes: `peer_slots.to_slots`, which converts selected positions to cache
+slots in the passes of the peers (other libraries' kernels)."""
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from dsa_bench.e2e import peer_slots
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("rows", "k"), [(1, 2048), (130, 512), (9, 1500)])
 def test_slots_of_a_selection(rows, k, by_row):
-    """Compare with the formula, which runs on a CPU. Some keys are invalid, and the table can be part of a wider
-    one."""
+    """Compare the result on the GPU with the result on the CPU. Some indices are invalid, and the table can be some
+    columns of a wider one."""
     pytest.importorskip("triton")  # included in PyTorch's builds for GPUs
     page_size, pages, sequences = 64, 300, 7 if by_row else rows
     indices = torch.randint(-1, page_size * pages, (rows, k), dtype=torch.int32)

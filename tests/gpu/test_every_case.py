@@ -1,7 +1,8 @@
 """Checks of all ops' kernels over their cases (`dsa.cases`).
 
-Results are right with free memory poisoned. They have the same bits in later runs, in CUDA graphs with new data, on
-busy streams, on a second GPU, in compiled graphs, at other strides and with keys far apart.
+Results are right if free memory is filled with NaN, and in CUDA graphs that are replayed with new data. They have the
+same bits in repeated runs, on a busy stream, on a second GPU, in compiled graphs, at other strides, and if keys are far
+apart in memory.
 """
 
 from itertools import islice
@@ -22,7 +23,8 @@ by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 ordered = pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered], ids=lambda case: case.name)
 
 
-# Ops without kernels are excluded: PyTorch may read a tensor on the host, and may sum in the order of strides.
+# Ops without kernels are excluded, because their PyTorch code can copy a tensor to the host, which a capture forbids,
+# and can sum in an order that depends on strides.
 WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
 SIZED = [(case, sizes) for case in WITH_KERNELS if case.ordered for sizes in ({}, *case.more)]
 # Arguments that can contain many keys or scores, and the cases with such arguments.
@@ -79,7 +81,7 @@ def test_a_graph_is_replayed_with_new_data(case):
 
 @ordered
 def test_a_call_runs_on_the_current_stream(case):
-    """Arguments are written on a busy stream before the call; the call must read these values."""
+    """The arguments get their values on a busy stream, just before the call. The call must read these values."""
     held, new = given(case), given(case)
     with torch.no_grad():
         for x in flat([*held.values()]):
@@ -109,10 +111,11 @@ def test_compiled(case, monkeypatch):
 
 @pytest.mark.parametrize(("case", "sizes"), SIZED, ids=name_of)
 def test_strides_change_no_bit(case, sizes):
-    """Each tensor argument in turn is a view of a larger tensor, which has NaN or invalid indices around it."""
+    """One tensor argument at a time is a view of a larger tensor, which contains NaN or invalid indices around it."""
     for name, value in given(case, **sizes).items():
         for place, x in tensors(value) if name not in case.written else ():
-            # For leaves only the pair with wider rows is tested; gradients at other strides are PyTorch's own.
+            # For leaves only the first pair (wider rows) is tested: copying gradients to other strides is PyTorch's
+            # part.
             for pair in islice(at_other_strides(x.detach()), 1 if x.requires_grad else None):
                 plain, strided = (replaced(value, place, y.requires_grad_(x.requires_grad)) for y in pair)
                 try:

@@ -1,6 +1,7 @@
-"""Calls of the kernels with wrong and unusual arguments: other strides, CPU tensors among GPU tensors, invalid numbers.
+"""Calls of ops on the GPU with wrong and unusual arguments, such as other strides, CPU tensors among GPU tensors, and
+invalid numbers.
 
-`tests.fuzz` defines which outcomes are right.
+`tests.fuzz` makes the arguments and defines which outcomes are right.
 """
 
 import pytest

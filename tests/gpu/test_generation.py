@@ -1,4 +1,5 @@
-"""Generation on a GPU: the same code as on a CPU, with kernels where they exist, compared with the CPU's references."""
+"""Generation (`dsa_layers.Generator`) on a GPU, where ops with kernels run them, compared with the same code on a CPU,
+where all ops run their references."""
 
 from dataclasses import replace
 
@@ -35,8 +36,9 @@ from tests.layers.generation.guesses import Guesses, guess
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
-# Largest accepted gap between two logits, whose standard deviation is 2. In FP8 a single number that is rounded the
-# other way, by 2^-4, can change a random router's choice of experts.
+# The two runs may choose different tokens if the gap between their logits is below this. The logits' standard deviation
+# is 2. In FP8 a number that is rounded the other way differs by 2^-4, which can change a random router's choice of
+# experts.
 NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
@@ -61,7 +63,7 @@ def without_end(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_the_references(family, load_tiny):
-    """fp32 without quantisation: rounding differs only in the last bits, and the tokens agree."""
+    """In fp32 without quantisation, rounding differs only in the last bits, so the tokens agree."""
     tokens = []
     for device in ("cpu", "cuda"):
         model = load_tiny(family, device, dtype=torch.float32, dequantize=True)
@@ -73,7 +75,8 @@ def test_greedy_tokens_equal_the_references(family, load_tiny):
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
-    """fp32, as above. Random models accept very few drafts, so nearly all drafts are rolled back."""
+    """The model is fp32, so the tokens agree. Random models accept very few drafts, so nearly all drafts are rolled
+    back."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     plain, drafted = (
         [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
@@ -84,8 +87,8 @@ def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_shared_prefixes(family, load_tiny):
-    """fp32, as above: prompts that share prefixes within one call, which also decode while others prefill in chunks,
-    and across two calls."""
+    """The model is fp32, so the tokens agree. Prompts share prefixes within a call and with the previous call. Some
+    sequences decode while the prompts of others are prefilled in chunks."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
@@ -100,8 +103,8 @@ def test_tokens_of_shared_prefixes(family, load_tiny):
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
-    """FP8 throughout: passes with graphs, which run two chains of kernels at once, and without graphs give the same
-    bits, whatever number of drafts is accepted; most drafts are right."""
+    """The published mode is FP8 everywhere. Passes with CUDA graphs, in which two chains of kernels run at the same
+    time, give the tokens of passes without graphs. Most drafts are right, and the accepted drafts are equal, too."""
     model = load_tiny(family, drafter=True)
     params = SamplingParams(96)
     truth = [c.tokens for c in Generator(model, cache_tokens=1024).generate(PROMPTS, params)]
@@ -120,21 +123,23 @@ def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
-    """A sequence gets the bits that it gets alone: among 71 others, which exceed 128 selected keys and V4's window, and
-    with drafts, of which most but not all are right."""
+    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone.
+    Sequences are longer than the 128 selected keys and than V4's window. Most drafts are right, but not all."""
     model = load_tiny(family, drafter=True, kv_cache=kv_cache)
     assert_batch_invariant(model, monkeypatch)
 
 
-# Family -> (most kernels per layer of the tiny model, most kernels before and after the layers). If scale rows are no
-# multiple of 16 bytes, which no published model has, two kernels of PyTorch pad each of them.
+# Family -> (most kernels per layer of the tiny model, most kernels before and after the layers). In the tiny model some
+# rows of scales are not a multiple of 16 bytes, and two kernels of PyTorch pad each such tensor. In published models
+# all are multiples.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
-    """A graph has no more kernels than tests/layers/compilation/test_launches.py counts without a GPU, allowing for ops
-    of two kernels and for kernels that PyTorch adds to its own operators. Chains of kernels run at once."""
+    """A graph has no more kernels than expected. tests/layers/compilation/test_launches.py counts launches without a
+    GPU; here there are more, because some ops launch two kernels and PyTorch's operators launch further ones. More
+    branches than layers run on a second stream."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
@@ -153,7 +158,8 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
 
 
 def mixtures():
-    """Return two layers of experts in bf16, whose shared experts run at the same time as the routed experts."""
+    """Return two MoE layers in bf16. Their shared experts run on another stream, at the same time as the routed
+    experts."""
     torch.manual_seed(0)
     made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
     return [moe.cuda() for moe in made]
@@ -161,8 +167,8 @@ def mixtures():
 
 @torch.no_grad()
 def test_branches_of_two_streams_in_one_graph():
-    """Like two parts of a batch, each with a layer on its own stream: neither layer's branch reuses the other's memory,
-    even if the first layer's sum is late."""
+    """Two layers run on two streams in one graph, as for two parts of a batch. Each layer has a branch on a further
+    stream. A branch must not reuse the other layer's memory, even if the first layer's experts are delayed."""
     layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
     expected = [layer(x) for layer in layers]
     late = layers[0].experts.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
@@ -183,10 +189,10 @@ def test_branches_of_two_streams_in_one_graph():
 
 
 def test_captured_gradients_of_experts():
-    """Forward and backward in graphs launch in one order."""
+    """In captured graphs of the forward and backward pass, gradients have the bits of a pass without graphs."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
-    # autograd.grad, not backward: the node that accumulates gradients would remember this stream, for which a capture
-    # must not wait.
+    # Use autograd.grad and not backward(), whose node that accumulates gradients remembers this stream. A later capture
+    # would then wait for the stream, which is not allowed.
     (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
     captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
     for _ in range(5):
@@ -198,8 +204,9 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
-    """bf16 and FP8, captured, compared with the CPU: rounding may decide between two tokens with similar logits. At the
-    first token that differs, the CPU's logit of its own token is only slightly above that of the GPU's token."""
+    """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
+    So at the first token that differs, the CPU's logit of its token may be only slightly above its logit of the GPU's
+    token."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
@@ -219,8 +226,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """FP8 throughout: chunked prefill and decoding, dense and sparse, score keys in 132-byte slots and attend to
-    latents in 656-byte slots."""
+    """The published mode is FP8 everywhere. Prefill in chunks and decoding run the kernels of this list; index keys are
+    in slots of 132 bytes, latents in slots of 656 bytes."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):
@@ -246,7 +253,7 @@ def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
-    """Every selection of a generation, from the model's own scores, equals the reference's."""
+    """Every call of topk_indices in a generation gives the result of the reference for the same scores."""
     shapes, topk = set(), dsa.topk_indices
 
     def checked(scores, k, **options):
@@ -264,15 +271,16 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
-    """Sequences shorter than the indexer's top-k attend to all keys of a bf16 cache: every call of a generation agrees
-    with the reference, and all layers of a pass share one plan."""
+    """Sequences shorter than the indexer's top-k attend to all keys, here of a bf16 cache. Every call of the decoding
+    op agrees with the reference, and all layers of a pass share one plan."""
     calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
         out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
         with dsa.use_backend("reference"):
             expected, expected_lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
-        # Softmax weights are rounded to bf16 and values are not small, so only FlashMLA's bound on the cosine applies.
+        # The kernel rounds softmax weights to bf16. The bounds on single numbers assume small values, which the model
+        # does not have, so only FlashMLA's bound on the cosine is checked.
         assert calc_diff(out, expected) < 5e-6
         assert_close("lse", lse, expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
         calls.append(lengths.tolist())
@@ -290,8 +298,8 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
-    """The published FP8 mode, with fp32 outside the quantised products: the cast and product kernels run, and every
-    product is compared with the reference's."""
+    """The model has the published FP8 products, and fp32 elsewhere. Every product is compared with the reference's, and
+    the logits with those of the CPU."""
     products = []
 
     def beside_the_reference(op):
@@ -314,14 +322,14 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
             out = model(tokens, SequenceBatch.without_cache([80], device), all_tokens=True)
         logits.append(out.cpu())
     assert len(set(products)) == 2
-    # fp32 noise can flip an e4m3 rounding, which moves a value by 2^-4 and can change a random router's choice.
-    # Quantisation itself accounts for about 0.05.
+    # A difference in the last bit of fp32 can change the rounding to e4m3, by 2^-4 of the value, and so a random
+    # router's choice. For comparison, quantisation changes the logits by about 0.05.
     assert calc_diff(*logits) < 4e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
-    """Compare every step's captured logits with those of the same pass without a graph, which writes the same to the
+    """Run every step twice, captured and without a graph, and compare the logits. Both runs write the same to the
     caches. The sequences end one after another."""
     model = load_tiny(family)
     step, replayed = DecodeStep.__call__, []
@@ -353,7 +361,8 @@ def test_other_dtypes_over_fp8_caches(family, load_tiny):
 
 
 def test_many_sequences_share_pages_and_slots(checkpoint):
-    """100 sequences share 64 places: a sequence's tokens do not depend on which sequence used its pages before."""
+    """At most 64 of 100 sequences run at a time. The tokens of a sequence do not depend on which sequence has used its
+    pages before."""
     model = without_end(load_model(checkpoint, device="cuda", progress=False))
     prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]
     params = [SamplingParams(4 + i % 9) for i in range(100)]
@@ -366,8 +375,8 @@ def test_many_sequences_share_pages_and_slots(checkpoint):
 
 
 def test_sampled_tokens_are_those_of_a_cpu():
-    """Greedy rows, rows sampled from the whole vocabulary and from the likeliest tokens together, and rows from which
-    no token can be chosen."""
+    """A batch has greedy rows, rows sampled from the whole vocabulary, rows sampled from the likeliest tokens, and rows
+    from which no token can be chosen."""
     kinds = ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.6, "top_p": 0.95})
     params = [SamplingParams(**kinds[i % 4]) for i in range(44)]
     params += [SamplingParams(temperature=2.0, top_k=3, top_p=0.5), SamplingParams(temperature=1e-3, top_p=0.1)]
@@ -377,7 +386,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # creates equal logits, also at the limit of top-k
+    logits[4:8] = logits[4:8].round()  # makes logits equal, also the k-th and the next of top-k
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
     drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [
@@ -390,7 +399,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
-    """NaN also does not reach sequences that reuse the pages and the state slot of the ended sequence."""
+    """A sequence with NaN ends with an error. Sequences that reuse its pages and its state slot are not affected."""
     model = load_tiny(family)
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
     embeddings.data[77] = torch.nan
@@ -404,7 +413,8 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """PyTorch raises if the host would wait for the GPU in passes with and without earlier tokens, dense and sparse."""
+    """With this debug mode PyTorch raises if the host waits for the GPU. The passes have sequences with and without
+    earlier tokens, with more keys than are selected and with fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
@@ -416,7 +426,7 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
             chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(new, earlier, pages))]
             model(tokens, prefill_batch(chunks, cache.page_size, "cuda"), cache)
 
-    run()  # the first run compiles and loads kernels and caches dequantised weights
+    run()  # the first run compiles and loads the kernels, and keeps the dequantised weights for later runs
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -427,8 +437,8 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
 @pytest.mark.parametrize("pages", [None, torch.bfloat16, "fp8"], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
 def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
-    """Compare the multi-head with the absorbed form; rope is in place, and keys and values are parts of one
-    projection."""
+    """Compare the multi-head form of attention with the absorbed form. In the multi-head form, keys and values are
+    views of one projection of the latents."""
     nope, rope, value = sizes
     with torch.device("cuda"):
         indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)
@@ -453,13 +463,13 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
-    """Compare from the prompt to the logits, in one pass and in chunks. passes: the number of queries of each pass with
-    more keys than are selected."""
+    """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: for each pass in which
+    sequences have more keys than are selected, the number of its queries."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS
-    # A pass gets its own rows directly from the op that writes them; pages are read only for the second chunk of a
-    # sequence.
+    # A pass gets the latents of its own tokens from the op that writes them to the cache. It reads pages only for
+    # sequences with earlier chunks.
     assert ("read_kv_cache" in run.launched) == (chunk == 50)
 
 

@@ -1,7 +1,7 @@
-"""The contents of an index tensor never make a kernel read or write outside its tensors.
+"""No contents of an index tensor make a kernel read or write outside its tensors.
 
-The receipt's run puts this file under compute-sanitizer's memcheck. Without it, the tests only detect wrong results and
-crashes.
+`tests.gpu.run` runs this file under compute-sanitizer's memcheck. Without memcheck, the tests only detect wrong results
+and crashes.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Contexts of a million tokens on the GPU: needles in every layer, the memory of a pass, and attention over so many
-keys."""
+"""Contexts of a million tokens on the GPU: every layer selects planted keys ("needles"), the memory of a pass is
+limited, and the ops that these passes call are right."""
 
 from functools import partial
 from unittest import mock
@@ -34,11 +34,11 @@ def small_stack(name):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, record_error):
-    """Needles are found in decoding, in a prompt's pass with more tokens than are scored at once, and in a long pass
-    that selects keys while it scores them.
+    """Needles are selected in decoding, in a short pass over a prompt, which scores its tokens in parts, and in a long
+    pass, which selects keys while it scores them and writes no scores.
 
-    Scores differ from fp32 by about 5e-4 of their root mean square, and a few by six times as much, because FP8
-    products are summed with fewer bits than fp32 has, and a prompt's scores in fp16.
+    Scores differ from fp32 by about 5e-4 of their root mean square, and a few by six times as much. The reason is that
+    tensor cores add FP8 products with fewer bits than fp32 has, and a prompt's scores are accumulated in fp16.
     """
     model = small_stack(name)
     hay = Haystack(model, TOKENS, "cuda")
@@ -56,8 +56,8 @@ def test_every_layer_finds_needles(name, record_error):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name):
-    """Measure the memory of passes with small activations, which cannot hide the workspace: at a million tokens, and at
-    the length at which the most latents are read beforehand."""
+    """Measure the memory of passes at a million tokens, at the length at which a pass reads the most latents from pages
+    beforehand, and at shorter lengths. The activations are so small that they cannot hide the workspace."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
     prompt = Prompts(model, 1, TOKENS, 8192)
@@ -76,7 +76,8 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_prefills_over_fp8_pages(heads, record_error):
-    """Compare with prefill over latents that were read beforehand, for as many queries as a pass has."""
+    """Compare attention that reads FP8 pages itself with prefill over latents that read_kv_cache has read. There are as
+    many queries as in a pass over a prompt."""
     pages, k = 300, 2048
     cache = torch.empty(pages, 64, 1, 656, dtype=torch.uint8, device="cuda")
     slots = torch.arange(64 * pages, device="cuda")
@@ -96,8 +97,8 @@ def test_prefills_over_fp8_pages(heads, record_error):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_tokens_share_a_list_of_entries(heads):
-    """All queries share one list in memory, and each uses a prefix of it; the bits equal those with a separate list per
-    query."""
+    """All queries share one list in memory (a row stride of 0), and each uses a prefix of it. The results have the bits
+    of a separate list per query."""
     queries, entries, window = 1000, 8192, 128
     q, kv, compressed = (
         torch.randn(n, h, 512, device="cuda").bfloat16() for n, h in ((queries, heads), (queries, 1), (entries, 1))

@@ -1,4 +1,5 @@
-"""Models over two GPUs: sums and their bits, tiny models in FP8 and FP4 compared with one GPU, and ranks that fail."""
+"""Several GPUs: sums over ranks and their bits, tiny models on two GPUs compared with one GPU, the command, and ranks
+that fail."""
 
 import contextlib
 import os
@@ -86,15 +87,16 @@ def test_tiny_models(folder):
         assert one["tokens"] == other["tokens"], model
         with_graphs, again, without = one["tokens"]
         assert with_graphs == again == without, model
-        # The tensor cores' sums over half of the channels round differently, so some roundings to FP8 go the other way,
-        # and with random weights another key or expert is chosen.
+        # Each GPU sums over half of the channels, which rounds differently. So some numbers are rounded to another FP8
+        # number, and with random weights another key or expert is chosen.
         assert calc_diff(one["logits"], whole["logits"]) < 0.05, model
         apart = (one["logits"] - whole["logits"]).norm(dim=1) / whole["logits"].norm(dim=1)
         assert apart.median() < 0.2, model
 
 
 def test_batch_invariant_tokens(folder):
-    """A sequence gets the bits that it gets alone, among 71 others and with drafts. Both ranks have the same tokens."""
+    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone (the
+    worker checks this). Both ranks have the same tokens."""
     first, second = run("batch_invariant", folder)
     assert first == second and first.keys() == {*model_types()}
 

@@ -1,4 +1,5 @@
-"""Repeated calls, whose steps are recorded, give the bits of calls that are not recorded, whatever the contents."""
+"""An op records the steps of repeated calls with one signature and replays them. Replayed calls must give the bits of
+calls that are not recorded, whatever their tensors contain."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dsa.runtime.recorded_calls import REPEATS
 
 
 def arguments(call, seed):
-    """Return arguments of one signature, in new memory, with other floats for every seed."""
+    """Return arguments of the case in new memory. All seeds give the same signature, with other floats."""
     maker = Maker("cuda")
     maker.generator.manual_seed(seed)
     return call.make(maker)

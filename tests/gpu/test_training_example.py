@@ -1,4 +1,5 @@
-"""Run examples/train_indexer.py on a GPU with the example's model, short sequences and few steps."""
+"""Run examples/train_indexer.py on a GPU with short sequences and few steps: a captured pass compared with an
+uncaptured one, and all stages."""
 
 import copy
 import csv
@@ -37,11 +38,10 @@ def text(tmp_path_factory):
 
 
 def test_a_captured_pass_is_the_same_as_it_is(text):
-    """Compare a captured with an uncaptured pass, call by call.
+    """Compare the losses and gradients of a captured and an uncaptured pass, call by call.
 
-    Weights, the experts' biases, tokens and the losses' weights differ in every call, so a graph that kept one of them
-    would not agree. Afterwards the weights of one model are copied to the other, so rounding errors do not accumulate
-    over calls.
+    Parameters, tokens and the losses' weights differ in every call, so a graph that kept old values would not agree.
+    After each call the captured model's parameters are copied to the other model, so differences do not accumulate.
     """
     tokens = Corpus.of(text, train_tokenizer(text.train, PLAN.vocab)).train.cuda()
     models = [build(MODEL, torch.bfloat16).cuda()]

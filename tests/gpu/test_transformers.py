@@ -1,4 +1,5 @@
-"""transformers' models on dsa's kernels, compared with transformers' own eager attention on the same GPU."""
+"""Models of transformers that run dsa's kernels (`dsa_layers.hf`), compared with transformers' own eager attention on
+the same GPU."""
 
 import copy
 import gc
@@ -17,10 +18,11 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# Bound of our error: FACTOR times the distance of transformers in bf16 from fp32, plus SLACK. With bf16 rounding both
-# sometimes choose other keys.
+# Our error from transformers in fp32 may be FACTOR times that of transformers in bf16, plus SLACK. In bf16 both
+# sometimes select other keys than in fp32.
 FACTOR, SLACK = 2.0, 1e-4
-# Bound of calc_diff of logits and gradients with FP8 index scores: with random weights they often choose other keys.
+# Bound of calc_diff of logits and gradients with FP8 index scores. With random weights FP8 scores often select other
+# keys.
 FP8 = 0.1
 PREFILL = {
     "deepseek_v32": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
@@ -49,8 +51,8 @@ def tokens():
 
 
 def in_bf16(model):
-    """Return a copy as transformers loads a model in bf16: modules that it keeps in fp32 stay in fp32, except norms,
-    whose fp32 result the eager layers of version 5.17 would not accept."""
+    """Return a copy in bf16 as transformers loads it: the modules that it keeps in fp32 stay in fp32. Norms become
+    bf16, because the eager layers of version 5.17 do not accept the fp32 result of a norm."""
     rounded = copy.deepcopy(model)
     strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
         "indexer.weights_proj"
@@ -83,7 +85,7 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """In bf16, our attention and transformers' are about equally far from transformers in fp32."""
+    """Our bf16 logits are not much further from transformers' fp32 logits than transformers' bf16 logits are."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -94,8 +96,8 @@ def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
 
 @torch.no_grad()
 def test_fp8_index_scores(family, exact, tokens, launched):
-    """The kernels' logits differ from the references' by no more than bf16 rounding, and from fp32 by no more than FP8
-    scores allow."""
+    """With FP8 index scores, the kernels' logits differ from the references' by no more than bf16 rounding causes, and
+    from transformers in fp32 by less than the bound FP8."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = accelerate(rounded, fp8_indexer=True)

@@ -1,4 +1,5 @@
-"""The commands that a user runs first, each in a separate process, and the Python code of the documents."""
+"""Commands of the documents that a user runs first, and the Python code of the documents, each in a separate
+process."""
 
 import json
 import os
@@ -62,8 +63,8 @@ def test_the_tiny_families(name, tmp_path):
 
 @pytest.mark.parametrize("model", ["", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
 def test_what_is_compiled_in_advance_is_all_that_runs(model, tmp_path, monkeypatch):
-    """`dsa compile` fills a folder without a GPU, and generation adds nothing to it: prompts of several lengths, alone
-    and together, in one chunk and in many."""
+    """`dsa compile` fills a folder of kernels without a GPU. Generation then adds nothing to the folder, for prompts of
+    several lengths, alone and together, in one chunk and in many."""
     out = tmp_path / "kernels"
     checkpoint = ".tiny" if model else ""
     if model:

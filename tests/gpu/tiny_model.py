@@ -1,7 +1,7 @@
 """The tiny checkpoint's model on the GPU in bf16: compare generation with kernels and generation with references.
 
-Two runs that differ by rounding diverge: near-ties decide which keys and which experts a token gets, and which token
-comes next. So the references run first, and the kernels' run uses the references' choices. Then these are compared:
+Two runs that differ by rounding diverge, because rounding decides near-ties between keys, experts and tokens. So the
+references run first, and the kernels' run uses the choices of the references' run. Then these are compared:
 - every call of the attention op with the reference on the same arguments, with the tolerance of the op's own tests,
 - the logits with those of the references' run,
 - the choices that the kernels' run would have made with those that it used.
@@ -41,24 +41,24 @@ PREFILL_OPS = {
     *("write_mla_cache", "flash_mla_sparse_fwd"),
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
-# Limit of calc_diff of the logits. With the same choices, the references' run in bf16 differs from that in fp32 by
-# 1e-4, and with FP8 pages by 6e-4. This is the effect of rounding between the layers, and kernels change some of these
-# roundings.
+# Limit of calc_diff of the logits. For comparison: with the same choices, the references in bf16 differ from the
+# references in fp32 by 1e-4, and with FP8 pages by 6e-4. This is the effect of rounding between the layers, and the
+# kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
-# Largest gap between two logits, whose standard deviation is 2, that may swap ranks within that tolerance.
+# Two logits whose gap is below this can change places within that tolerance. The logits' standard deviation is 2.
 NEAR_TIE = 0.25
 # Tolerances of each attention op, from the op's own tests: calc_diff of the result, relative error of lse.
 ATTENTION = {
     "flash_mla_sparse_fwd": (7e-6, 2.01 / 65536),
     "flash_mla_with_kvcache": (5e-6, 8.01 / 65536),
 }
-# A logit is a sum of 576 products of order 1 in fp32, so even a logit near zero has an error of this size.
+# A logit of attention is a sum of 576 products of order 1 in fp32, so even an LSE near 0 has an error of this size.
 LSE_ABS_TOLERANCE = 1e-5
 
 
 @dataclass
 class Run:
-    """What a run has chosen and computed, in order.
+    """The choices and results of a run, each in the order of calls.
 
     topk_indices  the indices of every top-k
     routes        (experts, weights) of every router
@@ -78,8 +78,8 @@ class Run:
 def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
     """Return the model with bf16 weights and FP8 index keys; the latents are FP8 or, with "model", bf16.
 
-    FP8 linear layers would round activations to e4m3, which would magnify a difference in the last bit of bf16 several
-    times.
+    Linear layers are bf16, because FP8 linear layers round activations to e4m3. This would magnify a difference in the
+    last bit of bf16 several times.
     """
     precision = Precision(torch.bfloat16, fp8_linear=False, fp8_indexer=True, kv_cache=kv_cache)
     with tempfile.TemporaryDirectory() as directory:
@@ -154,7 +154,7 @@ def run_beside_references(
     def checked(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         out, *rest = op(q, *arguments, **options)
         expected_out, *expected_rest = exact(q.float(), *arguments, **options)
-        # The ops' bounds on single numbers assume values of 0.1; here they are of order 1, so only calc_diff is
+        # The op's bounds on single numbers assume values of about 0.1. Here values are of order 1, so only calc_diff is
         # checked.
         assert calc_diff(out, expected_out) < most
         for x, y in zip(rest, expected_rest, strict=True):

@@ -1,4 +1,4 @@
-"""transformers' models with the sizes that the kernels support, and small sizes everywhere else."""
+"""Models of transformers with sizes that dsa's kernels support, and with small sizes for everything else."""
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ _SMALL = {
     "index_head_dim": 128, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
     "attn_implementation": "eager", "experts_implementation": "eager",
 }  # fmt: skip
-# No layer chooses experts from its activations: a choice that rounding changes would hide errors of attention.
+# All layers are dense, or (V4) choose experts by token id. If experts were chosen by activations, rounding could change
+# the choice, and this would hide errors of attention.
 _DENSE = {"intermediate_size": 256, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _YARN = {
     "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1,

@@ -1,4 +1,5 @@
-"""The FP8 cast with an empty compile cache, and a stub kernel, for tests of the compile cache."""
+"""Helpers for tests of the compile cache: the FP8 cast's compile function with an empty cache, a stub kernel, and
+damaged object files."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fixtures and parameters of the tests of kernels: shipped variants and their SASS."""
+"""Fixtures and parameters of the tests of kernels: shipped variants and their SASS, the machine code of the GPU."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""The record of the kernels' machine code: a change of the source that does not change it needs no GPU.
+"""The record of the kernels' machine code: if a change of the source does not change it, no GPU run is needed.
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
@@ -34,8 +34,8 @@ from tests.code_lines import code_lines
 PATH = Path(__file__).with_suffix(".json")
 FAMILIES = Path(dsa.kernels.__path__[0])
 SHARED = FAMILIES.parent / "cute"
-_NO_BYTES = 8  # type of a section that has a size but no bytes in the file
-_SIZED = 4  # .nv.info: format of an attribute whose entry contains a size
+_NO_BYTES = 8  # SHT_NOBITS: type of a section that has a size but no bytes in the file
+_SIZED = 4  # .nv.info: format of an attribute whose entry contains the size of its value
 _REGISTERS, _BLOCK = 0x2F, 0x10  # attributes whose values are (symbol, registers) and (x, y, z)
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
 _LAUNCHER = "_mlir_ciface_"  # prefix of the name of the host function that computes grids and launches
@@ -86,8 +86,8 @@ def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def launcher(object_file: bytes) -> bytes:
-    """Return the instructions of the host functions that launch, with the vector constants that they load, and which
-    kernel each launch is for."""
+    """Return the instructions of the host functions that launch kernels, the vector constants that they load, and the
+    index of the kernel of each launch."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [
@@ -134,8 +134,9 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """Return the key of the source of a family and of dsa/cute, and of the compiler's options. Kernels import nothing
-    else. Comments and docstrings do not affect the key, so rewording them needs no compiler and no GPU."""
+    """Return a key of the source of a family and of dsa/cute, and of the compiler's options. Kernels import nothing
+    else of this project. Comments and docstrings do not affect the key, so rewording them needs no compiler and no
+    GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
     digest = hashlib.sha256(OPTIONS.encode())

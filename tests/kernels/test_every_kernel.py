@@ -1,5 +1,5 @@
-"""Properties of every shipped kernel: no spills, registers that fit an SM, and a programmatic launch. The kernel waits
-for the previous kernel before it accesses global memory, and then releases the next one."""
+"""Properties of every shipped kernel: no spills, registers that fit an SM, and programmatic dependent launch. Each
+kernel waits for the previous kernel before it accesses global memory, and then triggers the next kernel's launch."""
 
 import ast
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests.kernels import machine_code
 from tests.kernels.variants import all_compile_functions, shipped
 
 WAIT, RELEASE = "ACQBULK", "PREEXIT"
-# Loads, stores, atomics and copies: by threads, in bulk and by TMA, including generic ones. Prefetches to L2 are
-# allowed.
+# Loads, stores, atomics and copies: by threads, in bulk and by TMA. LD, ST, ATOM and RED are included because their
+# generic addresses can be in global memory. Prefetches to L2 are allowed.
 MEMORY = {"LDG", "STG", "ATOMG", "REDG", "LD", "ST", "ATOM", "RED", "LDGSTS"}
 MEMORY |= {"UBLKCP", "UBLKRED", "UTMALDG", "UTMASTG", "UTMAREDG"}
 SORTED = sorted(all_compile_functions(), key=lambda function: (function.__module__, function.__name__))

@@ -1,4 +1,5 @@
-"""Digests of machine code depend on code and not on names, and the kernels' machine code equals the record."""
+"""Digests of machine code depend on the code and not on names, and the kernels' machine code equals the record
+(machine_code.json)."""
 
 import re
 
@@ -49,8 +50,8 @@ def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: c
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """Return a function that compiles a kernel that fills 32 columns of `rows` rows with `value`, to an object file's
-    bytes."""
+    """Return a function (launching function, rows, value) -> bytes of the compiled object file. The kernel fills 32
+    columns of `rows` rows with `value`."""
     path = tmp_path_factory.mktemp("filled") / "object.o"
 
     def compiled(function, rows, value):
@@ -113,7 +114,7 @@ def test_registers_are_those_of_the_kernel(code):
         ),
         # Two variants that exchange their code count as changed.
         ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, (["a", "b"], ["a", "b"], [])),
-        # If two names had the same code, only one counts as renamed.
+        # If two old names had the code of one new name, only one of them counts as renamed.
         ({"a": "1", "b": "1"}, {"c": "1"}, (["b"], [], ["a -> c"])),
     ],
 )

@@ -17,8 +17,8 @@ Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def shipped(*compile_functions: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Run a test for the shipped variants of these functions. The test can use the fixtures `sass`, `in_order`,
-    `compile_function` and `arguments`."""
+    """Run a test for shipped variants of these functions (a sample, or all with --all). The test can use the fixtures
+    `sass`, `in_order`, `compile_function` and `arguments`."""
     return pytest.mark.shipped_variants.with_args(*compile_functions)
 
 
@@ -38,9 +38,9 @@ def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """Return some variants of a compile function: one of up to 63, two of 64, three of 144, those with the lowest
-    hashes of arguments and commit. All tests of one commit get the same variants, and a new variant replaces at most
-    one of them."""
+    """Return some variants of a compile function: one of up to 63, two of 64 to 143, three of 144 and so on. These are
+    the variants with the lowest hashes of commit and arguments. So all tests of one commit get the same variants, and a
+    new variant replaces at most one of them."""
     count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 

@@ -39,8 +39,8 @@ def assert_close(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], 
 
 
 def assert_same_gradients(function: Callable, formula: Callable, inputs: Sequence[torch.Tensor]) -> None:
-    """Require that the sum of squares of function(*inputs), in fp32, has the gradients of that of formula(*inputs), in
-    float64."""
+    """Require that the gradients of function(*inputs).square().sum() in fp32 equal those of formula(*inputs)
+    .square().sum() in float64."""
     gradients = []
     for compute, dtype in ((function, F32), (formula, F64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]

@@ -1,4 +1,5 @@
-"""The references compared with the cases' float64 formulas: at the cases' sizes, for every option, and gradients."""
+"""The references compared with the float64 formulas of `dsa.cases`, at the cases' own sizes and for every option;
+strides, roundings, and gradients."""
 
 import importlib
 import itertools
@@ -36,9 +37,10 @@ CACHE = {"pages": 4, "page_size": 7}
 ROTATED = by_name("shape", "rotated", of=[((5, 8), 8), ((4, 3, 24), 16), ((3, 2, 2, 9), 6), ((0, 2, 8), 4)])
 ROTATIONS = every(*ROTATED, interleaved=BOTH, dims=["first", "last"], dtype=FLOATS)
 NORMED = every(tokens=[7], channels=[384], dtype=FLOATS, use_ue8m0=BOTH, eps=[1e-2])
-# The values of eps are large, so that a result that omits one of them is wrong.
+# The values of eps are large, so that a reference that omits one of them fails.
 STREAMS = every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32], eps=[1e-3], hc_eps=[1e-2])
-# The last sequence has 2 queries and 1 key.
+# (queries, keys) of sequences: equal numbers, no queries, fewer queries than keys, and in the last more queries than
+# keys.
 WINDOWS = {"sequences": ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1)), "heads": 4, "d": 24, "d_v": 16, "dtype": F32}
 WINDOWED = every(WINDOWS, window=[1, 2, 5, 128], sink=BOTH)
 # One sequence has no keys. Another has one key, so that up to three of its queries come before the key.
@@ -87,7 +89,7 @@ OPTIONS = {
     "swiglu_cast_to_fp8": every(
         shape=[(2, 3, 256), (5, 200), (0, 200), (3, 0)], use_ue8m0=BOTH, limit=[None, 0.5, 7], dtype=FLOATS
     ),
-    # A block that is larger than the weight is the whole weight.
+    # A block larger than the weight contains the whole weight.
     "per_block_cast_to_fp8": every(
         *by_name("rows", "columns", "block", of=[(576, 200, 128), (3, 200, 2**31 - 1), (10, 7, 4)]), use_ue8m0=BOTH
     ),
@@ -142,7 +144,7 @@ OPTIONS = {
         use_ue8m0=BOTH,
     ),
     "window_indices": every(sequences=[WINDOWS["sequences"]], window=[1, 2, 5, 128]),
-    # Heads begin inside a block of 128 rows.
+    # A head has 160 rows of kv_b, so heads begin inside the weight's blocks of 128 rows.
     "mla_absorb_queries": every(
         *by_name("tokens", "heads", of=[(3, 4), (0, 4)]), nope=[64], rows=[160], latent=[256], dtype=FLOATS
     ),
@@ -190,7 +192,7 @@ def test_a_reference_is_right_for_every_option(name, sizes):
     BY_NAME[name].verify(**sizes)
 
 
-# (constant of dsa.reference, its values, case, sizes). The constants bound the number of queries that are computed at a
+# (constant of dsa.reference, its values, case, sizes). The constants limit how many queries a reference computes at a
 # time.
 CHUNKED = [
     (
@@ -208,7 +210,8 @@ CHUNKED = [
             **{"tokens": [5], "heads": [4], "keys": [7], "top_k": [5], "invalid": [0.3], "sink": BOTH, "counted": BOTH},
         ),
     ),
-    # Prefixes, sequences without queries or keys, fewer keys than queries, and queries that belong to no sequence.
+    # The sequences have more keys than queries, no queries, fewer keys than queries, or no keys. `more` adds queries
+    # that belong to no sequence.
     (
         "mla.mha_varlen_fwd._CHUNK",
         [2**26, 100],
@@ -247,7 +250,8 @@ def test_every_number_of_queries_at_a_time_is_right(constant, value, name, sizes
     ],
 )
 def test_strides_change_no_bit(name, sizes):
-    """PyTorch sums the products of column-major matrices in another order."""
+    """The references must not pass strides on to PyTorch's products, which sum column-major matrices in another
+    order."""
     given = BY_NAME[name].arguments(**sizes)
     tensors = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
     transposed = {key: x.transpose(0, -1).contiguous().transpose(0, -1) for key, x in tensors.items()}

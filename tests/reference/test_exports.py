@@ -1,4 +1,4 @@
-"""What `dsa.reference` exports."""
+"""The names that `dsa.reference` exports."""
 
 from pathlib import Path
 

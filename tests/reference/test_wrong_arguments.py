@@ -1,4 +1,5 @@
-"""An op names a wrong argument, says what it got and what it accepts, and writes nothing."""
+"""For the wrong arguments of tests/reference/wrong_arguments, ops raise an error with the expected message and write
+nothing."""
 
 import pytest
 

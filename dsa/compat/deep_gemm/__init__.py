@@ -9,17 +9,17 @@ As in DeepGEMM on Hopper,
 - a and b are (e4m3 values, fp32 scales) and row-major. a has a scale per row and 128 channels, b per 128 x 128 block.
   Scales may be stored row-major or column-major (`get_mn_major_tma_aligned_tensor`);
 - the caller passes the result tensor d, [.., N] with any row stride, and the functions return nothing;
-- nothing is copied to the host and nothing waits for the GPU: a CUDA graph can capture the calls;
+- nothing is copied to the host and nothing waits for the GPU, so that a CUDA graph can capture the calls;
 - FP4 values, scales packed four to an int32, `alpha` and epilogues are refused.
 
-These products run the kernels of `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`, and give the same bits per row.
+These products run the kernels of `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`, and give the same bits in each row.
 The recipe (1, 1, 128), for gradients of weights accumulated in fp32, has no kernel here: PyTorch dequantizes both
 operands and multiplies them in fp32 without tensor cores, many times slower than DeepGEMM (`gradients`).
 Beyond DeepGEMM, d may also be fp32 or fp16, N may be any multiple of 8 and K any multiple of 16, and groups may begin
 at any row. `compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` have no effect: no row of padding is zeroed.
 
-Errors are those of the ops, with the ops' names of the arguments ("a[1]: ..."): ValueError or TypeError, raised before
-a launch.
+Errors are those of the ops, and name the arguments as the ops do ("a[1]: ..."). They are ValueError or TypeError, and
+are raised before a kernel is launched.
 Sources: DeepGEMM's csrc/apis/gemm.hpp, layout.hpp and tests of FP8 products (2.6.1), and the schemas of 2.8.1.
 """
 

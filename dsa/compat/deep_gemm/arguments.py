@@ -1,4 +1,4 @@
-"""Checks that DeepGEMM's products share: operands, recipes, results, and arguments that Hopper does not support."""
+"""Checks for all products of DeepGEMM: operands, recipes, results, and arguments that Hopper does not support."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ ROW_SCALES = (1, 1, 128)  # b has a scale per row and 128 channels, like a
 
 
 def operands(a: Scaled, b: Scaled) -> tuple[Scaled, Scaled]:
-    """Return (a, b) as pairs. Raise ValueError for FP4 weights; the message names the ops that accept them."""
+    """Return a and b as pairs. Raise ValueError for FP4 weights; the message names the ops that accept them."""
     q, w = (check_pair(name, value, "(e4m3 values, fp32 scales)") for name, value in (("a", a), ("b", b)))
     if isinstance(w[0], torch.Tensor) and w[0].dtype in BYTES:
         raise ValueError(

@@ -2,8 +2,8 @@
 channels, and the sums are accumulated in fp32.
 
 No kernel here accepts a second operand with a scale per row. PyTorch dequantizes both operands to fp32, 4 bytes per
-value of a and b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in PyTorch. The result is the
-formula up to fp32 rounding, but without FP8 tensor cores it is many times slower than DeepGEMM.
+value of a and b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in PyTorch. In fp32 the result
+differs from the formula only by rounding, but without FP8 tensor cores it is many times slower than DeepGEMM.
 """
 
 from collections.abc import Sequence
@@ -135,7 +135,7 @@ def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[s
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors, from the first to the last element, overlap."""
+    """Whether the address ranges of two tensors overlap. A range goes from the first to the last element."""
     if x.is_meta or y.is_meta or not x.numel() or not y.numel():
         return False
     (begin, end), (first, last) = map(_range, (x, y))

@@ -26,8 +26,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """d[m] = a[m] b[g]^T, g the group of row m: `dsa.grouped_fp8_gemm_nt` with the groups' rows one group after
-    another.
+    """d[m] = a[m] b[g]^T with g the group of row m: `dsa.grouped_fp8_gemm_nt`. The rows of a group follow each other.
 
     a                           ([M, K] e4m3, [M, ceil(K / 128)] fp32)
     b                           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
@@ -41,8 +40,8 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
 
     The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding that follow a group
     up to the next multiple of the alignment are multiplied with its weight, so a row of zeros gives zeros. The results
-    of all other rows of padding are undefined. Indices of E or more, and decreasing indices, raise an error where the
-    reference runs; a kernel leaves such rows unwritten or multiplies them with the weight of an earlier row, and never
+    of all other rows of padding are undefined. Indices of E or more, and decreasing indices, raise an error if the
+    reference runs. A kernel leaves such rows unwritten or multiplies them with the weight of an earlier row, and never
     accesses memory outside its tensors.
     """
     (q, s), (w, ws) = operands(a, b)
@@ -66,7 +65,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         write(d, q, s, w, ws, ends.contiguous(), expected_rows=expected)
     else:
         _check_groups(grouped_layout, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
-        ends[-1] = len(q)  # the reference would fill rows that belong to no group with NaN
+        ends[-1] = len(q)  # the last group gets all further rows, because the reference fills rows of no group with NaN
         d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None, None))
 
 
@@ -83,7 +82,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
     disable_ue8m0_cast: bool = False,
     epilogue: object = None,
 ) -> None:
-    """d[e, m] = a[e, m] b[e]^T for m < masked_m[e]: `dsa.fp8_gemm_nt` of the first rows of each group.
+    """d[e, m] = a[e, m] b[e]^T for m < masked_m[e]: `dsa.fp8_gemm_nt` of the first masked_m[e] rows of each group.
 
     a           ([E, max M, K] e4m3, [E, max M, ceil(K / 128)] fp32)
     b           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
@@ -133,10 +132,10 @@ def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, ro
 
 
 def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the row after the last row of each group, int32 [E], given the group of each row or -1, [M].
+    """Return the row after the last row of each group, int32 [E]. m_indices [M]: the group of each row, or -1.
 
-    Rows of padding belong to the group before them, or to group 0. After the last group, only the rows up to the next
-    multiple of the alignment belong to it: in a buffer for any number of rows, most rows may be padding.
+    Rows of padding belong to the group before them, or to group 0. But the last group ends at the first multiple of the
+    alignment after its last row, because most rows of a large buffer may be padding.
     """
     rows = torch.arange(1, len(m_indices) + 1, dtype=torch.int32, device=m_indices.device)
     used = torch.where(m_indices < 0, 0, rows).amax()

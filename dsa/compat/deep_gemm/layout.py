@@ -1,4 +1,4 @@
-"""DeepGEMM's layout helpers as they are on Hopper: the alignment of groups, and the storage of scales."""
+"""DeepGEMM's helpers for layouts, as they are on Hopper: the alignment of groups, and the storage of scales."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,15 @@ _alignment = HOPPER_ALIGNMENT
 
 
 def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
-    """Set the multiple of rows at which groups of the contiguous layout begin, for this process; the default is 128."""
+    """Set the alignment for this process: groups of the contiguous layout begin at a multiple of this number of rows.
+    The default is 128."""
     global _alignment
     check_int("new_value", new_value, 1)
     _alignment = new_value
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Return the multiple of rows at which groups of the contiguous layout begin."""
+    """Return the alignment: groups of the contiguous layout begin at a multiple of this number of rows."""
     return _alignment
 
 
@@ -32,7 +33,7 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """Round x elements of element_size bytes up to a multiple of 16 bytes."""
+    """Return x rounded up so that x elements of element_size bytes are a multiple of 16 bytes."""
     check_int("x", x, 0)
     check_int("element_size", element_size, 1, 16)
     if 16 % element_size:

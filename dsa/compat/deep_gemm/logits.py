@@ -1,9 +1,10 @@
-"""DeepGEMM's index scores by its names, for `dsa.compat.deep_gemm`: implemented with `dsa.fp8_mqa_logits`,
+"""DeepGEMM's functions for scores of the lightning indexer, for `dsa.compat.deep_gemm`. They call `dsa.fp8_mqa_logits`,
 `dsa.fp8_paged_mqa_logits` and `dsa.get_paged_mqa_logits_metadata`, whose docstrings say what they compute.
 
-The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales), and by default their results
-are not cleaned, except for scores of all keys. `fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier
-builds. Where the order of arguments differs between these versions, the arguments of earlier builds are keyword-only.
+The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales). By default their results are
+not cleaned: only `fp8_fp4_mqa_logits` with max_seqlen_k = 0 writes -inf outside the ranges. `fp8_mqa_logits` and
+`fp8_paged_mqa_logits` are the names of earlier builds. Where the order of arguments differs between these versions, the
+arguments of earlier builds are keyword-only.
 """
 
 import torch

@@ -70,9 +70,10 @@ def write(
     ends: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the product of checked arguments to d: of one matrix, or of groups of rows that end at `ends`."""
+    """Write the product of checked arguments to d. The product is of one matrix, or of groups of rows that end at
+    `ends`."""
     out = rows_at_16_bytes(d)
-    # The contiguous copy starts with the values of d, because kernels do not write rows that belong to no group.
+    # The contiguous copy first gets the values of d, because kernels do not write rows that belong to no group.
     written = d.clone(memory_format=torch.contiguous_format) if out is None else out
     with backends.on_device(d):
         if ends is None:

@@ -1,7 +1,7 @@
-"""DeepSeek-V4's compressor: every m tokens become one entry, a sum of their projections weighted per channel.
+"""DeepSeek-V4's compressor: every m tokens become one entry, a sum of their projections with weights per channel.
 
-Entry i of a sequence is made of the tokens i m to i m + m - 1, which are its block i. With overlap it is also made of
-block i - 1. The token that ends a block is the first to attend to the block's entry.
+Block i of a sequence is the tokens i m to i m + m - 1, and entry i is the weighted sum over block i. With overlap the
+sum is over the blocks i - 1 and i. The last token of a block is the first to attend to the block's entry.
 """
 
 import torch
@@ -37,8 +37,8 @@ def compress_kv(
     bounds, first = cu_seqlens.tolist(), starts.tolist()
     _check_sequences(bounds, first, None if state_slots is None else state_slots.tolist(), kv, state)
     for b, (start, low, high) in enumerate(zip(first, bounds, bounds[1:])):
-        # `begin` is the position of the first token that a new entry needs: the first token of block start // m, or
-        # with overlap of the block before it.
+        # `begin` is the position of the first token that a new entry needs. It is the first token of block start // m
+        # or, with overlap, of the block before.
         begin = max(start // m - overlap, 0) * m
         positions = torch.arange(start, start + high - low, device=kv.device)
         k, z = kv[low:high].float(), gate[low:high].float() + ape[positions % m]
@@ -84,7 +84,7 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """Write rope(RMSNorm(C)) of every entry that ends at a new token into that token's slot of the cache, in place.
+    """Write rope(RMSNorm(C)) of every entry that ends at a new token to the token's slot of the cache, in place.
 
     Sum, norm and rope are computed in fp32; their result is rounded once, to kv's dtype. Not differentiable. Raises
     ValueError for slots below -1 or beyond the cache, and for integers as `compress_kv` does, before anything is
@@ -109,7 +109,7 @@ def is_index_cache(cache: torch.Tensor, d: int) -> bool:
 def _check_sequences(
     bounds: list[int], starts: list[int], state_slots: list[int] | None, kv: torch.Tensor, state: torch.Tensor | None
 ) -> None:
-    """Raise ValueError for boundaries, starts or state slots that no valid call has."""
+    """Raise ValueError for invalid boundaries, starts or state slots."""
     if bounds[0] < 0 or bounds[-1] > len(kv) or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most kv's T={len(kv)}, got {bounds}")
     if any(start < 0 or (start and state_slots is None) for start in starts):

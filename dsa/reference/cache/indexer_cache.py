@@ -1,8 +1,8 @@
 """Paged cache of the lightning indexer's keys: FP8 e4m3 with one fp32 scale per token.
 
-cache is [pages, P, 1, D + 4] uint8, but this shape only gives the number of bytes: a page stores the P x D values of
-all its tokens first, then the P fp32 scales (little endian). Pages may be any distance apart (cache.stride(0)); each
-page is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
+cache is [pages, P, 1, D + 4] uint8, but this shape only gives the number of bytes. A page stores the P x D values of
+all its tokens first, then the P fp32 scales (little endian). Each page is contiguous, and cache.stride(0) is the
+distance between pages. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 """
 
 import torch

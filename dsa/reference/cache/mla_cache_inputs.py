@@ -1,4 +1,4 @@
-"""Norm and rope of attention's latent projection, and the write to the cache."""
+"""Norm and rope of the attention's latents, and the write to the cache."""
 
 import torch
 
@@ -22,7 +22,7 @@ def write_mla_cache(
     use_ue8m0: bool = True,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Write rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
+    """Write rope(RMSNorm(kv)) of token t to its slot slots[t] = page * P + offset, in place.
 
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R channels. In
     V3.2 kv is the latent (N = 512) followed by the rope key (R = 64); in V4 N = d = 512 includes the last R channels.

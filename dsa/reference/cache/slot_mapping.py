@@ -1,4 +1,4 @@
-"""The slots of packed tokens' rows in a paged cache."""
+"""The slots in a paged cache for the rows of new tokens of packed sequences."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's hyper-connections between two sublayers: the new streams and their projection."""
+"""DeepSeek-V4's hyper-connections between two sublayers: the new residual streams and their projection."""
 
 import torch
 

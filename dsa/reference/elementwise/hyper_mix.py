@@ -1,5 +1,5 @@
-"""DeepSeek-V4's hyper-connections: the fp32 projection of a token's residual streams, with a matrix given as three bf16
-parts."""
+"""DeepSeek-V4's hyper-connections: the fp32 projection of a token's residual streams, with a matrix that is the sum of
+three bf16 matrices."""
 
 import torch
 

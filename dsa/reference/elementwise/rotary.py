@@ -4,7 +4,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# The specs of other references use this tuple and `check_rotated`; ops import both from dsa.ops.elementwise.rotary.
+# Other ops also use this tuple and `check_rotated`. They import both from dsa.ops.elementwise.rotary.
 DIMS = ("first", "last")
 
 

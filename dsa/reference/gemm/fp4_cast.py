@@ -1,10 +1,11 @@
-"""FP4 weights as published (two e2m1 codes per byte, a power-of-two scale per 32 channels), and their exact conversion
-to FP8.
+"""FP4 weights as they are published, with two e2m1 codes per byte and a power-of-two scale per group of 32 channels,
+and their exact conversion to FP8.
 
 The e2m1 values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibble of a byte is the even channel.
 Hopper's tensor cores do not accept FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number.
-So a block of 128 x 128 gets one scale, 2^-6 times the largest scale of the groups in the block. The e4m3 values absorb
-the ratio of a group's scale to the block's scale, so nothing is rounded.
+So each block of 128 x 128 gets one scale, 2^-6 times the largest scale of the block's groups. The e2m1 values of a
+group are multiplied by the ratio of the group's scale to the block's scale. The products are e4m3 numbers, so nothing
+is rounded.
 """
 
 import torch
@@ -18,15 +19,16 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float3
 _BYTES = torch.arange(256, device="cpu")
 _PAIRS = torch.cat((E2M1, -E2M1))[torch.stack((_BYTES % 16, _BYTES // 16), -1)]
 
-# Largest exponent of the ratio: 6, the largest e2m1 value, times 2^6 is below 448, the largest e4m3 value.
+# The ratio of a group's scale to the block's scale is at most 2^6: 6, the largest e2m1 value, times 2^6 is 384, and
+# 448 is the largest e4m3 value.
 _HEADROOM = 6
-# Smallest exponent of the ratio: 0.5, the smallest nonzero e2m1 value, times 2^-8 is 2^-9, the smallest e4m3 value. The
-# kernels' tables have the same limit.
+# The ratio must be at least 2^-8: 0.5, the smallest positive e2m1 value, times 2^-8 is 2^-9, the smallest positive e4m3
+# value. The kernels' tables have the same limit.
 _LOWEST_SHIFT = -8
 LOWEST_EXPONENT = -126  # the smallest exponent of a normal fp32 number
 _NAN = 128  # the exponent of e8m0's NaN
 
-# Entry [shift, byte]: the two e4m3 values of a byte's two codes times 2^shift.
+# A table with one entry per ratio and byte: the byte's two e2m1 values times the ratio, as two bytes of e4m3.
 _POWERS = torch.tensor([2.0**i for i in range(_LOWEST_SHIFT, _HEADROOM + 1)], dtype=torch.float32, device="cpu")
 _IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.int16).flatten()
 
@@ -117,18 +119,18 @@ def _shifts(exponents: torch.Tensor, block_exponents: torch.Tensor) -> torch.Ten
 
 
 def _places(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Return the table indices of a matrix's bytes: int32 [N, K / 32, 16]."""
+    """Return the index in `_IN_E4M3` of each byte of a matrix: int32 [N, K / 32, 16]."""
     return (shift[..., None] - _LOWEST_SHIFT) * len(_BYTES) + _bytes(packed)
 
 
 def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Return the e4m3 values [N, K] of a packed matrix whose groups are shifted by `shift`."""
+    """Return the e4m3 values [N, K] of a packed matrix whose groups are multiplied by 2^shift."""
     found = _IN_E4M3.to(packed.device).index_select(0, _places(packed, shift).flatten())
     return found.view(len(packed), -1).view(torch.float8_e4m3fn)
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = LOWEST_EXPONENT) -> torch.Tensor:
-    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; ragged blocks are padded with `fill`."""
+    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; smaller blocks are padded with `fill`."""
     rows, columns = of_groups.shape
     each = BLOCK // GROUP
     padded = torch.nn.functional.pad(of_groups, (0, -columns % each, 0, -rows % BLOCK), value=fill)

@@ -23,7 +23,7 @@ MANTISSA = (1 << 23) - 1  # the mantissa bits of an fp32 number
 
 def ceil_to_ue8m0(scale: torch.Tensor) -> torch.Tensor:
     """2^ceil(log2(scale)), exactly: the smallest power of two that is at least `scale` (fp32, positive and normal)."""
-    # Computed on the bits, because torch.ldexp reads out of bounds on a GPU that is not the current one
+    # This is computed on the bits, because torch.ldexp reads out of bounds on a GPU that is not the current one
     # (pytorch#189567).
     rounded_up = (scale.view(torch.int32) + MANTISSA) & ~MANTISSA
     return torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
@@ -90,7 +90,8 @@ def dequantize_per_block(
     Arguments as in `dsa.dequantize_per_block`.
     """
     rows, cols = q.shape
-    # Repeat scales, then cut, because the last block may be ragged: 576 rows have 5 scale rows, the last for 64 rows.
+    # Repeat every scale, and then cut to the size of q, because the last block may be smaller: 576 rows have 5 rows of
+    # scales, the last for 64 rows.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     full = scale.float().repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
     return (q.float() * full).to(dtype)

@@ -1,4 +1,4 @@
-"""Grouped GEMM of FP8 activations and FP4 weights, which are converted to FP8 first."""
+"""Grouped product of FP8 activations with FP4 weights, which are first converted to FP8."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def grouped_fp8_fp4_gemm_nt(
 def widened_by_weight(
     packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Tensor
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function e -> `widen_fp4` of weight e."""
+    """Return a function that maps e to `widen_fp4` of weight e."""
 
     def weight_of(e: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:

@@ -1,5 +1,5 @@
-"""GEMM of FP8 activations with one scale per token and 128 channels, and FP8 weights with one scale per 128 x 128
-block."""
+"""Product of FP8 activations, which have one scale per token and 128 channels, with FP8 weights, which have one scale
+per 128 x 128 block."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,10 +19,10 @@ def fp8_gemm_nt(
 ) -> torch.Tensor:
     """y[m, n] = sum_g (sum_{k in block g} q[m, k] w[n, k]) * s[m, g] * ws[n // 128, g], g over blocks of 128 channels.
 
-    Returns [..., M, N]. N and K may be any number: the last block of rows or channels is then ragged (the 576 rows of
-    `kv_a_proj_with_mqa` have 5 scale rows, the last for 64 rows). Scales are any fp32 numbers and multiply. The
-    products of a block are summed in fp32 and scaled; the blocks are added in order of g in fp32, and the sum is
-    rounded to out_dtype once. NaN follows IEEE rules. Arguments as in `dsa.fp8_gemm_nt`.
+    Returns [..., M, N]. N and K may be any number; then the last block of rows or channels is smaller (the 576 rows of
+    `kv_a_proj_with_mqa` have 5 rows of scales, the last for 64 rows). Scales are any fp32 numbers. The products of a
+    block are summed in fp32, and the sum is multiplied by the scales. The blocks are added in order of g in fp32, and
+    the sum is rounded to out_dtype once. NaN follows IEEE rules. Arguments as in `dsa.fp8_gemm_nt`.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     (q, s), (w, ws) = a, b
@@ -30,7 +30,7 @@ def fp8_gemm_nt(
     leading = q.shape[:-1]
     tokens = q.shape[:-1].numel()
     q, s, w = q.reshape(tokens, q.shape[-1]).float(), s.reshape(tokens, groups), w.float()
-    # Repeat block scales to one scale per weight row, then cut, because the last block may be ragged.
+    # Repeat each block's scale for 128 rows, and then cut to the number of rows, because the last block may be smaller.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
     y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)
     for g in range(groups):
@@ -76,7 +76,7 @@ def products_by_weight(
 ) -> torch.Tensor:
     """Check the contents of ends and rows, and compute `grouped_fp8_gemm_nt`.
 
-    weight_of: e -> (w [N, K], scales), called only for weights of experts that have rows.
+    weight_of: a function that maps e to (w [N, K], scales). It is called only for experts that have rows.
     """
     q, s = a
     count, limits = len(q if rows is None else rows), [0, *ends.tolist()]

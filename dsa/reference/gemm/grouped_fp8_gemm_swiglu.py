@@ -1,4 +1,4 @@
-"""The first half of MoE experts: gate and up projection in one grouped product, SwiGLU, and the cast to FP8."""
+"""The first half of the experts' MLP: gate and up projection in one grouped product, SwiGLU, and the cast to FP8."""
 
 import torch
 

@@ -12,8 +12,8 @@ def hadamard_transform(x: torch.Tensor, scale: float | None = None) -> torch.Ten
     x: [..., N], any float dtype, N a power of two. scale defaults to N^-0.5, which makes the transform orthogonal
     and its own inverse. Returns [..., N] in x's dtype.
 
-    The butterflies run in fp32 with strides 1, 2, 4, ... N/2 and one multiplication by the fp32 scale at the end.
-    The kernels use the same order, so that kernel and reference agree bit for bit.
+    The butterflies run in fp32 with strides 1, 2, 4, ... N/2, followed by one multiplication by the fp32 scale.
+    The kernels use the same order, so that kernel and reference give the same bits.
     Source: `rotate_activation` of DeepSeek-V3.2's inference code.
     """
     n = x.shape[-1]

@@ -1,4 +1,4 @@
-"""Rotary embedding of heads, followed by the FP8 cast per group of heads."""
+"""Rotary embedding of heads, followed by the FP8 cast of each group of heads."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""FP8 cast of tokens, stored to the rows of the tokens' experts."""
+"""FP8 cast of tokens, each stored to one row for each of its experts."""
 
 import torch
 

@@ -15,7 +15,7 @@ def swiglu_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8(h, use_ue8m0)` of h = silu(gate) * up, computed in fp32 and rounded to gate's dtype.
 
-    The last block of channels may be ragged. Arguments as in `dsa.swiglu_cast_to_fp8`.
+    The last block of channels may be smaller. Arguments as in `dsa.swiglu_cast_to_fp8`.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     channels = gate.shape[-1]

@@ -85,7 +85,7 @@ def _fill(
     ends: torch.Tensor,
     compressed: bool,
 ) -> None:
-    """Write the scores to `logits`, which contains -inf. Chunks of queries bound the memory."""
+    """Write the scores to `logits`, which contains -inf. Chunks of queries limit the memory."""
     keys = k.shape[0]
     starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)
     if not (starts < ends).any():
@@ -97,7 +97,7 @@ def _fill(
         filled = ks < ke
         if not filled.any():
             continue
-        # Only the keys that some query of the chunk sees.
+        # Score only the range of keys that contains every key that a query of the chunk sees.
         low, high = int(ks[filled].min()), int(ke[filled].max())
         scores = index_scores(q[rows], k[low:high], weights[rows])
         if k_scale is not None:

@@ -1,4 +1,5 @@
-"""Scores of the lightning indexer over a paged key cache, for decoding, and the plan that divides them among SMs."""
+"""Scores of the lightning indexer over a paged cache of keys, for decoding, and the plan that divides the work among
+SMs."""
 
 import torch
 
@@ -12,9 +13,9 @@ MOST_SPLITS = 2**31 - 1  # limit for all sequences together
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from boundary i up to, but without, boundary i + 1.
+    """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from boundary i to the one before boundary i + 1.
 
-    Arguments and result as in `dsa.get_paged_mqa_logits_metadata`.
+    A split is 256 keys of one sequence. Arguments and result as in `dsa.get_paged_mqa_logits_metadata`.
     Source: DeepGEMM's function of this name; the plan is that of DeepGEMM for next_n <= 2.
     """
     lengths = context_lens.long().clamp_min(0)
@@ -25,7 +26,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     total = splits.sum()
     sm = torch.arange(num_sms + 1, device=context_lens.device)
     first = sm * (total // num_sms) + (sm - (num_sms - total % num_sms)).clamp_min(0)
-    # right=True finds the first sequence that ends after the boundary, so it skips sequences without work.
+    # right=True finds the first sequence that ends after the boundary, so sequences without keys are skipped.
     sequence = torch.searchsorted(ends, first, right=True)
     before = torch.cat((ends - splits, total[None]))[sequence]
     return torch.stack((sequence, first - before), dim=1).int()

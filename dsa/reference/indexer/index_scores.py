@@ -1,4 +1,4 @@
-"""The lightning indexer's score of a key for a query, which the logits of serving and the losses of training share."""
+"""The lightning indexer's score of a key for a query, used by the logits of serving and by the losses of training."""
 
 import torch
 

@@ -20,7 +20,7 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)), with one scale s per token and head; the scale moves into the weights: w8 = weights s.
+    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, and w8 = weights s, so that q8 needs no scale.
 
     Returns (q8, w8). Rope and Hadamard each round to q's dtype. Arguments as in `dsa.quantize_indexer_queries`.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
@@ -47,7 +47,7 @@ def write_indexer_keys(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> None:
-    """Write FP8(H128 rope(LayerNorm(k))) and its scale to token t's slot slots[t] = page * P + offset, in place.
+    """Write FP8(H128 rope(LayerNorm(k))) of token t and its scale to the slot slots[t] = page * P + offset, in place.
 
     LayerNorm, rope and Hadamard each round to k's dtype. No other byte of the cache changes. Raises ValueError for a
     slot below -1 or beyond the cache. Arguments as in `dsa.write_indexer_keys`.

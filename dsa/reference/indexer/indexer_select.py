@@ -1,4 +1,4 @@
-"""Index scores over contiguous keys and the exact selection of the largest scores, in one op."""
+"""The lightning indexer's scores over contiguous keys and the exact selection of the largest scores, in one op."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Index scores over a paged key cache and the exact selection of the largest scores, in one op, for decoding."""
+"""The lightning indexer's scores over a paged cache of keys and the exact selection of the largest scores, in one op,
+for decoding."""
 
 import torch
 

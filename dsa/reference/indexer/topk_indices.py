@@ -1,4 +1,4 @@
-"""Exact top-k selection of index scores. The order of ties does not depend on the machine or the batch."""
+"""Exact selection of the k largest scores. The choice among equal scores does not depend on the machine or batch."""
 
 import torch
 
@@ -68,8 +68,8 @@ def _select(
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()
-    # The integer keys sort like the floats. They leave one key below that of -inf for columns that are no candidates.
-    # Adding 0.0 turns -0.0 into 0.0.
+    # Turn each score into an int32 such that the integers have the order of the scores. Columns that are no candidates
+    # get the lowest int32, which is below the integer of -inf. Adding 0.0 turns -0.0 into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(~exists, _NEVER)
     key, order = key.sort(dim=1, descending=True, stable=True)

@@ -30,10 +30,10 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
-    Intermediate results are fp32, and FP8 scales multiply in full precision. The result does not depend on the plan,
-    and no sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and NaN in a
-    cached row reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`; with fp32 queries,
-    keys may have any float dtype.
+    Intermediate results are fp32, and no bit of an FP8 scale is dropped. The result does not depend on the plan, and no
+    sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and NaN in a cached row
+    reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`; with fp32 queries, keys may
+    have any float dtype.
     Source: FlashMLA's function of this name, which supports fewer caches, head counts and combinations.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -53,7 +53,7 @@ def dense_mla_decode(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dense decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
+    """Return out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q] of dense decoding, for checked arguments."""
     batch, s_q, h_q, _ = q.shape
     pages, page_size, h_k, _ = k_cache.shape
     group = h_q // h_k
@@ -68,8 +68,8 @@ def dense_mla_decode(
             heads = slice(head * group, (head + 1) * group)
             kv = read_kv_cache(k_cache[:, :, head : head + 1], slots)
             for i in range(s_q):
-                # A slice rather than a mask, because a key that a query does not see must not affect the query, even if
-                # it is NaN.
+                # The keys that the query sees are cut out, not masked, because other keys must not affect the query
+                # even if they are NaN.
                 seen = max(0, int(cache_seqlens[b]) - s_q + i + 1) if causal else length
                 keys = kv[None, :seen], slots[None, :seen] >= 0
                 row, row_lse, _ = attend(q[b, None, i, heads], *keys, softmax_scale, head_dim_v)
@@ -90,7 +90,7 @@ def sparse_mla_decode(
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute sparse decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q].
+    """Return out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q] of sparse decoding, for checked arguments.
 
     lse is a view of a tensor [B, s_q, h_q].
     """
@@ -106,7 +106,7 @@ def sparse_mla_decode(
 def _sparse(
     q: torch.Tensor, selections: list[tuple[torch.Tensor, torch.Tensor]], d_v: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of q [R, h_q, d] over (cache, slots [R, K]) pairs, with slot -1 for no key.
+    """Compute attention of q [R, h_q, d] to the keys in pairs of (cache, slots [R, K]). Slot -1 names no key.
 
     Return out [R, h_q, d_v] and lse [R, h_q].
     """

@@ -1,4 +1,4 @@
-"""The merge of attention branches with disjoint keys."""
+"""The merge of the results of attention to disjoint sets of keys."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,7 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
-    Intermediate results are fp32. Where every branch is empty, out is 0 and lse +inf. Arguments as in
-    `dsa.merge_attention`.
+    Intermediate results are fp32. Where no set has keys, out is 0 and lse +inf. Arguments as in `dsa.merge_attention`.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     branches = torch.stack([*lses])

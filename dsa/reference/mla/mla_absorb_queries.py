@@ -1,5 +1,5 @@
-"""Queries for attention to latents: MLA's FP8 weight W_UK is absorbed into the queries, and rope channels are
-rotated."""
+"""Queries for attention to latents: the product of the queries with MLA's FP8 weight W_UK, and the rotated rope
+channels."""
 
 import torch
 
@@ -11,9 +11,9 @@ from dsa.reference.gemm.fp8_cast import dequantize_per_block
 def by_head(
     weight: torch.Tensor, weight_scale: torch.Tensor, heads: int, dtype: torch.dtype, least: int
 ) -> torch.Tensor:
-    """Return kv_b [H, N, L] in `dtype`, contiguous, so that sums do not depend on the weights' strides.
+    """Return kv_b as [H, N, L] in `dtype`. It is contiguous, so that sums do not depend on the weight's strides.
 
-    least: N if there are no heads.
+    least: the value of N if there are no heads.
     """
     rows = len(weight) // heads if heads else least
     return dequantize_per_block(weight.contiguous(), weight_scale, dtype).view(heads, rows, weight.shape[1])

@@ -1,4 +1,4 @@
-"""Plans of MLA decoding, in FlashMLA's old and new calling style."""
+"""Plans of MLA decoding, for both calling styles of FlashMLA: an object, or two tensors in its older versions."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ _TO_THE_END = 2**30
 class FlashMLASchedMeta:
     """The plan that `flash_mla_with_kvcache` stores on its first call. Later calls must have the same `config`.
 
-    capture  the number of the CUDA graph in whose capture the plan was made, so that each replay computes the plan's
-    numbers. None: the plan was made outside of captures
+    capture  the number of the CUDA graph whose capture made the plan; each replay of the graph computes the plan again.
+    None: no capture made the plan
     """
 
     have_initialized: bool = False
@@ -35,7 +35,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
 
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the reference's plan: one part, no sequence split.
+    """Return the reference's plan, which has one part and splits no sequence.
 
     Its numbers are filled in on the device, because a copy from the host would make the host wait.
     """

@@ -1,5 +1,4 @@
-"""MLA's FP8 weight W_UV applied to the latents that each head attended to, and the cast of the resulting values to
-FP8."""
+"""The product of MLA's FP8 weight W_UV with the attention's sum of latents of each head, and its cast to FP8."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Bit masks of selected keys, one bit per key, as multi-head attention over selected keys reads them."""
+"""Lists of selected keys as masks with one bit per key, for multi-head attention over selected keys."""
 
 import torch
 
@@ -13,7 +13,7 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
     blocks = -(-max_keys // KEYS)
     key = indices.long() if starts is None else indices.long() - starts.long()[:, None]
     there = (indices >= 0) & (key >= 0) & (key < max_keys)
-    # Invalid indices go to an extra column.
+    # Invalid indices set an extra column, which is dropped.
     selected = torch.zeros(len(indices), blocks * KEYS + 1, dtype=torch.int64, device=indices.device)
     selected.scatter_(1, key.where(there, blocks * KEYS), 1)
     by_word = (

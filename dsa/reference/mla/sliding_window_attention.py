@@ -68,8 +68,8 @@ def window_sparse_attention(
     counts = indices.shape[1] if topk_length is None else topk_length[:, None]
     selected = (indices >= 0) & (indices < compressed.shape[0])
     selected &= torch.arange(indices.shape[1], device=q.device) < counts
-    # All keys are in one array, the window's keys first. A window index of kv.shape[0] or more must not name a selected
-    # key.
+    # `keys` contains the rows of kv, and then the rows of compressed. An index of kv.shape[0] or more in window_indices
+    # must not name a row of compressed.
     near = torch.where(near < kv.shape[0], near, -1)
     index = torch.cat((near.long(), torch.where(selected, indices.long() + kv.shape[0], -1)), dim=1)
     keys = torch.cat((kv.float(), compressed.float())).squeeze(1)
@@ -87,7 +87,7 @@ def _window(
     window: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the bounds, and return the indices of each query's window. There are at most as many columns as keys."""
+    """Check the boundaries, and return the indices of each query's window, with at most one column per row of kv."""
     for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
         values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:

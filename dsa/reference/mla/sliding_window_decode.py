@@ -35,6 +35,6 @@ def sliding_window_decode(
 
 
 def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
-    """Return the window, limited to the number of keys that a row of block_table covers, so that huge windows need
-    little memory."""
+    """Return the window, but at most the number of keys that a row of block_table covers, so that memory does not grow
+    with the window."""
     return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))

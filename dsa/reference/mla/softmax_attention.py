@@ -1,11 +1,12 @@
-"""Softmax attention of every query over its own list of keys: the part that the MLA references share.
+"""Softmax attention of each query to its own list of keys, which most MLA references use.
 
 A key's value is its first d_v channels. A query without keys has output 0, LSE +inf and largest logit -inf.
 """
 
 import torch
 
-# Most elements of a gathered [queries, K, D] tensor: 256 MiB of fp32 on a GPU; 4 MiB on a CPU, which fit its caches.
+# Most elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB on a CPU, which fit
+# its caches.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
@@ -38,10 +39,10 @@ def attend(
 def gather_attend(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, d_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `attend` over rows of one key tensor: q [R, H, D], kv [N, D] of any float dtype, indices [R, K] of any
-    int dtype.
+    """Compute `attend` over the rows of kv that `indices` names: q [R, H, D], kv [N, D] of any float dtype, indices
+    [R, K] of any int dtype.
 
-    An index below 0 or at least N names no key. Chunks of queries bound the memory.
+    An index below 0 or at least N names no key. Chunks of queries limit the memory.
     """
     keys = kv.shape[0]
     padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # row N is the zeros that invalid indices gather
@@ -49,7 +50,8 @@ def gather_attend(
     parts = []
     for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):
         valid = (index >= 0) & (index < keys)
-        # Twice as fast on a CPU as padded[...]; index_select's gradients would not be deterministic on a GPU.
+        # embedding is twice as fast on a CPU as padded[...]. The gradients of index_select are not deterministic on a
+        # GPU.
         rows = torch.nn.functional.embedding(torch.where(valid, index, keys), padded)
         parts.append(attend(q_part, rows, valid, scale, d_v))
     out, lse, max_logits = (torch.cat(x) for x in zip(*parts))
@@ -62,7 +64,7 @@ def apply_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) ->
     A sink of -inf changes nothing; a sink of +inf gives zeros. A row without keys, whose lse is +inf, becomes zeros.
     """
     empty = lse == torch.inf
-    # Not sigmoid: its gradient is y (1 - y), where 1 - y, the sink's probability, cancels in fp32 and is 0 from lse -
-    # sink = 17 on. The gradient of logsigmoid is sigmoid(sink - lse), which is exact to fp32 precision.
+    # sigmoid would give the same share y, but its gradient is y (1 - y), and in fp32 the difference 1 - y is 0 from
+    # lse - sink = 17 on. The gradient of logsigmoid is sigmoid(sink - lse), which has the full precision of fp32.
     share = torch.nn.functional.logsigmoid(lse.masked_fill(empty, 0.0) - attn_sink).exp()
     return out * share.masked_fill(empty, 0.0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Attention over a sliding window and selected keys, rotated back and cast to FP8 by groups of heads."""
+"""Attention over a sliding window and selected keys, its inverse rotation, and the cast of groups of heads to FP8."""
 
 import torch
 

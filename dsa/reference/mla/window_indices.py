@@ -10,8 +10,9 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     cu_seqlens_k[b]. p is the query's position among these keys. The queries are the last of the sequence's tokens: p =
     Lk - Lq + i, and a query with p < 0 sees no key.
 
-    If boundaries are not in order, query t belongs to the sequence that has queries and the last begin at or before t,
-    if this sequence ends after t. Arguments as in `dsa.window_indices`.
+    If boundaries do not ascend, query t can belong to one sequence only: of the sequences with queries that begin at or
+    before t, the one that begins last. If this sequence ends at or before t, query t belongs to none. Arguments as in
+    `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
@@ -48,7 +49,7 @@ def window_slots(
     if block_table is None:
         page = torch.arange(batch, device=device)[:, None, None]
     else:
-        # Append a column of pages -1, to which positions outside the table are mapped.
+        # Append a column of -1, which is the page of positions outside the table.
         table = torch.nn.functional.pad(block_table.long(), (0, 1), value=-1)
         place = (position // page_size).clamp(max=block_table.shape[1])
         page = table.gather(1, place.flatten(1)).view(place.shape)

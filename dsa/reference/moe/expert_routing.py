@@ -1,10 +1,10 @@
-"""The gate of a mixture of experts, and the sort of (token, expert) entries by expert."""
+"""The gate of a mixture of experts, and the sort of (token, expert) pairs by expert."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Added to the sum by which weights are divided, so that the sum is not 0.
+# Weights are divided by their sum plus this number, so that the divisor is not 0.
 LEAST_SUM = 1e-20
 
 

@@ -1,4 +1,4 @@
-"""Router of a mixture of experts whose experts are looked up by token id, and the sort by expert."""
+"""Router of a mixture of experts that looks up a token's experts in a table by token id, and the sort by expert."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""PyTorch references of the indexer's training: warm-up, sparse stage and their gradients."""
+"""PyTorch references of the indexer's training: the warm-up stage, the sparse stage, and the gradients of both."""

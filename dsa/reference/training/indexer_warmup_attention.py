@@ -1,6 +1,7 @@
 """The warm-up stage of training: dense attention, and a loss that trains the indexer to follow the attention.
 
-The target is a constant: the indexer learns only from this loss, and the attention only from the language model's loss.
+The loss gives the attention no gradient: the indexer learns only from this loss, and the attention only from the
+language model's loss.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from dsa.reference.training.packed_sequences import sequence_ranges
 
 
 class _Sequence(NamedTuple):
-    """The slices of a sequence's queries and keys, the mask [Tq, Tk] of keys that queries see, and logits [H, Tq,
-    Tk]."""
+    """A sequence: the slices of its queries and keys, the mask [Tq, Tk] of the keys that each query sees, and the
+    logits [H, Tq, Tk]."""
 
     queries: slice
     keys: slice
@@ -50,7 +51,8 @@ def _sequences(
 
 
 def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat keys or values x [T, Hk, d] to [T, H, d], one per query head, in fp32 or float64."""
+    """Repeat the heads of keys or values x [T, Hk, d], so that there is one per query head: [T, H, d], in fp32 or
+    float64."""
     return x.to(work_dtype(x)).repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -103,7 +105,9 @@ def warmup_attention_gradient(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v for the gradient of out. bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
+    """Return the gradients of q, k and v for the gradient `grad` of out.
+
+    bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
 
     With g = grad: dlogits = A (g . v - g . out); dq = softmax_scale dlogits k, dk = softmax_scale dlogits^T q and dv =
     A^T g. dk and dv are summed over the heads that share a key.
@@ -134,7 +138,7 @@ def warmup_loss_gradient(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq].
+    """Return the gradients of q_idx, k_idx and w_idx for the gradient `grad` [Tq] of kl.
 
     bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
     """

@@ -17,7 +17,8 @@ def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.T
     Other keys have weight 0. A query without visible keys has LSE +inf.
     """
     some = visible.any(-1)
-    # Rows without a visible key keep their logits, because the gradient of a row of -inf is NaN.
+    # Rows without a visible key are not masked here, because the gradient of a row of -inf is NaN. Their weights become
+    # 0 below.
     masked = logits.masked_fill(~visible & some[..., None], -torch.inf)
     weights = masked.softmax(-1).masked_fill(~some[..., None], 0.0)
     if logits.shape[-1] == 0:
@@ -55,7 +56,7 @@ def index_scores_gradient(
 
 
 def selected(indices: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (row numbers [Tq, K], mask of valid ones) of indices [Tq, 1, K]. An invalid index gets the row number
+    """Return (row numbers [Tq, K], whether each is valid) of indices [Tq, 1, K]. Invalid indices get the row number
     `keys`."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < keys)
@@ -68,6 +69,7 @@ def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_rows(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return [count, D]: the sums of rows [Tq, K, D] by row number. Rows with number `count` are dropped."""
+    """Return [count, D]: for each row number, the sum of the `rows` [Tq, K, D] that have this number in `index`. Rows
+    with the number `count` are dropped."""
     sums = rows.new_zeros(count + 1, rows.shape[-1])
     return sums.index_add_(0, index.flatten(), rows.flatten(0, 1))[:count]

@@ -1,4 +1,4 @@
-"""Boundaries of packed sequences in training."""
+"""Checks of the boundaries of packed sequences in training."""
 
 from collections.abc import Iterator
 

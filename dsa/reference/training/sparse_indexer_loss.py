@@ -1,7 +1,8 @@
-"""The indexer's loss in the sparse stage of training: its scores over the selected keys follow the attention to these
-keys.
+"""The indexer's loss in the sparse stage of training. It trains the scores of the selected keys to follow the attention
+to these keys.
 
-The target is a constant: the indexer learns only from this loss, and the attention only from the language model's loss.
+The loss gives the attention no gradient: the indexer learns only from this loss, and the attention only from the
+language model's loss.
 """
 
 import torch
@@ -58,7 +59,7 @@ def loss_and_score_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return kl of `sparse_indexer_loss`, and the gradient of kl with respect to I [Tq, K], which is detached."""
     index, valid = selected(indices, len(kv))
-    # Gather rows in the work dtype, so that gradients of a key's copies are summed in this dtype.
+    # The rows are gathered in the work dtype, so that the gradients of a key's copies are summed in this dtype.
     scores = index_scores(q_idx, rows_of(k_idx.to(work_dtype(q_idx)), index), w_idx)
     with torch.no_grad():
         p = _target(q, kv, index, valid, softmax_scale, lse)
@@ -74,12 +75,13 @@ def _target(
     softmax_scale: float,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return p [Tq, K]."""
+    """Return p [Tq, K] of `sparse_indexer_loss`."""
     work = work_dtype(q)
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # The selected keys' share of each head's softmax, as a logarithm, because all shares can be tiny.
+        # The logarithm of the share that the selected keys have of each head's softmax. A logarithm, because the shares
+        # of all heads can be tiny.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
@@ -95,9 +97,9 @@ def sparse_indexer_loss_gradient(
     indices: torch.Tensor,
     d_scores: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq].
+    """Return the gradients of q_idx, k_idx and w_idx for the gradient `grad` [Tq] of kl.
 
-    d_scores: the gradient of kl with respect to I, [Tq, at least K].
+    d_scores: the gradient of kl with respect to I. Its first K columns are read.
     """
     index, _ = selected(indices, len(k_idx))
     of_scores = grad.to(work_dtype(q_idx))[:, None] * d_scores[:, : index.shape[1]]

@@ -1,4 +1,4 @@
-"""Attention of the sparse stage of training: to the keys that the indexer selected, with gradients."""
+"""The attention of the sparse stage of training, to the keys that the indexer selected, and its gradients."""
 
 import torch
 
@@ -75,6 +75,6 @@ def sparse_mla_attention_gradient(
 def _logits(
     q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rows of kv [Tq, K, d], logits [H, Tq, K])."""
+    """Return (the rows of kv that `index` names, [Tq, K, d]; logits [H, Tq, K])."""
     rows = rows_of(kv[:, 0].to(work_dtype(q)), index)
     return rows, softmax_scale * torch.einsum("thd,tjd->htj", q.to(rows.dtype).contiguous(), rows)

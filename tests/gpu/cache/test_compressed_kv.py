@@ -1,5 +1,5 @@
-"""The compressor: all kinds of entries and caches, chunks, single tokens, extreme gates, and equal bits for any split
-into passes."""
+"""The compressor on the GPU: every kind of entry and cache layout, prompts in chunks, single tokens, a dominant gate,
+and equal bits however a sequence is divided into passes."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ KINDS = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# (new tokens, earlier tokens) of each sequence.
+# Passes, which are calls of the op: (new tokens of each sequence, tokens of each sequence before them).
 PASSES = [
     ([300, 5, 131], [0, 0, 0]),
     ([1, 1, 1], [300, 5, 131]),
@@ -33,10 +33,10 @@ PASSES = [
     ([5001], [0]),
     ([2047], [5001]),
 ]
-# More sequences than a warp has lanes; some of them without new tokens.
+# Passes with more sequences than a warp has lanes. In the first pass some sequences have no new tokens.
 SOME, ONE = [7 * i % 12 for i in range(70)], [1] * 70
 MANY = [(SOME, [0] * 70), (ONE, SOME), ([2] * 70, SOME)]
-# Passes that continue from any of the last three tokens, after rejected drafts; they need two more rows of state.
+# Passes that go back by up to three tokens, as after rejected drafts, with two spare rows of state.
 DRAFTS = [([4, 4, 4], [304 - back, 11 - back, 135 - back]) for back in (0, 1, 2, 3)]
 
 

@@ -1,4 +1,5 @@
-"""The cache of index keys: sizes of keys and pages, all byte values, strides, and 64-bit offsets."""
+"""The cache of index keys on the GPU: sizes of keys and pages, every byte value, strided rows, and offsets that need 64
+bits."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Norm, rope and write of the MLA cache: layouts and dtypes, strides, 64-bit offsets, non-finite numbers."""
+"""write_mla_cache (norm, rope and write in one op) on the GPU: layouts and dtypes, strides, offsets that need 64 bits,
+and non-finite numbers."""
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def test_nothing_between_the_rows_of_out_is_written():
 @pytest.mark.parametrize(("layout", "d"), CACHES[4:])
 @by_dtype
 def test_numbers_that_are_not_finite_are_those_of_the_reference(dtype, layout, d):
-    """Non-finite numbers spread only within their row, and within the norm's or the rope's channels, as in the
-    reference on the CPU."""
+    """NaN and infinities are where the reference on the CPU has them: a non-finite number affects only its row, through
+    the norm or the rotation."""
     given = CASE.arguments("cuda", layout=layout, d=d, tokens=8, dtype=dtype)
     kv, given["slots"] = given["kv"], torch.arange(8, device="cuda")
     kv[1, 2], kv[2, 300], kv[3, 447], kv[4], kv[5, -1] = torch.nan, torch.inf, -torch.inf, 0.0, torch.nan

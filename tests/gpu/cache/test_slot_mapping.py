@@ -1,4 +1,5 @@
-"""Slots by the definition: of new tokens, all tokens, compressed entries and rings, with any numbers in the tensors."""
+"""slot_mapping on the GPU equals its definition: for new tokens and whole sequences, for compressed entries (ratio) and
+ring buffers, and for any numbers in the index tensors."""
 
 import itertools
 
@@ -30,8 +31,8 @@ def call(table, bounds, lengths, num_tokens, page_size, ratio=1, ring=False):
     )
 )
 def test_tokens_of_sequences_are_right(sizes, options):
-    """Chunks, whole sequences, empty sequences, sequences with more new tokens than cached tokens, and missing
-    pages."""
+    """The sequences are chunks or whole, some are empty, some have missing pages. In the last call lengths are 100 too
+    small, so that some sequences have more new tokens than their length."""
     for case in (CASE, ALL):
         checked(case, case.arguments("cuda", **sizes, **options))
     given = CASE.arguments("cuda", **sizes, **options)
@@ -83,7 +84,8 @@ def garbage(*shape):
 @pytest.mark.parametrize("sequences", [8, 17, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_numbers_give_the_slots_of_the_definition(seed, sequences, page_size, options):
-    """Includes more sequences than one CTA compares at a time, and boundaries in any order."""
+    """Single or all boundaries, lengths and pages are arbitrary numbers. With 17 or more sequences the kernel first
+    checks whether the boundaries ascend."""
     torch.manual_seed(seed)
     sizes = {"sequences": sequences, "most": 30, "earlier": 370, "pages": 6, "page_size": page_size}
     given = CASE.arguments("cuda", seed, **sizes, **options)

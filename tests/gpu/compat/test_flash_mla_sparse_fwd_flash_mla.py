@@ -1,4 +1,4 @@
-"""FlashMLA's signature of the sparse prefill kernel, at sizes of FlashMLA's own tests."""
+"""Sparse prefill called through FlashMLA's signature (`dsa.compat.flash_mla`), at sizes of FlashMLA's own tests."""
 
 import math
 
@@ -18,7 +18,7 @@ COUNTS, SHAPES = (1, 62, 213), {"heads": (64, 128), "d": (512, 576), "counted": 
     ("tokens", "keys", "top_k", "invalid"),
     [
         *((tokens, *some, 0.1) for tokens in COUNTS for some in ((128, 128), (592, 128), (1592, 384), (1521, 512))),
-        # More selected keys than keys.
+        # top_k is larger than the number of keys.
         *((tokens, *some, 0.4) for tokens in COUNTS for some in ((95, 128), (114, 384))),
         *((1234, 4321, 4096, 0.5), (1024, 64, 8192, 0.5)),
     ],

@@ -1,4 +1,4 @@
-"""DeepGEMM's signatures of the FP8 product kernels, at sizes of DeepGEMM's own tests."""
+"""FP8 products called through DeepGEMM's signatures (`dsa.compat.deep_gemm`), at sizes of DeepGEMM's own tests."""
 
 import random
 from itertools import accumulate
@@ -24,7 +24,8 @@ def column_major(scales):
 
 
 def inputs(sizes, columns, channels, after=0):
-    """Return (arguments with groups of rows, a result filled with NaN)."""
+    """Return (arguments whose rows are groups of these sizes, a result filled with NaN). after: rows after the last
+    group."""
     options = {"columns": columns, "channels": channels, "weighted": False, "after": after}
     given = GROUPED.arguments("cuda", sizes=sizes, **options)
     return given, torch.full((sum(sizes) + after, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -56,7 +57,7 @@ def sizes_of(groups, expected, empty):
     [(2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)],
 )
 def test_one_matrix_is_right(rows, columns, channels, record_error):
-    """Rows of the result can begin at any multiple of the size of its dtype."""
+    """The result's rows can have any stride and alignment: its columns can be some columns of a wider tensor."""
     given = ONE.arguments("cuda", rows=rows, columns=columns, channels=channels, out_dtype=torch.bfloat16)
     q, s = given["a"]
     for scales, before, after in ((s, 0, 0), (column_major(s), 0, 8), (s, 1, 0)):
@@ -73,8 +74,7 @@ def test_one_matrix_is_right(rows, columns, channels, record_error):
 @pytest.mark.parametrize(("groups", "expected"), [(4, 8192), (8, 4096)])
 @pytest.mark.parametrize(("columns", "channels"), EXPERTS)
 def test_contiguous_groups_are_right(groups, expected, columns, channels, by_ends, record_error):
-    """After the last group there are `expected` more rows, as in a buffer sized for the largest possible number of
-    rows."""
+    """`expected` more rows follow the last group, as in a buffer for the largest possible number of rows."""
     sizes = sizes_of(groups, expected, empty=2)
     padded = [aligned(size) for size in sizes]  # rows of padding are multiplied as well
     starts = [end - size for end, size in zip(accumulate(padded), padded)]

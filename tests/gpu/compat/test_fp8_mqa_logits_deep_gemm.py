@@ -1,4 +1,4 @@
-"""DeepGEMM's signatures of the index-score kernel, at sizes of DeepGEMM's own tests."""
+"""Index scores called through DeepGEMM's signature (`dsa.compat.deep_gemm`), at sizes of DeepGEMM's own tests."""
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ QUERIES, KEYS = 2048, 8192
 def test_logits_are_right(sizes, context_parallel, compressed, record_error):
     """Use the key ranges of DeepGEMM's `generate_ks_ke_tests`.
 
-    compressed        logits have a column per key of the longest range, and are not cleaned
-    context_parallel  the queries of rank 1 of 4: half of them early, half of them late
+    compressed        logits have as many columns as the largest end of a range, and keys outside a range are not
+                      overwritten with -inf (clean_logits=False)
+    context_parallel  queries of rank 1 of 4: half of them are early in the sequence, half are late
     """
     given = CASE.arguments("cuda", queries=QUERIES, keys=KEYS, window=KEYS, clean_logits=not compressed, **sizes)
     if context_parallel:

@@ -1,4 +1,5 @@
-"""DeepGEMM's signatures of the paged index-score kernel and its plan, at sizes of DeepGEMM's own tests."""
+"""Paged index scores and their plan called through DeepGEMM's signatures (`dsa.compat.deep_gemm`), at sizes of
+DeepGEMM's own tests."""
 
 import torch
 

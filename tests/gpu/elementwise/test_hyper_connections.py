@@ -1,4 +1,5 @@
-"""Hyper-connections: every size, options, strides, non-finite numbers, and the layer's projection."""
+"""The ops of hyper-connections (collapse, expand, head) on the GPU: every size and option, strides, non-finite numbers,
+and the projection of the layer HyperConnection."""
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # the kernels accept at most 8192 channels of fp32
 )
 def test_every_size_is_right(sizes, record_error):
-    """The head also has the bits of the collapsed stream."""
+    """Also check that the head's result has the bits of the stream that hyper_collapse returns."""
     for case in CASES:
         verify(case, sizes, record_error)
     x, (into, *_) = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE))
@@ -99,8 +100,8 @@ def test_a_token_does_not_depend_on_the_others(channels, case):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_captured_projection_follows_the_weights(warm):
-    """A warm layer has already split its weight into bf16 parts, and new weights replace the parts. A layer that is not
-    warm splits its weight in the graph."""
+    """The projection uses the weight as three bf16 parts. A warm layer has computed the parts before the capture, and
+    loading new weights replaces them. A layer that is not warm computes them in the graph."""
     layer, other = (HyperConnection(512, 4).cuda() for _ in range(2))
     streams, graph = torch.randn(9, 4, 512, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
     for each in (layer, other):

@@ -1,5 +1,5 @@
-"""Expansion and projection in one kernel: every size, strides, non-finite numbers, and the kernels of the separate
-ops."""
+"""hyper_expand_mix (expansion and projection in one kernel) on the GPU: every size, strides, non-finite numbers, and
+the bits of the two separate ops."""
 
 import pytest
 import torch
@@ -22,13 +22,14 @@ def two_ops(y, streams, post, comb, parts):
 
 
 @by_sizes(
-    # Channels: empty slices, partial blocks, one round of blocks and several.
+    # Channels that give empty slices, partial blocks of 64 channels, and one or several blocks per slice.
     grid(tokens=range(1, 10), channels=[8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384]),
     grid(tokens=range(1, 10), channels=(4096,), outputs=(1, 4, 13, 100)),
     grid(tokens=(17, 64, 65, 300, 2000), channels=(4096,)),
 )
 def test_every_size_is_right(sizes, record_error):
-    """Every number of tokens that the fused kernel accepts, and more tokens. A last cluster can have fewer outputs."""
+    """The sizes include every number of tokens for which the fused kernel runs, more tokens, and an odd number of
+    outputs, for which the last cluster has one output."""
     verify(CASE, sizes, record_error)
 
 
@@ -48,8 +49,8 @@ def test_what_is_not_finite_is_where_the_two_ops_have_it(of, value):
 
 @pytest.mark.parametrize("tokens, channels, busy", [(1, 4096, False), (8, 4096, False), (8, 7168, True)])
 def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
-    """A kernel may begin before the previous kernel ends, and each CTA sends data only within its cluster. Products on
-    a second stream occupy SMs, so that some CTAs start late; no cluster may wait for a CTA that has not started."""
+    """A kernel can begin before the previous kernel ends (programmatic dependent launch), and CTAs of a cluster send
+    data to each other. If `busy`, products on a second stream occupy SMs, so that some clusters start late."""
     given, a = inputs(tokens, channels), torch.randn(4096, 4096, device="cuda").bfloat16()
     expected = two_ops(*given)
     torch.cuda.synchronize()

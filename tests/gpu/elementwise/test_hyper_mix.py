@@ -1,4 +1,5 @@
-"""The projection of streams: every kernel, strides, and equal bits in every batch."""
+"""hyper_mix (the projection of streams) on the GPU: every kernel, strides, non-finite numbers, and bits that do not
+depend on the batch."""
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ def test_every_size_is_right(sizes, record_error):
 
 @pytest.mark.parametrize(("channels", "outputs"), [(256, 24), (832, 24), (4096, 24), (7168, 24), (264, 24), (4096, 4)])
 def test_a_token_does_not_depend_on_the_others(channels, outputs):
-    """The parts select all kernels and put tokens at every position of a tile."""
+    """Each of PARTS is (first token, number of tokens) of a smaller call. The numbers select all kernels, and the first
+    tokens put a token at different positions in a tile."""
     given = CASE.arguments("cuda", tokens=4100, channels=channels, outputs=outputs)
     check_rows_alone(CASE.run, given, ("streams",), PARTS)
 

@@ -1,4 +1,5 @@
-"""RMSNorm and cast to FP8: every kernel configuration, strides, and non-finite numbers."""
+"""rms_norm_cast (RMS norm and FP8 cast in one kernel) on the GPU: every kernel configuration, strides, and non-finite
+numbers."""
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tests.gpu.case_checks import FLOATS, by_sizes, check_far_rows, check_layout
 
 CASES = PLAIN, ADDED = cases_of("rms_norm_cast")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# The longest row of each configuration, and rows of models.
+# Row lengths: the longest row of each configuration and the next longer one, and the rows of models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 4096, 4224, 6144, 7168, 8192]
 
 
@@ -29,7 +30,7 @@ def test_layouts_change_no_bit(case):
 
 @by_case
 def test_special_values_are_where_the_two_ops_have_them(case):
-    """Also in rows of zeros, with and without eps."""
+    """Rows of zeros are included, with and without eps."""
     given = case.arguments("cuda", tokens=40, channels=1536)
     for name in {"x", "residual"} & given.keys():
         given[name][30:], given[name][3, 5], given[name][17, -1] = 0.0, torch.nan, torch.inf

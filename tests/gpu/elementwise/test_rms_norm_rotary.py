@@ -1,4 +1,5 @@
-"""RMSNorm and rope of heads: every configuration, strides, and NaN."""
+"""rms_norm_rotary (RMS norm of heads, then rope, in one kernel) on the GPU: every kernel configuration, strides, and
+NaN."""
 
 import torch
 
@@ -8,7 +9,7 @@ from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid,
 (CASE,) = cases_of("rms_norm_rotary")
 # (tokens, heads)
 COUNTS = [(1, 1), (1, 64), (7, 3), (300, 64)]
-# (channels, rotated channels): the longest rows of each configuration, and V4's query heads.
+# (channels, rotated channels): the longest row of each configuration, the next longer one, and V4's query heads.
 ROTATED = [(64, 64), (72, 64), (128, 8), (136, 64), (256, 128), (264, 8), (512, 64), (512, 512), (520, 64), (1024, 64)]
 IN_FLOAT32 = [sizes for sizes in ROTATED if sizes[0] <= 512]  # the most channels that the kernel accepts in fp32
 

@@ -1,4 +1,4 @@
-"""Paged keys, queries and a decoding step in vLLM's layouts, for GPU tests of vLLM's adapters."""
+"""Paged index keys, caches, queries and a decoding step in vLLM's layouts, for GPU tests of vLLM's adapters."""
 
 import torch
 
@@ -29,13 +29,13 @@ def formula(function, *args, **options):
 
 
 def written(out):
-    """Return a copy of what an adapter has written to a buffer, and the buffer filled with 7 again."""
+    """Return (a copy of a buffer that an adapter has written, the buffer itself, filled with 7 again)."""
     return out.clone(), out.fill_(7)
 
 
 class Index:
-    """Index keys of sequences in shuffled pages. The pages are not adjacent, like those of one of several layers that
-    share a block."""
+    """A paged cache of index keys for sequences of these lengths, whose pages are in random order. The pages are not
+    adjacent in memory, as in an engine in which several layers share a block of memory."""
 
     def __init__(self, lengths, heads=64, dim=128):
         pages = [-(-n // PAGE) for n in lengths]
@@ -69,7 +69,8 @@ def v4_cache(rows, page):
 
 
 class Step:
-    """A decoding step of one layer in the engine's own buffers: plan, scores, selection, slots and attention."""
+    """A decoding step of one layer, computed in buffers like the engine's: plan, scores, selection, slots and
+    attention."""
 
     def __init__(self, next_n, heads=16, k=512):
         self.lengths = [3000, 700, 64, 1]

@@ -1,5 +1,5 @@
-"""SGLang's calls on the GPU, compared with formulas in float64, with the ops' references, and with the kernels that
-SGLang calls, if these are installed. SGLang itself is not needed."""
+"""The adapters for SGLang on the GPU. Their results are compared with formulas in float64, with the references, and
+with the kernels that SGLang itself calls, if these are installed. SGLang is not needed."""
 
 import math
 import subprocess
@@ -24,8 +24,8 @@ from tests.gpu.op_checks import captured
 DEVICE = "cuda"
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
-# Tolerance between two results, each of which can differ from the exact one by twice DECODE, because FlashMLA also
-# rounds its weights to bf16.
+# Tolerance between our result and FlashMLA's. It is wider than DECODE because both results have an error, and because
+# FlashMLA also rounds its softmax weights to bf16.
 BESIDE = {"abs_tol": 4e-3, "rel_tol": 4.02 / 128, "cos_tol": 2e-5}
 LSE = {"abs_tol": 1e-5, "rel_tol": 8.01 / 65536}
 MAX_DIFF = 5e-6  # limit of calc_diff of index scores
@@ -75,7 +75,8 @@ def index_cache(lengths):
 
 
 def seen(scores, ends, starts=None):
-    """Return the scores with -inf for keys that are not seen, whose scores are unspecified."""
+    """Return the scores with -inf for keys outside [start, end) of their row. The scores of these keys are
+    unspecified."""
     column = torch.arange(scores.shape[1], device=DEVICE)
     outside = column >= ends[:, None]
     return scores.masked_fill(outside if starts is None else outside | (column < starts[:, None]), -math.inf)
@@ -84,8 +85,8 @@ def seen(scores, ends, starts=None):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("columns", [0, 8192])
 def test_prefill_scores(heads, columns, record_error):
-    """Without columns, keys of several sequences; with columns, keys of one sequence in rows of max_seqlen_k columns,
-    as in DeepSeek-V4."""
+    """columns = 0: each query has a range of keys. columns > 0: all ranges begin at key 0, and the result has
+    max_seqlen_k = columns columns, as for DeepSeek-V4."""
     queries, keys = 700, 8192 if columns else 5000
     k, k_scale = batches.index_keys(keys, DEVICE)
     q, weights = normal(queries, heads, 128).to(E4M3), normal(queries, heads)
@@ -126,7 +127,7 @@ def test_decode_scores(heads, next_n, record_error):
     if next_n > 2 or heads < 32:
         return  # DeepGEMM does not support these sizes
     module = peer(gemm_peers.OLD)
-    # The first sequence is empty; leave it out here.
+    # The first sequence is empty. DeepGEMM gets the other sequences only.
     q, weights, visible, table = q[1:], weights[next_n:], visible[1:].contiguous(), table[1:]
     plan = module.get_paged_mqa_logits_metadata(visible, PAGE, sms)
     assert torch.equal(plan, adapters.get_paged_mqa_logits_metadata(visible, PAGE, sms))
@@ -135,7 +136,7 @@ def test_decode_scores(heads, next_n, record_error):
 
 
 def test_scores_of_a_captured_graph_follow_the_lengths():
-    """As in SGLang, the plan is made for every batch and copied into the tensor that the graph reads."""
+    """As SGLang does, make a plan for every batch and copy it into the tensor that the graph reads."""
     cache, table = index_cache([4096] * 8)
     q, weights = normal(8, 1, 64, 128).to(E4M3), normal(8, 64)
     lengths = torch.full((8, 1), 5, dtype=INT32, device=DEVICE)
@@ -161,8 +162,8 @@ def test_scores_of_a_captured_graph_follow_the_lengths():
 
 
 def shared(got, theirs):
-    """Return the smallest fraction, over rows, of our selected numbers that the other selection shares; a row without
-    any counts as 1."""
+    """Return the smallest fraction, over all rows, of our selected numbers that are also in the other selection. A row
+    without selected numbers counts as 1."""
     shares = []
     for ours, other in zip(got.tolist(), theirs.tolist()):
         ours, other = {n for n in ours if n >= 0}, {n for n in other if n >= 0}
@@ -188,8 +189,8 @@ def test_selection_of_decoding():
 
 @pytest.mark.parametrize("k", [16, 2048])
 def test_selection_of_prefill(k):
-    """Compare positions, columns and slots of several sequences with formulas in Python; compare columns also with
-    SGLang's kernel."""
+    """Compare the selected positions, columns and slots of several sequences with formulas in Python, and the columns
+    also with SGLang's kernel."""
     scale = 1 if k == 16 else 100
     prefixes, sizes = [0, 30 * scale, 0, 5 * scale], [9, 30 * scale + 40, 0, 5 * scale + 7]
     logits, lengths, starts, metadata, expected = batches.prefill_metadata(prefixes, sizes, DEVICE)
@@ -210,7 +211,8 @@ def test_selection_of_prefill(k):
 
 
 def test_columns_of_a_long_prompt():
-    """The op's table has overlapping rows, one per column of the scores: together more than 2^31 numbers."""
+    """The adapter maps positions to columns by a block table whose row b is b, b + 1, and so on. It has a row per
+    column of the scores. The rows overlap in memory; counted separately they have more than 2^31 numbers."""
     logits, starts = normal(300, 70_000), int32([50_000] * 300)
     lengths = torch.arange(1, 301, dtype=INT32, device=DEVICE) * 60
     got = adapters.topk_ragged(logits, lengths, 2048, starts, starts)
@@ -246,7 +248,7 @@ def padded(q, dim):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_prefill_attention(heads, dim, with_sink, record_error):
-    """Compare out, and max_logits and lse in base 2, as SGLang's FlashMLA returns them."""
+    """Compare out, max_logits and lse. max_logits and lse are in base 2, as SGLang's FlashMLA returns them."""
     tokens, keys, k = 40, 3000, 512
     q, kv = latent(tokens, heads, dim), latent(keys, 1, dim)
     indices = torch.randint(0, keys, (tokens, 1, k), device=DEVICE).to(INT32)
@@ -285,7 +287,8 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    assert torch.equal(outs[1][0][1:], outs[3][0][1:])  # for these queries all keys count
+    # Batch-invariant decoding with and without counts: equal bits for queries whose count is all 2048 keys.
+    assert torch.equal(outs[1][0][1:], outs[3][0][1:])
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()
     options = {"softmax_scale": 0.3, "is_fp8_kvcache": True, "indices": indices, "use_legacy": True}
@@ -336,7 +339,7 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
 
 
 def test_attention_of_a_captured_graph_follows_indices_and_lengths():
-    """V3.2's decoding, with the placeholder for FlashMLA's plan, which SGLang copies for every batch."""
+    """Decode as in V3.2. `no_plan` is the placeholder for FlashMLA's plan, which SGLang copies for every batch."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(8, 1, 16, 576), torch.full((8, 1, 2048), -1, dtype=INT32, device=DEVICE)
     lengths = torch.zeros(8, dtype=INT32, device=DEVICE)

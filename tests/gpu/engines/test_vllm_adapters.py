@@ -1,5 +1,5 @@
-"""vLLM's calls on the GPU, compared with the references, and with the kernels that vLLM calls, if these are installed.
-vLLM itself is not needed."""
+"""The adapters for vLLM on the GPU. Their results are compared with the references, and with the kernels that vLLM
+itself calls, if these are installed. vLLM is not needed."""
 
 import subprocess
 import sys
@@ -64,7 +64,8 @@ def test_gather_keys(dtype):
 
 @pytest.mark.parametrize("heads", [32, 64])
 def test_prefill_scores(heads, record_error):
-    """Two prompts are in one chunk: rows are compressed, and values after a row's keys are unspecified."""
+    """A chunk has two prompts. Column j of a row is the row's j-th key, so there are max_seqlen_k columns; columns past
+    a row's last key are unspecified."""
     tokens, lengths = [130, 77], [1500, 300]
     index, count = Index([1], heads), sum(tokens)
     q, weights = index.queries(count)
@@ -90,7 +91,7 @@ def test_prefill_scores(heads, record_error):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_decode_scores(next_n, heads, record_error):
-    """Use the plan as vLLM requests it: in a buffer with a row for each SM and one more."""
+    """Make the plan as vLLM does: in a buffer with a row for each SM and one more."""
     lengths = [4097, 70, 64, 1, 900]
     index = Index(lengths, heads)
     each = (int32(lengths)[:, None] - next_n + 1 + torch.arange(next_n, device=DEVICE)).clamp(min=0).int()
@@ -121,8 +122,8 @@ def test_decode_scores(next_n, heads, record_error):
 @pytest.mark.parametrize(("rows", "columns"), [(3, 70000), (200, 5000), (64, 163840)])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_topk(rows, columns, k):
-    """Write to a part of the engine's wider buffer, as for prompts and as for decoding, and compare with vLLM's own
-    kernels."""
+    """Write to some columns of the engine's wider buffer, through the adapter for prompts and through the adapter for
+    decoding, and compare with vLLM's own kernels."""
     stride = -(-columns // 256) * 256
     logits = normal(rows, stride)[:, :columns]
     lengths = torch.randint(1, columns + 1, (rows,), device=DEVICE).int()
@@ -135,7 +136,7 @@ def test_topk(rows, columns, k):
     adapters.topk_decode(logits, lengths[:, None], 1, part, k)
     decoded, _ = written(part)
     assert (buffer == 7).all() and torch.equal(decoded, expected)
-    # for shorter rows vLLM's kernels leave a part of the result unwritten, which vLLM clears beforehand
+    # For rows of fewer than k keys, vLLM's kernels leave a part of the result unwritten; vLLM clears it beforehand.
     full = lengths >= k
     values = logits[full].gather(1, expected[full].long()).sort(1).values
     for name, calls in topk.select([(logits, lengths, k)]).calls.items():
@@ -161,7 +162,7 @@ def test_fp8_attention(heads, next_n, record_error):
     assert out.shape == (batch, next_n, heads, 512) and not out[1, 0].any()
     for name, calls in mla_peers.sparse_decode([(q, cache.unsqueeze(2), indices)]).calls.items():
         peer, peer_lse = calls[0]()
-        # FlashMLA defines the result of an empty row differently, and vLLM masks it.
+        # For a query without keys FlashMLA returns other values, which vLLM masks. So compare queries with keys only.
         has = (indices >= 0).any(-1)
         assert_close(name, peer[:, :, :heads][has], expected[has], **DECODE)
         assert_close(name, peer_lse[:, :heads].mT[has], expected_lse.mT[has], **LSE)
@@ -169,7 +170,7 @@ def test_fp8_attention(heads, next_n, record_error):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_bf16_attention(heads, record_error):
-    """Heads of the engine's buffers beyond the layer's heads are neither read nor written."""
+    """The engine's buffers can have more heads than the layer. These padding heads are neither read nor written."""
     tokens, k, rows, scale, padded = 70, 512, 3000, 576**-0.5, -(-heads // 64) * 64
     kv, q = latent(rows, 576).bfloat16(), torch.full((tokens, padded, 576), torch.nan, device=DEVICE).bfloat16()
     q[:, :heads] = latent(tokens, heads, 576)
@@ -194,7 +195,7 @@ def test_bf16_attention(heads, record_error):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_attention(heads, entries_page, record_error):
-    """Each row is one query of any sequence; the last row is padding, as in a captured graph."""
+    """Each row is a query. The last row is padding, without keys, as in a captured graph."""
     tokens, scale = 9, 512**-0.5
     window, sink = v4_cache(1024, PAGE), normal(heads)
     q = latent(tokens, 1, heads, 512).bfloat16()
@@ -228,7 +229,8 @@ def test_v4_attention(heads, entries_page, record_error):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_prompts(heads, record_error):
-    """Gathered keys are in the layout of the engine's workspace, whose rows that no query selects contain NaN."""
+    """The keys are in a workspace like the engine's, whose unused rows contain NaN. Indices after a row's count are far
+    outside it."""
     tokens, k, rows, scale = 40, 640, 2000, 512**-0.5
     kv = torch.full((2, rows, 512), torch.nan, device=DEVICE).bfloat16()
     kv[:, : rows // 2] = latent(2, rows // 2, 512)

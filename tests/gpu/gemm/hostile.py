@@ -1,7 +1,7 @@
-"""Helpers for grouped products with invalid ends or row numbers, and with rows after the last end.
+"""Helpers for tests of grouped products with invalid `ends`, invalid row numbers, or unused rows.
 
-A process with only some of a model's experts has rows that belong to no matrix. They are called unused here: their
-contents affect no result, and no kernel writes results for them.
+Unused rows are rows from the last end on, which belong to no matrix. A process with only some of a model's experts has
+such rows. Their contents affect no result, and no kernel writes results for them.
 """
 
 import itertools
@@ -28,11 +28,10 @@ ENDS = [
     ([0, 0, 1, 1], {2: (0, 1)}),
     ([0, 0, 0, 0], {}),
 ]
-# Rows of each matrix in tests with unused rows: no rows; only the first matrix has rows; only the first two; one row;
-# most matrices have rows.
+# Numbers of rows of four matrices, for tests with unused rows.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
-# Positions, among at least 64 rows, whose row numbers are outside a.
+# Rows (of at least 64) that `with_unused_rows` gives row numbers outside a.
 OUTSIDE = [37, 50, 58, 61]
 
 
@@ -57,8 +56,8 @@ def rows_of(x, rows):
 
 
 def rows_of_matrices(*more_sizes):
-    """Return (ends, rows of each matrix, number of rows) for each entry of ENDS, and for SIZES and `more_sizes` with
-    300 unused rows."""
+    """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows): the entries of ENDS, and SIZES and
+    `more_sizes` with 300 unused rows."""
     cases = [(ends, rows, 64) for ends, rows in ENDS]
     for sizes in (*SIZES, *more_sizes):
         ends = list(itertools.accumulate(sizes))
@@ -73,11 +72,11 @@ def untouched(rows, columns, dtype):
 
 
 def with_unused_rows(product, a, b, spans):
-    """Return (a with NaN in unused rows, the same rows in another order, their row numbers, weights, the expected
-    results).
+    """Return (a with NaN in unused rows, mixed, numbers, weights, expected results).
 
-    The row numbers of unused rows and of OUTSIDE are outside a. In the rows of each matrix, the expected results are
-    those of product(rows of a, matrix, weights of the rows); other rows are untouched.
+    mixed: the rows of a in another order. numbers: for each row of a, its index in mixed; for unused rows and the rows
+    OUTSIDE, a number outside a. The expected results are product(rows of a, matrix, weights of the rows) for the rows
+    of each matrix, and untouched bytes elsewhere. spans: {matrix: (first row, end of rows)}.
     """
     count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
     weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
@@ -99,7 +98,7 @@ def with_unused_rows(product, a, b, spans):
 def check_written(write, *expected, spare=0, has_outside=False):
     """Check that write(*results) writes the expected results and no memory around them.
 
-    spare        columns between the rows of the results
+    spare        number of columns between a row of a result and the next row in memory
     has_outside  whether the results of the rows OUTSIDE are undefined
     """
     wholes = [untouched(len(x) + 128, x.shape[1] + spare, x.dtype) for x in expected]
@@ -121,8 +120,8 @@ def with_nan_rows(x, count):
 
 
 def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
-    """Check that unused rows, and expected_rows from far too few to all rows, change no bit of the other rows.
-    expected_rows selects the kernel, so all kernels that the op can choose give the same bits."""
+    """Check that neither unused rows nor expected_rows change a bit of the other rows. The values of expected_rows
+    range from far too few to all rows. They decide which kernel runs, so this also compares the kernels."""
     used, ends = sum(sizes), ends_of(sizes)
     count, longer = used + unused, tuple(with_nan_rows(x, unused) for x in a)
     outside = no_keys(used).repeat(unused // 6 + 1)[:unused]

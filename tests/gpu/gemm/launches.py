@@ -1,4 +1,4 @@
-"""Launches of the product kernels with a given tile, which write their results to given tensors."""
+"""Functions that launch a product kernel with a given configuration and write to given result tensors."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Products of FP4 weights have the bits of products of the widened weights, with both kernels and every tile."""
+"""Products with FP4 weights on the GPU have the bits of products with the weights widened to FP8, for both kernels and
+every tile."""
 
 from functools import partial
 
@@ -18,7 +19,7 @@ from tests.gpu.gemm.launches import write_fp4
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
 # The small-M kernel gathers rows of a; the other kernel reads a gathered copy.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
-# Rows of matrices: full and almost empty last tiles of every height, and warps with one row.
+# Rows per matrix. For tiles of every height, the last tile of a matrix is full, or has one row, or a warp has one row.
 TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
 
 
@@ -42,7 +43,7 @@ def test_every_shape_is_right(sizes, columns, channels, record_error):
 @pytest.mark.parametrize("weighted, out_dtype", [(False, DTYPES[1]), (True, DTYPES[1]), (True, DTYPES[0])])
 @pytest.mark.parametrize("tokens", [1, 32, 128, 2000])
 def test_gathered_rows_with_weights_are_right(tokens, weighted, out_dtype, record_error):
-    """As in a mixture with 6 of 16 experts per token."""
+    """Each token goes to 6 of 16 experts."""
     counts = torch.randint(16, (6 * tokens,)).bincount(minlength=16).tolist()
     sizes = {"sizes": counts, "tokens": tokens, "columns": 512, "channels": 1024}
     verify(CASE, sizes | {"weighted": weighted, "out_dtype": out_dtype}, record_error)
@@ -59,7 +60,7 @@ def test_expected_rows_and_unused_rows_change_no_bit(channels, sizes, unused, ou
 
 
 def test_every_code_at_every_scale_is_right():
-    """Each row repeats one code, and groups have every exponent below the block's largest."""
+    """Each row repeats one code. The groups' exponents are all those from the block's largest down to 14 below it."""
     given = CASE.arguments("cuda", sizes=[64], columns=128, channels=512, weighted=False, out_dtype=torch.float32)
     packed, scale, _ = given["b"]
     packed.view(torch.uint8).copy_(torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17)
@@ -69,7 +70,7 @@ def test_every_code_at_every_scale_is_right():
 
 
 def test_ends_of_the_scale_range_are_right():
-    """The scale of a group of zeros can be anything, and scales near 2^-127 make subnormal products."""
+    """A group of zeros may have any scale, here the largest. Scales of 2^-127 give subnormal products."""
     a, (packed, scale, _) = operands(64, 2, 128, 256)
     packed[0, 7, :16] = 0
     scale.view(torch.uint8)[0, 7, 0], scale.view(torch.uint8)[1] = 254, 0
@@ -95,7 +96,8 @@ def test_a_graph_follows_new_ends(count):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[:-1], 70]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_widened_matrix(ends, rows_of, count, columns, channels, out_dtype):
-    """Both kernels, rows in order or gathered by number, with and without weights, for any ends and numbers."""
+    """The calls use both kernels, rows in order and rows gathered by number, with and without weights. Some ends and
+    row numbers are invalid."""
     a, b = operands(count, len(ends), columns, channels)
 
     def product(own, matrix, weights):

@@ -1,4 +1,4 @@
-"""Products of FP8 operands with one matrix and with groups of matrices, with every kernel and tile."""
+"""FP8 products on the GPU, with one matrix and with several matrices (grouped), for every kernel and tile."""
 
 import itertools
 from functools import partial
@@ -25,13 +25,15 @@ GROUPS = [
     *([0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 256, [0] * 200 + [8] * 56 + [0] * 100, [3000, 1]),
     *([0, 5, 0, 30, 9, 1, 0], [1] * 200, [0] * 1000 + [2] * 24, [60, 0, 4]),
 ]
-# [N, K] of layers. With few rows, the layers with few columns run split-K.
+# (N, K) of layers of models. With few rows, those with small N run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
-# [N, K] of one GPU's columns: V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts on 8 and 2.
+# (N, K) of a rank's part of a layer under tensor parallelism, K being the rank's columns of the weight: the output
+# projection of V3.2 on 4 and 8 GPUs and of V4-Flash on 2, shared experts on 8 and 2 GPUs; and two small sizes.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
-# Rows of matrices: full and almost empty last tiles of every height, and warps with one row.
+# Rows per matrix. For tiles of every height, the last tile of a matrix is full, or has one row, or a warp has one row.
 TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
-# (write, config) for one matrix, and (config, whether rows are gathered, whether scheduling is dynamic) for groups.
+# ONE_MATRIX: (function that launches, config). KINDS, for several matrices: (config, whether rows are gathered, whether
+# scheduling is dynamic).
 ONE_MATRIX = [
     *((write_few, config) for config in few_rows_kernels.CONFIGS),
     *((write_one, config) for config in kernels.ONE_MATRIX_CONFIGS),
@@ -71,7 +73,8 @@ def test_groups_are_right(sizes, groups, record_error):
 )
 @by_sizes(grid(weighted=(False, True), out_dtype=DTYPES[1:], columns=[136], channels=[256]))
 def test_many_rows_of_groups_are_right(sizes, groups, tokens, record_error):
-    """Scheduling is dynamic. The kernel gathers rows by number, or the op copies many rows first."""
+    """So many rows select dynamic scheduling. With tokens > 0, rows are gathered by number: by the kernel, or by a copy
+    before it."""
     verify(GROUPED, sizes | {"sizes": groups, "tokens": tokens}, record_error)
 
 
@@ -80,8 +83,8 @@ def first_rows(a, rows):
 
 
 def columns_of_a_wider_one(b, before, after):
-    """Return the same weight and scales as columns of wider tensors. The surrounding columns are NaN: `before` blocks
-    of 128 before, `after` channels after."""
+    """Return b with weight and scales copied into the columns of wider tensors. The surrounding columns are NaN:
+    `before` blocks of 128 channels before b's, `after` channels after them."""
     w, ws = b
     wide = torch.full((len(w), 128 * before + w.shape[1] + after), 0x7F, dtype=torch.uint8, device="cuda").view(E4M3)
     scales = torch.full((len(ws), before + ws.shape[1] - (-after // 128)), torch.nan, device="cuda")
@@ -95,7 +98,8 @@ def columns_of_a_wider_one(b, before, after):
     ("columns", "channels"), [(136, 7168), (392, 400), (392, 1024), (8, 8192), (576, 1152), (64, 16)]
 )
 def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
-    """Tiles can begin inside a block of columns with one scale, and end after the last column and row."""
+    """Some tiles begin inside a block of 128 columns that share a scale. The last tiles end past the last column and
+    row."""
     a, b = operands(520, columns, channels)
     expected = dsa.fp8_gemm_nt(a, b, out_dtype)
     for (write, config), weight in itertools.product(ONE_MATRIX, (b, columns_of_a_wider_one(b, 4, 512))):
@@ -109,8 +113,9 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
 @pytest.mark.parametrize(("before", "after"), [(0, 512), (4, 0), (2, 128), (1, 16), (8, 400)])
 @pytest.mark.parametrize(("columns", "channels"), [*LAYERS, *PARTS])
 def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns, channels, before, after, out_dtype):
-    """Few rows select the small-M kernel, in tiles of 8 to 64 rows, with and without split-K. Calls with 1 and 512 rows
-    are repeated, with the weight at two addresses in turn, so that recorded calls run as well."""
+    """The numbers of rows select both kernels. For the small-M kernel they select tiles of 8 to 64 rows, with and
+    without split-K. Calls with 1 and 512 rows are repeated with the weight alternately at two addresses, so that
+    recorded calls (their steps are replayed) run as well."""
     a, b = operands(1200, columns, channels)
     whole, parts = dsa.fp8_gemm_nt(a, b, out_dtype), [columns_of_a_wider_one(b, before, after) for _ in range(2)]
     assert not whole.isnan().any()
@@ -124,7 +129,7 @@ def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns,
 
 
 def test_strides_change_no_bit():
-    """Test leading dimensions of a, and a weight whose rows have a stride of 0."""
+    """a can have leading dimensions, and the rows of the weight can have a stride of 0."""
     (q, s), (w, ws) = operands(72, 136, 512)
     expected = dsa.fp8_gemm_nt((q, s), (w, ws))
     assert torch.equal(dsa.fp8_gemm_nt((q.view(4, 18, 512), s.view(4, 18, 4)), (w, ws)).view(72, 136), expected)
@@ -136,7 +141,7 @@ def test_strides_change_no_bit():
 
 @pytest.mark.parametrize("ctas", [1, 7, 132, 500])
 def test_any_number_of_ctas_gives_the_same_bits(ctas):
-    """One matrix's rows are divided into several bands."""
+    """4500 rows are more than one band: the scheduler divides the rows of a matrix into bands of row tiles."""
     a, b = operands(4500, 1000, 144)
     expected = dsa.fp8_gemm_nt(a, b)
     for config in kernels.ONE_MATRIX_CONFIGS:
@@ -154,7 +159,8 @@ def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, count, columns, channels, out_dtype):
-    """Any ends and numbers, with and without gathered rows, weights and dynamic scheduling, and any number of CTAs."""
+    """The calls have valid and invalid ends and row numbers, rows in order and gathered, weights or none, static and
+    dynamic scheduling, and several numbers of CTAs."""
     a, b = operands(count, columns, channels, len(ends))
 
     def product(own, matrix, weights):
@@ -186,7 +192,7 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, out_dtype):
     ("count", "expected"), [(60, None), (300, None), (2000, None), (6000, 0), (6000, 300), (6000, 6000)]
 )
 def test_a_graph_follows_new_ends(count, expected):
-    """The counts select each of the grouped kernels; with dynamic scheduling each replay zeroes the counter."""
+    """The counts select each of the grouped kernels. With dynamic scheduling each replay must zero the tile counter."""
     a, b = operands(count, 136, 256, 4)
     hostile.check_replays_with_fewer_rows(
         *(dsa.grouped_fp8_gemm_nt, a, b, lambda own, sizes: matrix_by_matrix(own, b, sizes, torch.bfloat16)),

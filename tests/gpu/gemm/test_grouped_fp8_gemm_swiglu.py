@@ -1,4 +1,5 @@
-"""Gate and up projection of experts, SwiGLU and cast have the bits of the grouped product followed by the cast."""
+"""grouped_fp8_gemm_swiglu (gate and up projection of experts, SwiGLU and FP8 cast in one op) on the GPU has the bits of
+the grouped product followed by SwiGLU with a cast."""
 
 from functools import partial
 
@@ -16,7 +17,7 @@ from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Rows of matrices: full and almost empty last tiles of either height, and warps with one row.
+# Rows per matrix. For tiles of both heights, the last tile of a matrix is full, or has one row, or a warp has one row.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
 # (config, whether rows are gathered, whether scheduling is dynamic)
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
@@ -29,7 +30,7 @@ def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=Non
 
 
 @by_case
-# Tokens, inner channels, channels. The last call has more rows than a kernel gathers itself.
+# The last call has more rows than the kernel gathers; the op then copies the rows first.
 @pytest.mark.parametrize(
     ("tokens", "inner", "channels"), [(1, 128, 128), (37, 384, 1024), (700, 2048, 512), (1400, 128, 256)]
 )
@@ -43,7 +44,7 @@ def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, chan
 @pytest.mark.parametrize("channels", [1024, 640])
 @pytest.mark.parametrize("count", [1, 8, 300, 2000])
 def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
-    """Test every op with a kernel for this many rows."""
+    """The counts select every kernel of the grouped ops."""
     (q, s), fp4 = hostile.operands(FP4, 1, 8, channels=channels)
     fp8, ends = dsa.widen_fp4(*fp4[:2]), (torch.rand(8, device="cuda") * count / 8).int().cumsum(0).int()
     ends[-1] = count
@@ -69,7 +70,7 @@ def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count, inner, channels, variant):
-    """Any ends and row numbers."""
+    """Some ends and row numbers are invalid."""
     a, b = hostile.operands(FP8, count, len(ends), inner=inner, channels=channels)
     dtype, use_ue8m0, limit = variant
 
@@ -91,8 +92,8 @@ def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count,
 @pytest.mark.parametrize("unused", [0, *hostile.UNUSED])
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9]], ids=str)
 def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit, case):
-    """The sizes select one fused kernel, or a product and a cast, which skips many unused rows; gathered or copied
-    rows, and static and dynamic scheduling."""
+    """The sizes select the fused kernel, or a product followed by a cast that skips unused rows. They also select
+    gathered and copied rows, and static and dynamic scheduling."""
     a, b = hostile.operands(case, sum(sizes), len(sizes), inner=inner, channels=256)
     hostile.check_expected_rows(case.function(), a, b, sizes, unused, weighted=False, limit=limit)
 
@@ -101,12 +102,12 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
     ("case", "count", "inner"), [(FP8, 300, 128), (FP8, 2000, 128), (FP4, 2000, 2048)], ids=["few", "many", "FP4"]
 )
 def test_a_graph_follows_new_ends(case, count, inner):
-    """The cases are: the kernel with SwiGLU; dynamic scheduling, whose counter each replay zeroes; a product followed
-    by a cast."""
+    """few: the fused kernel. many: dynamic scheduling, for which each replay must zero the tile counter. FP4: a product
+    followed by a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
-    # With FP4 weights the graph's memory also contains the product, possibly in place of the unused rows of the
-    # results.
+    # With FP4 weights the graph's memory pool also holds the product. It can reuse the memory of the results, so unused
+    # rows of the results need not keep their bytes.
     hostile.check_replays_with_fewer_rows(
         *(case.function(), a, b, lambda own, sizes: product_and_cast(own, wide, hostile.ends_of(sizes))),
         keeps_unused=case is FP8,

@@ -1,4 +1,5 @@
-"""The FP8 cast has the bits of the reference; with power-of-two scales those of the reference on the CPU."""
+"""The FP8 cast on the GPU has the bits of the reference. With power-of-two scales these are the bits of the reference
+on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rotation of heads and cast have the bits of the rotation followed by the cast."""
+"""rotary_cast_to_fp8 on the GPU has the bits of rotation and cast as separate ops."""
 
 import pytest
 import torch

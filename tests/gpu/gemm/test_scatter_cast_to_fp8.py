@@ -1,4 +1,4 @@
-"""The scattered FP8 cast has the bits of the plain cast, in the experts' rows."""
+"""scatter_cast_to_fp8 on the GPU writes the bits of the plain cast to the rows of the tokens' experts."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""SwiGLU and cast have the bits of the cast of an h within 2^-20 of the exact one."""
+"""swiglu_cast_to_fp8 on the GPU: its result is the exact cast of some h whose relative difference from the exact
+h = silu(gate) * up is at most 2^-20."""
 
 from itertools import product
 
@@ -61,8 +62,8 @@ def test_offsets_beyond_32_bits():
 @pytest.mark.parametrize("channels", [128, 384, 2048])
 @by_sizes(grid(halves=(True,), **KINDS))
 def test_rows_from_the_last_end_on_are_not_written(sizes, channels):
-    """The cast of grouped products writes no row from the last end on. If the last end is outside the rows, all rows
-    are written. Any number of CTAs gives the same result."""
+    """The variant of the kernel for several matrices (grouped products) writes no row from the last end on. If the last
+    end is negative or larger than the number of rows, it writes all rows. The number of CTAs does not matter."""
     given = CASE.arguments("cuda", shape=(700, channels), **sizes)
     expected, limit = CASE.run(given), given["limit"]
     variant = dtype_name(given["gate"].dtype), given["use_ue8m0"], limit is not None

@@ -1,5 +1,5 @@
-"""Tests that every op that scores the indexer's keys must pass, for contiguous and for paged keys. The ops' test files
-collect these classes."""
+"""Tests that every op that scores the indexer's keys must pass: KeysInOnePiece for contiguous keys, KeysInPages for
+paged keys. The test file of each op subclasses one of these classes and defines a fixture `op`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ accumulated = pytest.mark.parametrize("accumulators", [FP32, FP16], ids=str)
 
 @dataclass(frozen=True)
 class Op:
-    """An op with options.
+    """A case of an op, its check, and options of the call.
 
     check: (arguments, results) -> the largest error, or None; raises AssertionError if a result is wrong
     """
@@ -34,7 +34,8 @@ class Op:
         return self.case.arguments("cuda", **sizes) | self.options
 
     def pages(self, lengths, kind, **sizes):
-        """Return arguments with sequences in pages of 64 keys; the op makes the plan."""
+        """Return arguments with sequences of these lengths in pages of 64 keys; the op makes the plan. kind: (queries
+        per sequence, accumulators)."""
         next_n, accumulators = kind
         sizes = {"page_size": 64, "columns": max(1, *lengths), "num_sms": 0} | sizes
         return self.arguments(lengths=tuple(lengths), next_n=next_n, accumulators=accumulators, **sizes)
@@ -59,8 +60,8 @@ def any_numbers(keys):
 
 # name -> (keys, (starts, ends))
 OF_ONE_PIECE = {
-    # In one block the largest end of some queries is far below other queries' smallest start, so a hole of many tiles
-    # lies between.
+    # Queries of one block: the ends of some are far below the starts of others. No query sees the many key tiles in
+    # between.
     "far apart in one block": (10000, ([9000, 9100, 9200, 9300, 0, 9990, 0, 9990], [10, 20, 0, 64, 1, 10000, 5, 9991])),
     "packed sequences": (636, packed([1, 63, 64, 65, 440, 3])),
     "beyond the columns": (1000, ([0, 0, 5, 990, 300, 999], [1000, 64, 900, 1000, 2000, 1000])),
@@ -125,8 +126,8 @@ class KeysInPages:
         ("batch", "longest"), [*((n, 60000) for n in (1, 3, 33, 100)), *((n, 600) for n in (31, 700, 4096))]
     )
     def test_ragged_batches_are_right(self, op, batch, longest, kind, record_error):
-        """A CTA has many work tiles. With fp16, some warpgroups scale the queries of one tile while others finish the
-        previous tile."""
+        """A CTA has many work tiles. With fp16 accumulation, some warpgroups scale the queries of a work tile while
+        others still compute the previous work tile."""
         lengths = (torch.rand(batch) ** 3 * longest * (torch.rand(batch) < 0.7)).int()
         op.verify(op.pages(lengths.tolist(), kind), record_error)
 
@@ -161,7 +162,7 @@ class KeysInPages:
     @by_kind
     @pytest.mark.parametrize(("length", "per_query"), [(700, False), (2000, True), (40000, False)])
     def test_a_graph_takes_new_lengths_keys_and_pages(self, op, length, per_query, kind):
-        """In every other replay scores tie. In the last replay there are no keys."""
+        """In odd replays most scores are 0, so they tie. In the last replay there are no keys."""
 
         def fresh(seed):
             new = op.pages((length,) * 6, kind, seed=seed, per_query=per_query)

@@ -38,7 +38,7 @@ class TestKeysInOnePiece(KeysInOnePiece):
 
 @accumulated
 def test_what_is_not_finite_stays_where_it_is(accumulators):
-    """Non-finite values stay in their key's column and in their query's row."""
+    """A NaN key or scale affects only its column, a NaN or infinite query or weight only its row."""
     given = arguments(20, 200, accumulators)
     q, (k, scale), weights = given["q"], given["kv"], given["weights"]
     finite = dsa.fp8_mqa_logits(**given).clone()
@@ -69,7 +69,8 @@ def test_fp16_accumulation_of_queries_of_any_size(exponent):
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
-    """Products are 2.6e7, and all terms of a score have one sign: nothing overflows."""
+    """Products q . k are up to 2.6e7 (448^2 * 128), and all terms of a score have the same sign. The kernel must scale
+    them so that fp16 does not overflow."""
     given = arguments(16, 500, FP16)
     signs = torch.where(torch.rand(500, 1, device="cuda") < 0.5, 448.0, -448.0)
     kv = signs.expand(500, 128).contiguous().to(E4M3), torch.ones(500, device="cuda")
@@ -106,7 +107,8 @@ def test_scores_beyond_2_to_the_31():
 
 @accumulated
 def test_twenty_runs_of_many_work_tiles_are_identical(accumulators):
-    """With fp16 one warpgroup scales queries while another computes its last products."""
+    """With fp16 accumulation, one warpgroup scales the queries of a work tile while another still computes the previous
+    work tile."""
     given = OP.arguments(queries=4096, keys=8192, window=8192, accumulators=accumulators)
     assert_runs_have_the_same_bits(dsa.fp8_mqa_logits, **given)
     CASE.check(last_rows(given, 32), [dsa.fp8_mqa_logits(**given)[-32:]])

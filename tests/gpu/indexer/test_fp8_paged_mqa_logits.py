@@ -1,4 +1,5 @@
-"""Paged index scores and plans on the GPU: non-finite numbers, fp16 accumulation, large results, long runs."""
+"""Paged index scores and their plans on the GPU: non-finite numbers, fp16 accumulation, results of more than 2^31
+elements, and long runs."""
 
 from itertools import product
 
@@ -44,7 +45,8 @@ def test_scores_beyond_2_to_the_31():
 
 @by_kind
 def test_what_is_not_finite_stays_where_it_is(kind):
-    """Non-finite values stay in the columns of their sequence's keys, and in their query's row."""
+    """A NaN key or scale affects only its column of its sequence's rows. A NaN or infinite query or weight affects only
+    its row."""
     given, next_n = OP.pages((200,) * 5, kind), kind[0]
     given["context_lens"] = int32([[200] * next_n] * 5)
     cache, weights = given["kv_cache"], given["weights"]
@@ -110,8 +112,8 @@ def test_contiguous_keys_have_the_same_bits(kind):
 
 @pytest.mark.parametrize("next_n", [3, 4])
 def test_fp16_accumulation_of_rows_of_any_size(next_n):
-    """Queries of each head and weights of each row differ in magnitude: no row may be scaled by another row's
-    factor."""
+    """Queries differ in magnitude by head, weights by row. The kernel scales each row by the row's own factor, so a
+    wrong factor would show."""
     given = OP.pages((500, 70), (next_n, FP16))
     powers = torch.exp2(torch.randint(-5, 8, (2, next_n, 64, 1), device="cuda").float())
     q = torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers
@@ -124,7 +126,8 @@ def test_fp16_accumulation_of_rows_of_any_size(next_n):
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
-    """Products are 2.6e7, and all terms of a score have one sign: nothing overflows."""
+    """Products q . k are up to 2.6e7 (448^2 * 128), and all terms of a score have the same sign. The kernel must scale
+    them so that fp16 does not overflow."""
     given = OP.pages((500, 64), (4, FP16))
     cache = given["kv_cache"].view(len(given["kv_cache"]), -1)
     signs = torch.where(torch.rand(len(cache), 64, 1, device="cuda") < 0.5, 448.0, -448.0).expand(-1, -1, 128)

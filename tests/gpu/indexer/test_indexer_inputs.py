@@ -1,5 +1,5 @@
-"""The indexer's queries and keys on the GPU: every variant, numbers of tokens, slots outside the cache, NaN, and the
-bits of a CPU."""
+"""The ops that prepare the indexer's queries and keys, on the GPU: every variant, numbers of tokens, slots outside the
+cache, NaN, and queries with the bits of a CPU."""
 
 from itertools import product
 

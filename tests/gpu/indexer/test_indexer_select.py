@@ -1,5 +1,5 @@
-"""Scores and selection in one op on the GPU have the bits of the two ops, for every schedule and distribution of
-scores."""
+"""indexer_select on the GPU has the bits of the two separate ops (fp8_mqa_logits, topk_indices), for every number of
+candidate passes and distribution of scores."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ CASE = cases_of("indexer_select")[0]
 
 
 def check(given, found):
-    """Require the bits of the two ops, with values and without."""
+    """Require the bits of the two separate ops. The indices must not depend on return_values."""
     require_two_ops(given, found)
     assert torch.equal(dsa.indexer_select(**given | {"return_values": False}), found[0])
 
@@ -47,22 +47,23 @@ class TestKeysInOnePiece(KeysInOnePiece):
 @accumulated
 @pytest.mark.parametrize("longest", [6000, 26000])
 def test_more_blocks_than_sms(longest, accumulators):
-    """A CTA's candidate lists and ring buffers continue from one work tile to the next, and work tiles have odd numbers
-    of key tiles."""
+    """There are more blocks of queries than SMs, so a CTA computes several. Its lists and ring buffers continue from
+    one block to the next, also after odd numbers of key tiles."""
     starts, lengths = torch.randint(0, longest, (2, 3000), device="cuda", dtype=torch.int32)
     OP.verify(arguments(3000, longest + 400, starts, starts + lengths, 300, accumulators))
 
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """From half a block per SM to numbers of blocks that do not divide evenly among SMs."""
+    """If there is at most one block per two SMs, two CTAs share each block. Larger numbers of blocks include those that
+    do not divide evenly among the SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
         OP.verify(arguments(queries, 9000, torch.randint(0, 300, (queries,)), top_k=700, heads=heads, dim=32))
 
 
-# Relative frequency of blocks whose queries see up to 0, 0, 70, 300, 2100, 9000 and all keys.
+# Relative frequencies of seven kinds of blocks, whose queries see at most 0, 0, 70, 300, 2100, 9000 and all keys.
 ODDS = [
     (9, 0, 0, 0, 0, 0, 1),
     (5, 1, 1, 1, 1, 1, 1),
@@ -76,8 +77,8 @@ ODDS = [
 @pytest.mark.parametrize("odds", ODDS, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(3200, 12000), (2700, 30000)])
 def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
-    """Blocks without keys are before, after and between blocks with few and with many key tiles. A CTA prepares a block
-    while it computes another."""
+    """Blocks without keys are before, after and between blocks with few and with many key tiles. A CTA prepares its
+    next block while it computes the current one."""
     block = torch.tensor(odds).float().multinomial(queries // 4, replacement=True)
     longest = torch.tensor([0, 0, 70, 300, 2100, 9000, keys])[block]
     lengths = (longest.repeat_interleave(4) * torch.rand(queries)).ceil().int()
@@ -89,8 +90,8 @@ def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
 @pytest.mark.parametrize("length", [CAPACITY + 1, 6000, 9000, 1 / 8, 1 / 4])
 @pytest.mark.parametrize("keys", [30000, 100000, 300000])
 def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
-    """The block sees all keys, so its sample contains few scores of these queries, or contains them in only a few of
-    its parts."""
+    """Of each four queries, one sees all keys and three see only `length` keys. The tiles of a pass are chosen for the
+    keys that the whole block sees, so few of the scored keys are visible to the three queries."""
     length = int(length * keys) if length < 1 else length
     at = torch.linspace(0, keys - length, 48).int().view(16, 3)
     starts, ends = (torch.nn.functional.pad(x, (1, 0), value=n).flatten() for x, n in ((at, 0), (at + length, keys)))
@@ -99,7 +100,7 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """One block has rows that just fit the candidate list, rows that just do not, and rows with all keys or none."""
+    """A block has rows with as many keys as a candidate list holds, with one more, with all keys, and without keys."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):
@@ -120,18 +121,19 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
-    # Sampled scores are all above the other scores (too few candidates) or all below them (lists overflow).
+    # The scores of the tiles on which a bound is based are all above the other scores, so there are too few candidates,
+    # or all below them, so that lists overflow.
     "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
-    # The first sample compares maxima, each over every 16th of the sampled tiles.
+    # The kernel for the first bound compares maxima; each is over every 16th of the sampled tiles.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
-    # The k-th largest score equals the bound, and so do other scores.
+    # Few different scores, so that many scores equal the bound and the k-th largest score.
     "a few levels": lambda n: torch.randint(1, 9, (n,)),
     "many levels": lambda n: torch.randint(1, n // 700, (n,)),
-    # A warp ranks up to 32 scores that equal the k-th; for more, a search by key index runs.
+    # Ties with the k-th largest score: a warp ranks up to 32 tied keys; for more, the kernel searches by key index.
     "20 or so of a level": lambda n: torch.randint(1, n // 20, (n,)),
     "31 of a level": lambda n: torch.arange(n) // 31 + 1,
     "32 of a level": lambda n: torch.arange(n) // 32 + 1,
@@ -165,11 +167,13 @@ def test_scores_of_any_shape(shape, sign, keys, accumulators):
 
 
 def _hardly_more_than_the_rank(keys):
-    """Return scores whose list after the second pass has only a few keys more than the last bound's rank.
+    """Return scores for which each list, after the second pass, has only a few candidates more than the last bound's
+    rank.
 
-    Then any number slightly below these keys is a valid bound, and the search for the bound ends with the first digit.
-    If that digit began below the list's own bound, the new bound would be below it as well. The list lacks the keys
-    between the two bounds, and some of these keys are among the largest 2048.
+    Then any number slightly below these candidates is a valid bound, and the search for the bound ends with its first
+    digit (a range of scores, see radix_select.py). If that digit began below the list's bound, the new bound would be
+    lower than the list's bound. But the list does not contain keys with scores between the two bounds, and some of them
+    are among the largest 2048.
     """
     strides = pass_strides(keys)
     first_rank, second_rank = bound_ranks(2048, strides)
@@ -184,7 +188,7 @@ def _hardly_more_than_the_rank(keys):
         free[chosen] = False
 
     place(first_rank, first, 1.96, 2.0)
-    # more keys than a search leaves out, so the first bound is between these scores
+    # These are more keys than a search can leave out, so the first bound is among these scores.
     place(first_rank // 8, first, 1.91, 1.92)
     place(second_rank + second_rank // 32 - first_rank, second & ~first, 1.96, 2.0)
     place(500, ~second, 1.96, 2.0)
@@ -195,7 +199,8 @@ def _hardly_more_than_the_rank(keys):
 @accumulated
 @pytest.mark.parametrize("keys", [30000, 50000, 131072])
 def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
-    """Scores of the queries differ by a factor, so that digits begin at different positions between the scores."""
+    """The queries' scores differ by a factor, so that digits (see radix_select.py) begin at different positions
+    relative to the scores."""
     given = arguments(96, keys, accumulators=accumulators)
     factors = torch.linspace(0, 1, 97, device="cuda")[:96, None].exp2()
     q, k = given["q"][:1].expand(96, -1, -1).contiguous(), given["kv"][0][:1].expand(keys, -1).contiguous()
@@ -226,8 +231,8 @@ def test_nan_is_never_selected(keys, accumulators):
 
 @pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
 def test_slots(times):
-    """The table has too few pages for some keys, and one page is missing. In the last call all scores tie, so lists
-    overflow."""
+    """The table has too few pages for some keys, and two of its pages are invalid. In the last call all scores tie, so
+    lists overflow."""
     starts = times * int32([0] * 25 + [2000] * 25)
     given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
     table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
@@ -263,7 +268,7 @@ def test_long_contexts(accumulators):
 @accumulated
 @pytest.mark.parametrize("keys", [7000, 40000])
 def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
-    """Lists overflow in some replays and not in others, which is unknown at the capture."""
+    """Lists overflow in some replays and not in others, so the graph must contain the code for both."""
 
     def fresh(seed):
         starts = torch.randint(0, keys // 2, (2, 200))

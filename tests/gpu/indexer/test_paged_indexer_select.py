@@ -1,4 +1,4 @@
-"""Scores over pages and selection in one op have the bits of the two ops."""
+"""paged_indexer_select on the GPU has the bits of the two separate ops (fp8_paged_mqa_logits, topk_indices)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ OPTIONS = [(1, False), (100, True), (2048, False), (2048, True), (4096, True)]
 
 
 def check(given, found):
-    """Require the bits of the two ops, with values and without."""
+    """Require the bits of the two separate ops. The indices must not depend on return_values."""
     require_two_paged_ops(given, found)
     assert torch.equal(dsa.paged_indexer_select(**given | {"return_values": False}), found[0])
 

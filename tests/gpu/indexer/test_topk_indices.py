@@ -1,5 +1,5 @@
-"""The top-k on the GPU in every variant: distributions, misleading samples, ragged rows, slots, strides, consecutive
-launches."""
+"""topk_indices on the GPU, for every variant of the kernel: distributions of scores, misleading samples, rows of
+different lengths, slots, strides, and launches that follow each other closely."""
 
 import math
 
@@ -145,7 +145,8 @@ def test_ragged_rows(config, sorted_, k, dtype):
 @pytest.mark.parametrize("sorted_", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), [*SIZES, (5, 0)])
 def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
-    """Rows start at multiples of 16 bytes and at other addresses. The buffer around them does not change."""
+    """The rows of `out` start at multiples of 16 bytes or at other addresses. The buffer around `out` does not
+    change."""
     scores, lengths = torch.randn(rows, cols, device="cuda"), torch.randint(0, cols + 1, (rows,), device="cuda").int()
     for k, before, after in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
         buffer = torch.full((rows + 2, before + k + after), 77, dtype=torch.int32, device="cuda")
@@ -160,7 +161,7 @@ def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_graph_replay_into_a_part_of_a_buffer(paged):
-    """There are 128 rows, as in a decoding batch; results are positions or, if `paged`, slots."""
+    """The results for 128 rows are positions or, if `paged`, slots."""
 
     def renew():
         return torch.randn(128, 20000, device="cuda"), torch.randint(0, 20001, (128,), device="cuda").int()
@@ -198,8 +199,8 @@ def test_slots(config, page_size, by_value):
 
 @pytest.mark.parametrize("cols", [9000, 40000])
 def test_calls_that_follow_each_other_closely(cols):
-    """A launch can begin before the previous launch ends. It must wait for its inputs, and before it overwrites memory
-    that the previous launch reads."""
+    """A launch can begin before the previous launch ends (programmatic dependent launch). It must wait before it reads
+    results of the previous launch, and before it overwrites memory that the previous launch reads."""
 
     def chain(topk):
         scores, picked = first.clone(), []

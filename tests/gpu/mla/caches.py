@@ -1,4 +1,4 @@
-"""Slots and bytes of the caches that `dsa.cases.attention` fills."""
+"""Access to caches that `dsa.cases.attention` has filled: their used and unused slots, and bytes of the FP8 layouts."""
 
 import torch
 
@@ -15,14 +15,14 @@ def slots_of(cache):
 
 
 def v4_planes(cache):
-    """Return rows [pages, P, 576] and scales [pages, P, 8] of a cache of 584 bytes per token."""
+    """Return views of a cache of 584 bytes per token: (rows [pages, P, 576], scales [pages, P, 8])."""
     pages, page = cache.shape[:2]
     rows = cache.as_strided((pages, page, 576), (cache.stride(0), 576, 1))
     return rows, cache.as_strided((pages, page, 8), (cache.stride(0), 8, 1), 576 * page)
 
 
 def garbage(cache, slots):
-    """Fill these slots with one kind of garbage after another; yield after each."""
+    """Fill these slots with NaN, infinite or extreme values or scales, one kind after another; yield after each."""
     if cache.dtype != torch.uint8:
         for value in (NAN, INF, -INF, 0.0):
             cache.view(-1, cache.shape[3])[slots] = value

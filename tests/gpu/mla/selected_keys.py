@@ -1,4 +1,5 @@
-"""Tests that every op that attends to lists of selected keys must pass. The ops' test files collect this class."""
+"""Tests that every op that attends to lists of selected keys must pass: the class SelectedKeys. The test file of each
+op subclasses it and defines a fixture `op`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ LENGTHS = [0, 1, 2, 63, 64, 65, 128, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**3
 
 @dataclass(frozen=True)
 class Op:
-    """An op for one query per sequence.
+    """A case of an op, called with one query per sequence.
 
-    make       (tokens, heads, keys, top_k, **options) -> arguments: keys in a cache whose other rows are NaN
+    make       (tokens, heads, keys, top_k, **options) -> arguments, with the keys in a cache whose other rows are NaN
     invariant  options with which the bits of a query do not depend on other queries
     """
 
@@ -66,7 +67,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("lengths", [LENGTHS * 5, *([n] * 5 for n in (0, -5, 1000, 2**31 - 1))], ids=len)
     @pytest.mark.parametrize("top_k", [64, 1000, 1024])
     def test_keys_after_topk_length_are_not_looked_at(self, op, top_k, lengths, record_error):
-        """Indices after topk_length name keys that are NaN."""
+        """Indices from topk_length on select keys that are NaN."""
         given = op.inputs(len(lengths), 3000, top_k) | {"topk_length": int32(lengths)}
         beyond = torch.arange(top_k, device="cuda") >= given["topk_length"][:, None, None]
         given["indices"].masked_fill_(beyond, slots_of(cache_of(given))[1][0].int())
@@ -78,7 +79,7 @@ class SelectedKeys:
         given["indices"][3:4] = given["indices"][4:5, 0, 1:] = -1
         sinks = {"attn_sink": torch.tensor(SINKS, device="cuda").repeat(op.heads // len(SINKS))}
         (out, lse), (plain, plain_lse) = op.checked(given | sinks, record_error), op.run(given)
-        if tokens > 1:  # a single query's keys are split, and a sink may change the rounding of the splits' sum
+        if tokens > 1:  # a single query's keys are split, and a sink can change the rounding when splits are combined
             assert_equal((lse, out[:, 0]), (plain_lse, plain[:, 0]))
         assert not out[:, [1, 7]].any() and out[:3, 3].any()
 
@@ -130,9 +131,10 @@ class SelectedKeys:
         assert lse.min() > least
 
     def test_a_maximum_may_rise_from_tile_to_tile(self, op, record_error):
-        """The maximum rises by less and by more than the threshold for rescaling O, by another amount in each head, and
-        falls in half of the heads. The rope channels cause this, because they are not part of the values. Some queries
-        have no valid key at the beginning or at the end of their list."""
+        """From tile to tile the maximum of the logits rises by less or by more than the threshold for rescaling O, by a
+        different amount in each head; in half of the heads it falls. The test sets the logits by the rope channels,
+        because these are not part of the values. Some queries have no valid key at the beginning or at the end of their
+        list."""
         given = op.inputs(36, 1024, 1024)
         q, cache = given["q"].view(36, op.heads, -1), cache_of(given)
         if q.shape[2] == D_V or cache.dtype == torch.uint8:
@@ -161,7 +163,8 @@ class SelectedKeys:
         assert torch.equal(out, all_rows(cache_of(given))[keys, None, :D_V].expand_as(out).to(out.dtype))
 
     def test_queries_do_not_depend_on_each_other(self, op):
-        """The bits are the same in another order, for a few of the queries, and for single queries."""
+        """A query's bits are the same if the queries are in another order, in a call with a few of the queries, and
+        alone."""
         given = op.inputs(300, 3000, 2048, **op.invariant)
         for lengths in (None, torch.randint(-5, 2100, (300,), dtype=torch.int32, device="cuda")):
             given["topk_length"] = lengths
@@ -170,7 +173,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """Queries without keys also write zeros to their part."""
+        """`out` is a part of a larger tensor. For queries without keys, zeros are written to it."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

@@ -1,5 +1,5 @@
-"""Sparse MLA prefill on the GPU: numbers of heads and keys, lists and topk_lengths of every kind, and calls without
-keys."""
+"""flash_mla_sparse_fwd (sparse MLA prefill) on the GPU: numbers of heads, queries and keys, the shared tests of ops
+with selected keys, and calls without keys."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ CASE = case_of("flash_mla_sparse_fwd")
 PLAIN = {"counted": False, "sink": False, "invalid": 0.0}
 SIZES = [
     *((33, h, 3000, 320, {"sink": True, "invalid": 0.1}) for h in (1, 8, 16, 32, 64, 80, 128)),
-    # Fewer queries than SMs, about as many, and more, with as many keys as V3.2 selects.
+    # Fewer queries than the 132 SMs, about as many, and more, with as many selected keys as in V3.2.
     *((t, h, 8192, 2048, {}) for t, h in ((1, 1), (1, 128), (20, 64), (131, 64), (133, 128))),
     (1500, 128, 8192, 512, {}),
     *((7, h, 5000, k, {}) for h in (16, 64, 128) for k in (1, 2, 63, 64, 65, 128, 192, 512, 1000, 2047, 2048)),
@@ -37,7 +37,7 @@ def op(request):
 
 
 class TestSelectedKeys(SelectedKeys):
-    """Run the shared tests with many heads and with few heads, which have different kernels."""
+    """Run the shared tests with 128 and with 16 heads, for which different kernels run."""
 
 
 @pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)

@@ -1,5 +1,5 @@
-"""Sparse MLA prefill with few heads where adjacent queries share keys, on the GPU: which queries are computed together,
-and their results."""
+"""flash_mla_sparse_fwd on the GPU with few heads, where the kernels compute groups of adjacent queries that share keys
+together: which groups selection_union_sm90.py chooses, the unions that it lists, and the results."""
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ by_size = pytest.mark.parametrize("size", [4, 8])
 
 @pytest.fixture(autouse=True)
 def all_calls_may_share(monkeypatch):
-    """Let calls with any number of queries and indices share keys. Remove recorded calls of other tests."""
+    """Let the op use these kernels for any number of queries and indices. Use empty stores of recorded calls, because
+    calls recorded in other tests can use other kernels."""
     monkeypatch.setattr(shared, "may_share", lambda *_: True)
     for op in (bridge._sparse_mla_prefill, bridge._sparse_mla_prefill.into):
         monkeypatch.setattr(op, "known", KnownCalls())
@@ -32,7 +33,8 @@ def distinct(queries, n, k):
 
 
 def overlapping(queries, keys, k, pool):
-    """Return lists of k keys in random order; 16 adjacent queries select their keys from one pool of `pool` keys."""
+    """Return, for each query, a list of k of the keys in random order. Each 16 adjacent queries select from the same
+    `pool` keys."""
     pools = distinct(-(-queries // 16), keys, pool).repeat_interleave(16, 0)[:queries]
     return pools.gather(1, distinct(queries, pool, k).long())[:, None].contiguous()
 
@@ -54,7 +56,8 @@ class TestSelectedKeys(SelectedKeys):
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("place", [0, 300, 575])
     def test_nan_reaches_the_query_that_selects_it_alone(self, op, place, bad):
-        """The other queries of the same group keep their results up to rounding."""
+        """The other queries of a group keep their results up to rounding, because their group is then computed by
+        another kernel."""
         given = op.inputs(65, 3000, 500, pool=550)
         given["indices"] %= 5998
         clean, affected = op.run(given), torch.arange(65, device="cuda") % 62 == 2
@@ -66,7 +69,8 @@ class TestSelectedKeys(SelectedKeys):
 
 
 def union(indices, size, s_kv, lengths=None):
-    """Return (lists, their lengths, groups computed together, queries computed alone) according to the first kernel."""
+    """Run selection_union. -> (lists, their lengths, groups that are computed together, queries that are computed
+    alone)"""
     s_q, _, k = indices.shape
     groups = -(-s_q // size)
     lists = int32([[[-1] * max(1, min(size * k * MOST_UNION[0] // MOST_UNION[1], s_kv))]] * groups)
@@ -81,7 +85,7 @@ def union(indices, size, s_kv, lengths=None):
 
 
 def check_union(indices, size, s_kv, lengths=None):
-    """Check the first kernel. -> the groups that are computed together, in order"""
+    """Check the results of selection_union. -> the groups that are computed together, in order"""
     lists, found, groups, alone = union(indices, size, s_kv, lengths)
     s_q, _, k = indices.shape
     rows = indices[:, 0].tolist()
@@ -101,7 +105,8 @@ def check_union(indices, size, s_kv, lengths=None):
             got = {entry & (2**MEMBER_SHIFT - 1): (entry & 2**32 - 1) >> MEMBER_SHIFT for entry in entries}
             assert len(entries) == len(expected) and got == expected
         elif not repeats:
-            # The decision uses a sample, so unions slightly below the limit may be refused.
+            # The kernel first estimates the union from a sample of the keys, so it can reject unions slightly below the
+            # limit.
             assert len(expected) * MOST_UNION[1] > 0.8 * total * MOST_UNION[0] or total < 2000
     return sorted(groups)
 
@@ -110,7 +115,7 @@ def check_union(indices, size, s_kv, lengths=None):
 @pytest.mark.parametrize("s_kv", [3000, 70000, 140000, 300000])
 @pytest.mark.parametrize("k", [1, 31, 512, 700, 2048])
 def test_lists_are_unions_of_selections(k, s_kv, size):
-    """With many keys the kernel needs several rounds, and the last group has fewer queries."""
+    """With many keys the kernel needs several rounds (ranges of keys). The last group has fewer queries."""
     indices = overlapping(37, s_kv, k, k + k // 4)
     assert check_union(indices, size, s_kv) or k == 1
     changed = torch.where(torch.rand(indices.shape, device="cuda") < 0.1, int32(-1), indices)
@@ -118,13 +123,13 @@ def test_lists_are_unions_of_selections(k, s_kv, size):
     check_union(changed, size, s_kv)
     lengths = torch.randint(-5, k + 100, (37,), dtype=torch.int32, device="cuda")
     lengths[8:16] = 0
-    # a group without keys is computed together, because it has little to do
+    # Queries 8 to 15 have no keys. Their groups are computed together, because an empty union is below the limit.
     assert 8 // size in check_union(changed, size, s_kv, lengths)
 
 
 @by_size
 def test_keys_of_every_round_are_found(size):
-    """kv has the largest number of keys that the kernel supports, and a list names the last key."""
+    """kv has the most keys for which queries are grouped, and every list contains the last key."""
     s_kv = shared.MOST_KEYS
     indices = overlapping(40, s_kv - 1, 2048, 2500)
     indices[:, 0, 100] = s_kv - 1
@@ -158,7 +163,7 @@ def test_queries_and_keys_of_any_number_are_right(op, queries, k, record_error):
 
 @pytest.mark.parametrize("pool", [700, 800, 1200, 3000])
 def test_queries_with_more_and_with_less_in_common_are_right(op, pool, record_error):
-    """Lists share all, many, few or nearly no keys, for all queries and for a part of them."""
+    """Adjacent queries share all, many, few or nearly no keys: first all queries, then only some of them."""
     op.checked(op.inputs(61, 3000, 700, pool=pool), record_error)
     given = op.inputs(200, 3000, 700)
     given["indices"][40:77] = 2 * distinct(37, 3000, 700)[:, None]
@@ -174,15 +179,15 @@ def test_selections_without_a_key_in_common_are_right(op, record_error):
 
 
 def test_a_result_follows_from_its_group(op):
-    """Bit for bit, the result does not depend on other groups, and repeated runs agree."""
+    """The bits of a query's result do not depend on other groups of queries, and repeated runs give the same bits."""
     given = op.inputs(600, 3000, 700)
     assert_runs_have_the_same_bits(op.run, given)
     assert_rows_stand_alone(op.run, given, PER_QUERY, [slice(64, 128), slice(592, 600), slice(0, 8)])
 
 
 def test_a_batch_invariant_result_does_not_depend_on_the_group(op, record_error):
-    """Bit for bit, the result is the same with queries before it and among other selections. Without
-    enable_batch_invariant it does depend on them."""
+    """With enable_batch_invariant the bits of a query's result do not depend on the position of the query in the call
+    or on the selections of other queries. Without it they do."""
     given, later = op.inputs(600, 3000, 700), slice(3, None)
     invariant, others = given | {"enable_batch_invariant": True}, given["indices"].clone()
     others[1::2] = 2 * distinct(300, 3000, 700)[:, None]

@@ -1,4 +1,5 @@
-"""MLA decoding over selected keys on the GPU: every cache layout, one cache and two, splits, plans, graphs."""
+"""Decoding over selected keys by flash_mla_with_kvcache on the GPU: every cache layout, one cache and two, split lists,
+plans, and CUDA graphs."""
 
 from itertools import product
 
@@ -40,7 +41,7 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """Return the call with indices after topk_length that name NaN keys."""
+    """Return the arguments with indices from topk_length on that select NaN keys."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
@@ -122,14 +123,15 @@ def test_indices_that_are_no_keys_of_either_cache_are_ignored(layout, invalid, r
 
 
 def of_one_key_each(layout, cache, slots, heads):
-    """Return (a call in which query t selects only the key in slots[t], the values of these keys)."""
+    """Return (arguments in which query t selects only the key in slots[t], the values of these keys)."""
     given = inputs(layout, len(slots), 1, heads, 1, 64)
     rows = dsa.reference.read_kv_cache(cache, slots)[:, None, None, :D_V].expand(-1, 1, heads, -1)
     return given | {"k_cache": cache, "indices": slots.int().view(-1, 1, 1)}, rows
 
 
 def assert_rounded(out, expected, left_out=0.0):
-    """Require the expected numbers, rounded to fp16's 11 bits within an eighth of a unit, and then to bf16's 8 bits.
+    """Require that `out` is `expected` up to two roundings: to fp16 (11 bits; the allowed error is 9/8 of a rounding to
+    the nearest) and then to bf16 (8 bits).
 
     left_out: absolute error that is allowed in addition
     """
@@ -139,7 +141,7 @@ def assert_rounded(out, expected, left_out=0.0):
 
 @by_heads
 def test_one_key_with_any_scales_gives_its_rounded_value(heads):
-    """The product of an e4m3 number and a scale is rounded to fp16 first if fp16 cannot represent it."""
+    """The kernel rounds the product of an e4m3 number and its scale to fp16, before the result is rounded to bf16."""
     layout = "656 bytes, any scales"
     given, expected = of_one_key_each(layout, *filled_cache(maker(), layout, 30, 64), heads)
     assert_rounded(checked(CASE, given)[0], expected)
@@ -147,7 +149,7 @@ def test_one_key_with_any_scales_gives_its_rounded_value(heads):
 
 @pytest.mark.parametrize("layout", BYTES)
 def test_bytes_of_every_value_are_exact(layout):
-    """All e4m3 numbers except NaN, with scales of every magnitude."""
+    """Each key has all e4m3 numbers except NaN. The keys' scales have many magnitudes."""
     cache, slots = filled_cache(maker(), layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
     number = torch.arange(254, device="cuda")
@@ -164,7 +166,7 @@ def test_bytes_of_every_value_are_exact(layout):
         page, offset = slots // 64, slots % 64
         rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
-        # fp16 represents both parts of a key only if their magnitudes are not too far apart.
+        # The rope channels get the magnitude of the others, because one fp16 scaling must represent both.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
         rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
     given, expected = of_one_key_each(layout, cache, slots, 16)
@@ -179,7 +181,8 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
-    """The parts of a key's smaller groups that fp16 cannot represent are at most 2^-22 of the largest scale."""
+    """The scales of a key's groups differ by up to 2^29. The error that fp16 causes in a smaller group is at most 2^-22
+    times the key's largest scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:
@@ -200,7 +203,7 @@ def test_scales_that_are_far_apart_lose_little(layout, heads):
 
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes", "bf16, 512"])
 def test_plans_of_both_styles_are_right(layout):
-    """The first call fills a plan's object, which is then valid for calls of the same shapes with any selection."""
+    """The first call fills the plan object. It is then valid for calls of the same shapes with any selection."""
     given = inputs(layout, 3, 2, 64, 1000)
     old = dsa.get_mla_metadata(int32([9, 0, 5000]), 128, 1, 64, given["is_fp8_kvcache"], 1000)
     new, nothing = dsa.get_mla_metadata()
@@ -216,8 +219,8 @@ def test_plans_of_both_styles_are_right(layout):
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @few_layouts
 def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries(layout, heads):
-    """Each query has its own two lists without lengths, so the second list begins at the same tile as with one
-    query."""
+    """A query's bits do not depend on how many queries of its sequence are in the call. The lists have no lengths, so a
+    query's second list always begins at the same tile."""
     given = inputs(layout, 8, 4, heads, 128, extra=(200, 16), invariant=True)
     visible = 59 + torch.arange(8, device="cuda")[:, None] + torch.arange(4, device="cuda")
     given["indices"] = given["indices"].where(torch.arange(128, device="cuda") < visible[..., None], -1)
@@ -231,7 +234,7 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
-    """This holds for any number of heads per CTA, which depends on the number of queries."""
+    """The number of queries decides how many heads a CTA computes. The bits must not depend on it."""
     given = inputs(layout, 300, 1, heads, k, 1000, invalid=0.0)
     parts = [slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)]
     assert_rows_stand_alone(CASE.run, given, ("q", "indices"), parts)
@@ -251,8 +254,8 @@ def test_bytes_by_other_names_give_the_same_bits(layout, dtype):
     ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
 )
 def test_a_graph_takes_new_data(layout, batch, heads, into, style, record_error):
-    """Replays have new queries, keys, selections and lengths: none, few, all. into: write to the caller's memory, a
-    part of a tensor with more heads."""
+    """Replays have new queries, keys, selections and list lengths (0, some, all). into: write to the caller's `out`,
+    which is a part of a tensor with more heads."""
 
     def fresh(seed, low, high):
         options = {"invalid": 0.1, "sink": True, "seed": seed}

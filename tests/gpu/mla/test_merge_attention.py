@@ -1,4 +1,4 @@
-"""The merge kernel on the GPU: shapes, sinks and LSEs of every magnitude, NaN, 64-bit offsets."""
+"""merge_attention on the GPU: shapes, sinks and LSEs of every magnitude, NaN, and offsets that need 64 bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Multi-head attention over packed sequences on the GPU: over all keys and over selected keys."""
+"""mha_varlen_fwd (multi-head attention over packed sequences) on the GPU, over all keys and over selected keys."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def call(dims, heads, kv_heads, queries, keys, **options):
 
 
 def inputs(*sizes, **options):
-    """Return the first seven arguments of a call, with NaN after the sequences."""
+    """Return the first seven arguments of a call. Rows after the last sequence are NaN."""
     return tuple(call(*sizes, **options).values())[:7]
 
 
@@ -58,7 +58,7 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """A query with no visible selected key is a query without keys."""
+    """A query that sees none of its selected keys has the result of a query without keys."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -67,7 +67,8 @@ def test_selected_keys_are_right(dims, case, top_k, record_error):
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
 @by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):
-    """There is nothing after the last sequence, neither queries nor bits."""
+    """The tensors end with the last sequence, so a read past its queries or its selection bits would be out of
+    bounds."""
     given = call(dims, 4, 4, [30, tokens], [30, tokens], top_k=max(tokens, 30) // 2, more=0)
     checked(CASE, given)
     checked(CASE, given | {"causal": False})
@@ -76,7 +77,8 @@ def test_the_last_query_reads_its_own_bits(dims, tokens):
 @by_dims
 @pytest.mark.parametrize("dense_keys", [0, 1, 100, 640, 10**6])
 def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
-    """All keys of these queries are selected, so the bits are the same whether the selection is read or not."""
+    """For queries that see at most dense_keys keys, the op may ignore the selection. Here all keys of these queries are
+    selected, so the results must have the bits of dense_keys = 0."""
     given = call(dims, 4, 4, [700, 300], [900, 300], top_k=300) | {"dense_keys": dense_keys}
     seen = torch.cat((torch.arange(201, 901), torch.arange(1, 301))).cuda()
     given["selected"][:1000][seen <= dense_keys] = -1
@@ -86,8 +88,8 @@ def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
 def test_rope_channels_apart_give_the_same_bits(dims):
-    """Rope channels are in a separate tensor, and keys and values are parts of one tensor, like a projection of
-    latents."""
+    """Compare rope channels in a separate tensor, with keys and values that are views of one tensor (a projection of
+    latents), with complete keys in one tensor."""
     rope, given = ROPE_DIMS[dims], call(dims, 4, 4, [513, 100], [700, 100], rope=ROPE_DIMS[dims], top_k=100)
     both = torch.cat((given["k"], given["v"]), -1)
     parts = {"k": both[..., : dims[0] - rope], "v": both[..., dims[0] - rope :]}
@@ -99,7 +101,7 @@ def test_rope_channels_apart_give_the_same_bits(dims):
 
 @pytest.mark.parametrize("options", [*OPTIONS, *BETWEEN], ids=str)
 def test_fp16_large_scores_and_other_channels_are_right(options, record_error):
-    """Channels are padded if there is no kernel for their number."""
+    """If there is no kernel for a number of channels, the op pads the channels."""
     given = call(heads=4, kv_heads=2, queries=[513, 100], keys=[700, 400], **options)
     checked(CASE, given, record_error)
     one_head = given["v"][:, :1].expand(given["v"].shape)

@@ -1,4 +1,4 @@
-"""Bit masks of selections on the GPU: lists of every length, with any contents."""
+"""selection_bits (bit masks of selected keys) on the GPU: lists of many lengths, with any contents."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Attention to windows on the GPU: of packed keys, with and without selected keys, of pages and of rings."""
+"""Attention over sliding windows on the GPU: over packed keys (with and without selected compressed keys), and decoding
+over paged caches and ring buffers."""
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ BOUNDS = "cu_seqlens_q", "cu_seqlens_k"
 
 
 def inputs(case, **sizes):
-    """Return arguments; by default with windows of 128 keys, and for `window_sparse_attention` 100 of 700 keys
-    selected."""
+    """Return arguments of the case, by default with windows of 128 keys."""
     return case.arguments("cuda", **{"window": 128} | sizes)
 
 
@@ -34,7 +34,8 @@ def test_heads_are_right(case, heads, d, dtype, record_error):
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("window", [1, 7, 63, 64, 65, 128, 1000, 10**9])
 def test_windows_of_any_size_are_right(window, heads, d, record_error):
-    """Queries before the first key, and queries of no sequence, have empty results."""
+    """Queries without keys have output 0 and LSE inf: those whose position is before the first key, and those of no
+    sequence."""
     given = inputs(ALONE, heads=heads, d=d, window=window)
     found, without = checked(ALONE, given, record_error), window_list(given | {"window": 1}).eq(-1).all(1)
     assert 7 < int(without.sum()) < 20 and empty(found, without)
@@ -55,7 +56,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """Use about as many queries as SMs, and more, with V4's sizes."""
+    """Use about as many queries as the 132 SMs, and more, with V4's sizes."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     checked(case, inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes), record_error)
 
@@ -86,7 +87,7 @@ def test_keys_that_no_query_attends_to_change_no_bit(case, heads):
 @pytest.mark.parametrize("seed", range(10))
 @by_op
 def test_whatever_cu_seqlens_hold_results_are_between_the_keys(case, seed):
-    """A query attends to some keys of kv or to none, whatever memory around kv contains."""
+    """With any numbers in cu_seqlens, a query attends to some keys of kv or to none, but never to the NaN around kv."""
     torch.manual_seed(seed)
     memory = torch.full((900, 1, 512), NAN, dtype=BF16, device="cuda")
     given = inputs(case, sequences=((198, 298),), seed=seed)
@@ -120,7 +121,8 @@ def test_without_any_keys_results_are_zero():
 )
 @pytest.mark.parametrize("layout", ["bf16, 576", "bf16, 512", "fp16, 512", "656 bytes", "584 bytes"])
 def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, heads, page, ring, record_error):
-    """Compare bit for bit, for pages, some of which are missing, and for rings."""
+    """sliding_window_decode has the bits of flash_mla_with_kvcache with the windows' slots as indices. The cache is
+    paged, with some pages missing, or a ring buffer."""
     page = max(page, window + s_q - 1) if ring else page
     sizes = {"layout": layout, "lengths": LENGTHS, "s_q": s_q, "heads": heads, "page": page, "ring": ring}
     given = inputs(DECODE, window=window, **sizes)
@@ -155,7 +157,8 @@ def test_a_graph_takes_new_bounds(case, heads, record_error):
     ("layout", "batch", "heads"), [("584 bytes", 40, 64), ("bf16, 512", 3, 16), ("656 bytes", 1, 128)]
 )
 def test_decoding_in_a_graph_takes_new_lengths(layout, batch, heads, ring, record_error):
-    """No, few and many keys; the number of pages is the same for all lengths."""
+    """Replays have no, few and many keys. The first sequence is long in all of them, so the block table keeps its
+    shape."""
     sizes = {"layout": layout, "s_q": 2, "heads": heads, "window": 100, "page": 128 if ring else 48, "ring": ring}
 
     def fresh(low, high):

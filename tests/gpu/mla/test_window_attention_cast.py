@@ -1,4 +1,4 @@
-"""Windowed attention with a cast on the GPU has the bits of attention, rotation and cast as separate ops."""
+"""window_attention_cast_to_fp8 on the GPU has the bits of attention, rotation and cast as separate ops."""
 
 import pytest
 import torch
@@ -57,13 +57,14 @@ def test_the_bits_are_those_of_three_ops(dtype, heads, groups, use_ue8m0, record
 
 @pytest.mark.parametrize("heads", [1, 8, 32])
 def test_few_heads_differ_by_the_order_of_sums(heads):
-    """With few heads the separate attention op runs another kernel, so a result may round to the adjacent number."""
+    """With few heads the separate attention op runs another kernel, which adds in another order. So a bf16 result can
+    round to the adjacent number."""
     given = inputs(heads, 1)
     (cast, scale), (expected, scales) = CASE.run(given), apart(given)
     blocks = expected.float().unflatten(1, (-1, 128)) * scales[..., None]
     got = cast.float().unflatten(1, (-1, 128)) * scale[..., None]
     step = torch.maximum(scale, scales)[..., None]
-    # A bf16 number differs by up to 2^-7 of the largest values, so an e4m3 value sometimes differs by one step.
+    # A bf16 result can differ by 2^-7 of its size, so its e4m3 value sometimes differs by one step (1/8 or less).
     assert ((got - blocks).abs() <= blocks.abs() / 7 + step * 4).all()
     assert calc_diff(got, blocks) < 2e-3
 
@@ -71,7 +72,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("length", [131, 133, 3000])
 def test_a_chunk_has_the_same_bits(length, heads):
-    """Use about as many queries as SMs, and more, with V4's sizes."""
+    """Use about as many queries as the 132 SMs, and more, with V4's sizes."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
     check(given)
     assert_equal(CASE.run(given | {"window_indices": window_list(given)}), apart(given))

@@ -1,4 +1,5 @@
-"""The index lists of windows on the GPU: of packed keys, pages and rings, with any bounds and pages."""
+"""window_indices and window_slots (index lists of sliding windows) on the GPU: packed keys, paged caches and ring
+buffers, with any numbers in boundaries, lengths and block tables."""
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def check_slots(table, lengths, s_q, page_size, window):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
 def test_lists_of_packed_keys_are_right(sequences, window):
-    """Test chunks of long sequences, whole sequences, empty sequences, and fewer keys than queries."""
+    """Sequences are chunks of long sequences, whole, or empty; some have fewer keys than queries."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
         lengths = [torch.randint(0, most + 1, (sequences,)).tolist() for most in (most_q, most_k)]
         checked(INDICES, INDICES.arguments("cuda", sequences=tuple(zip(*lengths)), window=window))

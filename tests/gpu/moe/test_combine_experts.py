@@ -1,4 +1,5 @@
-"""The sum of experts' outputs: every option and size, rows outside y, layouts, and non-finite numbers."""
+"""combine_experts (the weighted sum of experts' outputs) on the GPU: every option and size, row indices outside y,
+layouts, and non-finite numbers."""
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
 @pytest.mark.parametrize("weighted", [False, True])
 @by_dtype
 def test_rows_that_no_token_names_are_not_read(dtype, weighted):
-    """These rows follow the rows of a process's experts; a grouped product leaves them unwritten, so they contain
-    anything."""
+    """Rows of y after those of the process's experts can contain anything, because a grouped product does not write
+    them."""
     experts = torch.rand(90, 24, device="cuda").argsort(-1)[:, :8]
     for first, count in ((8, 8), (0, 5), (20, 4), (40, 3)):
         _, rows, ends = dsa.sort_by_expert(experts - first, count)

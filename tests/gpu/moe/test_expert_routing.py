@@ -1,4 +1,5 @@
-"""The gate and the sort of experts: the models' gates, ties, extremes, and non-finite numbers."""
+"""moe_gate and sort_by_expert on the GPU: the models' gates, ties, extreme scores, non-finite numbers, and numbers that
+name no expert."""
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_infinities_and_nan_stay_in_their_rows(sizes):
 
 @pytest.mark.parametrize(("scores", "logit"), [("sigmoid", -46.0), ("sqrtsoftplus", -86.0)])
 def test_1e_20_is_added_to_the_sum(scores, logit):
-    """The term is visible only if the scores are not much larger than 1e-20."""
+    """The gate adds 1e-20 to the sum by which it divides. This is visible only if the scores are about that small."""
     given = torch.full((3, 256), logit, device="cuda"), torch.zeros(256, device="cuda"), 8
     weights, expected = (f.moe_gate(*given, scores=scores, scale=2.5)[1] for f in (dsa, dsa.reference))
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)

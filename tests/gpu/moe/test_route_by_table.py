@@ -1,4 +1,5 @@
-"""Router and sort by a table of experts: every table, tokens without a row, and non-finite numbers."""
+"""route_by_table (router, experts from a table by token id, sort) on the GPU: sizes of tables, token ids without a row
+in the table, and non-finite numbers."""
 
 import pytest
 import torch

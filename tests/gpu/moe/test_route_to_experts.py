@@ -1,5 +1,5 @@
-"""Router, gate and sort in one op: exact logits give the bits of the three kernels, other logits agree within
-rounding."""
+"""route_to_experts (router, gate and sort in one op) on the GPU. If the logits are exact, the results have the bits of
+the three separate kernels; otherwise they agree within rounding."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_every_variant_has_the_bits_of_the_three_kernels(tokens, variant, record
 
 
 @by_sizes(
-    # Channels: slices without steps, with one round and with several rounds.
+    # Channels that give slices (see small_m_product.py) no k-steps, one round or several rounds of loads.
     grid(tokens=(3, 50), channels=[32, 96, 2048, 2080, 6144, 7168, 8192, 16384], dtype=(torch.bfloat16, torch.float16)),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
@@ -61,7 +61,8 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
     experts, weights, *by_expert = CASE.run(given)
     check_experts(experts, by_expert, variant["experts"])
     expected, expected_weights, *_ = dsa.reference.route_to_experts(**given)
-    # Shift the biases up and down: one of the two shifts changes the order of two experts that nearly tie.
+    # A token's choice is `sure` if shifting the biases by up to 4e-5 does not change it. If two experts nearly tie, one
+    # of the two shifts exchanges them.
     shake, sure = 4e-5 * torch.rand_like(given["bias"]), torch.ones(tokens, dtype=torch.bool, device="cuda")
     for bias in (given["bias"] + shake, given["bias"] - shake):
         sure &= (dsa.reference.route_to_experts(**given | {"bias": bias})[0] == expected).all(1)
@@ -74,7 +75,8 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
 
 @pytest.mark.parametrize("channels", [2080, 4096, 7168])
 def test_a_token_does_not_depend_on_the_others(channels):
-    """The parts select every tile and put tokens at every position of a tile."""
+    """Each of `parts` is (first token, number of tokens) of a smaller call. The numbers select every tile, and the
+    first tokens put a token at different positions in a tile."""
     parts = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (31, 33), (1, 63)]
     check_rows_alone(lambda given: CASE.run(given)[:2], gaussian(64, channels, VARIANTS[0]), ("x",), parts)
 

@@ -1,4 +1,4 @@
-"""Training's selection: exactly the best keys by the formula."""
+"""indexer_topk (the selection in training) on the GPU: exactly the keys with the largest scores are selected."""
 
 import pytest
 import torch

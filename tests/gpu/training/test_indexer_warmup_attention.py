@@ -1,4 +1,5 @@
-"""The warm-up stage compared with float64: attention, loss, and all gradients."""
+"""indexer_warmup_attention (the warm-up stage of training) on the GPU, compared with float64: attention, loss, and the
+gradients of both."""
 
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ def assert_near(found, expected, most):
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],
-    # Rows that belong to no sequence.
+    # `around` adds rows before and after the sequences that belong to no sequence.
     grid(lengths=[((200, 200), (5, 60))], dims=DIMS, index=[(4, 64)], leaves=[LEAVES], around=[(3, 130)]),
 )
 def test_every_size_is_right(sizes, record_error):
@@ -57,8 +58,8 @@ def test_every_size_is_right(sizes, record_error):
     [*((dims, 1, 4) for dims in DIMS), ((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, together, record_error):
-    """PyTorch's flash attention computes them, for all heads at once or for some heads at a time, or sparse MLA
-    attention's backward pass does."""
+    """PyTorch's flash attention computes the gradients, for all heads at once or for `together` heads at a time. For
+    576 channels the backward pass of sparse MLA attention computes them."""
     if together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (together + 1) * (261 + 512) * dims[0])
     sizes = {"lengths": ((200, 200), (60, 130), (1, 1)), "key_heads": key_heads, "dims": dims, "leaves": ATTENTION}
@@ -66,15 +67,15 @@ def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, together, 
 
 
 def test_chunks_are_right(monkeypatch, record_error):
-    """Limit the workspace to three q tiles."""
+    """The workspace is limited to three q tiles (of 128 queries), so the op computes the loss in chunks."""
     monkeypatch.setattr(_warmup_sum, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
     monkeypatch.setattr(_warmup_sum, "SHARE", 0)
     verify(CASE, {}, record_error)
 
 
 def test_kept_gradients_are_those_computed_again():
-    """The forward pass stores gradients that are valid if all weights are equal. With other weights, or with equal
-    weights in memory that only the device can read, the gradients are computed again."""
+    """The forward pass stores gradients that are valid if all tokens' losses have the same weight. If the weights
+    differ, or if the host cannot see that they are equal, the backward pass computes the gradients again."""
     given = arguments()
     _, _, kl = dsa.indexer_warmup_attention(**given)
     one = torch.ones(1, device="cuda").expand(len(kl)) / len(kl)
@@ -108,7 +109,7 @@ def test_layouts_change_no_bit():
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_gradients_of_strided_tensors_are_right(odd):
-    """Heads share their rows, or, if `odd`, rows do not start at multiples of 16 bytes."""
+    """The heads of k and q_idx have a stride of 0. If `odd`, no tensor's rows start at multiples of 16 bytes."""
     given = arguments(((200, 200), (60, 130)), key_heads=4, index=(4, 64), leaves=LEAVES)
     for name in LEAVES:
         x = given[name].detach()
@@ -157,7 +158,8 @@ def test_nan_of_a_key_without_attention_reaches_its_queries(index):
         given["k_idx"][50] = NAN
     _, _, kl, dq, dk, dw = CASE.results(given)
     assert kl[:50].isfinite().all() and all(x[50:].isnan().all() for x in (kl, dq, dw))
-    # The relu passes no gradient to the NaN key itself, and keys of the last queries may have no active head.
+    # ReLU passes no gradient to the NaN key itself. The last keys are seen by few queries, so they can have no active
+    # head and no gradient.
     assert dk[:50].isnan().all() and dk[51:190].isnan().all()
 
 

@@ -1,4 +1,5 @@
-"""The kernels of the warm-up's loss compared with float64: index scores, active heads, and gradients."""
+"""The kernels of the indexer in the warm-up stage of training, called directly and compared with float64: index scores,
+active bits (active_bits.py), and gradients of queries, keys and weights."""
 
 import pytest
 import torch
@@ -12,19 +13,20 @@ TILE = 128
 
 
 def unpack(active, heads):
-    """Unpack the words to bool [S, N, 128 (row), 128 (key), H], for S q tiles and N key tiles."""
+    """Unpack the words of active bits to bool [S, N, 128 (row), 128 (key), H], for S q tiles and N key tiles. See
+    active_bits.py for the layout."""
     q_tiles, groups, blocks, _ = active.shape
-    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # warp, a, c, b
+    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # warp, then a, c, b of word_place
     bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
-    bits = bits.view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j
+    bits = bits.view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j: the bits of a word
     bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(q_tiles, groups, blocks, 64, 64)
     bits = bits.permute(0, 2, 4, 1, 3).reshape(q_tiles, blocks // 2, TILE, TILE, heads)
     return bits.permute(0, 1, 3, 2, 4).bool()
 
 
 class Problem:
-    """Random inputs, gradients di [Tq, Tk] of the scores, and the workspaces. order: count -> the order of the q
-    tiles."""
+    """Random inputs, random gradients di [Tq, Tk] of the scores, and the kernels' workspaces. order: (number of q
+    tiles) -> their order in the plan."""
 
     def __init__(self, heads, dim, lens_q, lens_k, causal, order=range):
         tokens, keys = sum(lens_q), sum(lens_k)
@@ -62,7 +64,8 @@ class Problem:
         return scores, active
 
     def run_gradients(self):
-        """Return dq, dw and dk for di. di is written to the memory of the scores, among NaN."""
+        """Return dq, dw and dk for di. di is written to the memory of the scores, whose other rows and columns contain
+        NaN or zeros."""
         self.scores.view(torch.bfloat16).fill_(torch.nan)
         for place, queries, keys in self.tiles():
             tile = torch.zeros(TILE, TILE, dtype=torch.bfloat16, device="cuda")
@@ -105,7 +108,7 @@ def test_scores_and_gradients_are_right(heads, dim, sequences, causal, record_er
     assert (dots * (active != (dots > 0)))[problem.visible].abs().max() < 1e-4
     errors = problem.errors(active)
     record_error(max(errors))
-    # dq is rounded to bf16, and so is dI w, from which dk is computed.
+    # dq is rounded to bf16. So is the product dI w, from which the kernel computes dk.
     assert errors[0] < 2.5e-3 and errors[1] < 1e-5 and errors[2] < 2.5e-3, errors
 
 
@@ -117,8 +120,8 @@ def test_a_product_of_zero_is_not_active():
 
 
 def test_many_short_sequences_with_unused_q_tiles_between_are_right():
-    """There are more q tiles than one launch of the key gradient handles, spans of one q tile, and unused tiles at
-    various positions."""
+    """There are more q tiles than a launch of the key gradient handles, a q tile per sequence, and unused q tiles at
+    several positions of the plan."""
     lengths = [3, 1, 2] * 350
     problem = Problem(8, 64, lengths, lengths, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)])
     _, active = problem.run_scores()

@@ -1,4 +1,5 @@
-"""The sparse stage's loss and its gradients compared with float64."""
+"""sparse_indexer_loss (the loss of the sparse stage of training) and its gradients on the GPU, compared with
+float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,7 +43,8 @@ def small(tokens, keys, k, **sizes):
     [{"tokens": 140, "keys": 3000, "deterministic": x, **sizes} for sizes in MODELS for x in (False, True)],
 )
 def test_every_size_is_right(sizes, record_error):
-    """joint: heads give the selected keys a fraction between e^-40 and 1 of their attention."""
+    """joint: the given LSE exceeds that of the selected keys by up to this number, because a window and a sink took
+    part in the softmax. So the selected keys get between e^-joint and 1 of a head's attention."""
     verify(CASE, sizes, record_error)
 
 
@@ -101,8 +103,8 @@ def test_all_mass_on_one_key_is_right(size):
 def test_nan_stays_in_its_query():
     given = small(12, 200, 64)
     given["q"][3, 2, 5] = NAN
-    # k_idx's gradient sums over all queries. Only d_scores has NaN here, and the deterministic kernel's integer sums
-    # cannot represent NaN.
+    # The gradient of k_idx sums over all queries. With `deterministic` the sums are integers, which cannot represent
+    # NaN, so the kernel must write NaN because d_scores contains it.
     assert CASE.results(given | {"deterministic": True})[2].isnan().all()
     with torch.no_grad():
         given["q_idx"][7, 1, 9] = NAN

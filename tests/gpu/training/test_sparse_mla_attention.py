@@ -1,4 +1,5 @@
-"""Sparse MLA attention and its gradients compared with float64, with the tolerance of 16-bit rounding."""
+"""sparse_mla_attention (attention of the sparse stage of training) and its gradients on the GPU, compared with
+float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_same_bits
 
 (DETERMINISTIC,) = cases_of("sparse_mla_attention")
-# Without `most`: over the grids only the tolerance of 16-bit rounding applies.
+# most=INF: over the grids of sizes, `check_attention` applies only the tolerance of 16-bit rounding.
 CASE = replace(DETERMINISTIC, check=partial(check_attention, most=INF), sizes={"tokens": 5})
 LEAVES = ("q", "kv", "attn_sink")
 BOTH, OUT, LSE = ((0, 1),), ((0,),), ((1,),)  # positions of the results through which gradients flow
@@ -36,7 +37,7 @@ def leaves_of(given):
     ),
     grid(of=OUT, tokens=[9], keys=[700], k=(1, 2, 63, 64, 65, 127, 129, 500), d=(576, 512), sink=[False]),
     grid(of=OUT, tokens=(1, 3, 257), heads=(16, 128), keys=(1, 63, 3000), k=[130], sink=[False]),
-    # Several work units per CTA, an odd number of tiles, and all of V3.2's heads.
+    # Several work tiles per CTA, an odd number of key tiles, and V3.2's 128 heads.
     grid(of=BOTH, tokens=[300], heads=[128], keys=[2000], k=[300], d=(576, 512), deterministic=(False, True)),
     grid(of=(*OUT, *BOTH), tokens=[20], sink=(False, True)),
     grid(of=LSE, tokens=[20], sink=(False, True), leaves=[LEAVES[:2]]),  # lse does not include the sink
@@ -47,7 +48,7 @@ def test_every_size_is_right(sizes, record_error):
 
 
 def test_gradients_of_the_lse_of_queries_without_keys_reach_nothing():
-    """Also if whole tiles have no keys."""
+    """Some queries have no keys, and for others a whole key tile has no valid key."""
     given = arguments(tokens=40, k=200, deterministic=True)
     given["indices"][3:9], given["indices"][20:, :, 64:128] = -1, 300
     results, dlse = dsa.sparse_mla_attention(**given), torch.randn(64, 40, device="cuda")
@@ -116,7 +117,7 @@ def test_only_the_order_of_kvs_gradient_is_free(monkeypatch):
 @pytest.mark.parametrize("share", [4, 1 / 20])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_queries_gradients_do_not_depend_on_the_number_of_ctas(monkeypatch, share, deterministic):
-    """Some runs have many queries per CTA, others have CTAs that start when no query is left."""
+    """With 1/20 of the SMs each CTA has many queries. With 4 times the SMs some CTAs start when no query is left."""
     given = arguments(tokens=700, heads=80, keys=400, k=200, deterministic=deterministic)
     out, _ = dsa.sparse_mla_attention(**given)
     dout = torch.randn_like(out)

@@ -4,8 +4,8 @@ from dsa.kernels.cache import kv_cache_sm90 as kernels
 from dsa.kernels.cache.limits import FLOAT_DTYPES
 from tests.kernels.variants import assert_counts, sass_of, shipped
 
-SLOT = 2  # loads of a slot; for int32 slots the second is skipped
-REGISTERS = 64  # 1024 threads per SM: fewer do not hide the latency of memory
+SLOT = 2  # load instructions for a slot: its low word, and the high word, which is skipped for int32 slots
+REGISTERS = 64  # allows 1024 threads per SM; fewer threads do not hide the latency of memory
 
 
 def steps(dtype):
@@ -18,7 +18,7 @@ def test_write(sass, arguments):
     dtype, layout, _ = arguments
     loads, stores = kernels.UNROLL, kernels.UNROLL
     if layout not in FLOAT_DTYPES:
-        # Each step stores values and a scale; the rope pair is one more.
+        # Each step stores values and a scale. One more store is for the lane's pair of rope channels.
         loads, stores = steps(dtype) + 1, 2 * steps(dtype) + 1
     assert_counts(sass, LDG=loads + SLOT, STG=stores)
     assert sass.registers <= REGISTERS
@@ -42,13 +42,17 @@ def test_write_of_the_projection(sass, arguments):
         stores = 2 * steps(dtype)
     else:
         stores = steps(dtype) * (2 if layout == "float32" and dtype != "float32" else 1)
-    # A lane loads 16 norm weights with 4 loads; if the norm covers the rope channels, it loads one more pair.
+    # A lane loads its 16 norm weights with 4 loads. If the norm covers the rope channels (channels == 512), one more
+    # load is for the weights of the lane's rope pair.
     assert_counts(sass, LDG=row + 4 + (channels == 512) + angles + SLOT, STG=row + stores + 1)
-    # 768 threads per SM for a norm over rope channels whose halves are rotated afterwards.
+    # 72 registers allow 768 threads per SM. One combination needs them: the norm covers rope channels, whose two halves
+    # are then rotated.
     assert sass.registers <= (72 if layout == "v4" and channels == 512 and not interleaved else REGISTERS)
 
 
 def test_quantisation_is_in_hardware():
     write = sass_of(kernels.compile_write_kv_cache, "bfloat16", "v32", True)
-    assert_counts(write, F2FP=8, SHFL=8)  # each F2FP converts two channels; 16 lanes share a scale, for two groups
+    # Each F2FP converts two of a lane's 16 channels. To find a group's largest number, its 16 lanes need 4 shuffles; a
+    # lane has channels of two groups.
+    assert_counts(write, F2FP=8, SHFL=8)
     assert_counts(sass_of(kernels.compile_read_kv_cache, "v32", "float32"), F2FP=8)

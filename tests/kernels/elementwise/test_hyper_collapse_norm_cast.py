@@ -1,5 +1,5 @@
-"""Collapse, norm and cast in one kernel: all loads of a token are in flight at the same time, and sums have the order
-of the separate kernels."""
+"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time, and sums are added in the
+order of the separate kernels."""
 
 from itertools import groupby
 
@@ -13,16 +13,16 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_hyper_collapse_norm_cast)
 def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
     _, lanes, vectors, use_ue8m0 = arguments
-    # Loads: mix, base and scale for post and comb, by one warp; one of each per lane for pre; the streams; the norm's
-    # weights.
+    # Loads: 24 numbers each of mix and base, 16 bytes per load, and 3 scales, all by the warp that computes post and
+    # comb; the vectors of four streams; two loads per vector of fp32 norm weights.
     assert_counts(sass, LDG=2 * 6 + 3 + 4 * vectors + 2 * vectors, BAR=2 + (lanes > 32))
-    # Stores: the norm, its e4m3 values and scale per vector; post and comb.
+    # Stores: per vector the norm, its e4m3 values and a scale; one store for post and four for comb.
     assert_counts(sass, STG=3 * vectors + 5)
     assert bool(sass.instructions["CALL"]) == (not use_ue8m0)  # the call is the division by the scale
-    # Two CTAs per SM for the longest rows, four for 4096 channels.
+    # Registers are allocated in multiples of 8. They allow two CTAs per SM for the longest rows, else four.
     assert (sass.registers + 7) // 8 * 8 * (lanes + 32) <= 65536 // (2 if lanes == 256 else 4)
-    # One run of loads between two products contains all loads of the streams. The warp for post and comb has shorter
-    # runs.
+    # One run of loads without a multiply-add in between contains all loads of the streams. The code of the warp for
+    # post and comb has shorter runs.
     (instructions,) = in_order
     runs = [[*run] for name, run in groupby(name for name in instructions if name in ("LDG", "FFMA"))]
     assert [len(run) for run in runs if run[0] == "LDG"].count(4 * vectors) == 1
@@ -30,7 +30,8 @@ def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
 
 @pytest.mark.parametrize("channels", range(128, 8193, 128))
 def test_sums_are_in_the_order_of_the_separate_kernels(channels):
-    """The norm has the same lanes and vectors, and the collapse adds a vector's squares in the same thread and step."""
+    """The norm has the lanes and vectors of the separate norm. The collapse adds the squares of the separate kernel's
+    threads: a vector's squares are added for thread `vector % threads`, in that thread's step `vector // threads`."""
     threads, lanes, vectors = next(t for t in limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
     config = rms_norm_sm90.choose_config("bfloat16", channels, rms_norm_sm90.CAST_CONFIGS)
     assert (lanes, vectors) == (config.lanes, config.vectors) and config.threads % lanes == 0

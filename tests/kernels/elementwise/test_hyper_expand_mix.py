@@ -1,5 +1,5 @@
-"""SASS of the expansion with projection: a warp multiplies the streams that it has computed itself, all loads of its
-tokens are in flight at the same time, and no barrier waits for stores."""
+"""SASS of the expansion with projection: a warp loads all operands of `at_once` tokens before it computes their new
+streams, and no fence waits for the stores of the new streams."""
 
 from dsa.kernels.elementwise import hyper_expand_mix_sm90 as kernels
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90
@@ -10,9 +10,11 @@ from tests.kernels.variants import assert_counts, shipped
 def test_no_load_waits_for_another(sass, in_order, arguments):
     at_once = min(*arguments, kernels.AT_ONCE)
     assert_counts(sass, LDG=at_once * (5 + 5), LDGSTS=3 * kernels.OWN_OUTPUTS, STG=at_once + 2)
-    # 4 blocks of 64 channels, 4 steps of 16 channels per block, three parts.
+    # A warp multiplies 4 blocks of 64 channels at a time, in 4 steps of 16 channels each, with three parts of the
+    # matrix.
     assert_counts(sass, HMMA=4 * 4 * 3)
-    # Partial sums are sent to other CTAs by stores that an mbarrier counts.
+    # A thread sends its partial sums to another CTA by st.async (STAS), whose bytes the receiver's mbarrier counts. A
+    # cluster barrier would need a fence (MEMBAR), which also waits for the stores of the new streams.
     assert_counts(sass, STAS=1, MEMBAR=0)
     (instructions,) = in_order
     loads_and_products = [name for name in instructions if name in ("LDG", "FFMA")]
@@ -21,5 +23,5 @@ def test_no_load_waits_for_another(sass, in_order, arguments):
 
 
 def test_the_slices_are_those_of_the_projection():
-    """In the projection each warp of a CTA also computes one slice."""
+    """As in the projection (hyper_mix_few_tokens), each warp of a cluster computes one slice, so the bits are equal."""
     assert kernels.THREADS == hyper_mix_few_tokens_sm90.THREADS and kernels.CTAS == hyper_mix_few_tokens_sm90.CTAS

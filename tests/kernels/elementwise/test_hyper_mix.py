@@ -1,4 +1,4 @@
-"""SASS of the streams' projection: all loads of a round are in flight at the same time."""
+"""SASS of the streams' projection: the number of loads, and of mma instructions."""
 
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90, hyper_mix_sm90
 from tests.kernels.variants import assert_counts, shipped
@@ -15,4 +15,4 @@ def test_few_tokens(sass, arguments):
 def test_many_tokens(sass, arguments):
     (rows,) = arguments
     assert_counts(sass, HMMA=2 * 2 * 9 * 2, UTMALDG=2 * 256 // rows)
-    assert sass.registers <= 168  # registers at the launch; a consumer then gets 232
+    assert sass.registers <= 168  # registers per thread at the launch; consumer threads then increase theirs to 232

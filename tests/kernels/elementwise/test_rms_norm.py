@@ -21,7 +21,7 @@ def test_sass(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
     assert_counts(sass, LDG=config.vectors * (1 + weights), STG=config.vectors, BAR=config.lanes > WARP)
-    # 768 threads fit an SM, or 512 for the longest rows.
+    # 80 registers allow 768 threads per SM, 128 registers (for the longest rows) 512.
     assert sass.registers <= (80 if config.threads < 512 else 128)
 
 
@@ -29,9 +29,10 @@ def test_sass(sass, arguments):
 def test_sass_with_rope(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
-    # Per vector, cos and sin are loaded as well: four angles, or two of each.
+    # Per vector, one load of cosines and one of sines: four angles each, or two each for fp32 rows.
     assert_counts(sass, LDG=config.vectors * (3 + weights), STG=config.vectors, BAR=0)
-    # Four CTAs per SM, or eight for V4's query heads.
+    # A CTA has 128 threads: 128 registers allow four CTAs per SM. V4's query heads have two vectors per lane; for them
+    # 64 registers allow eight CTAs.
     assert sass.registers <= (64 if config.vectors == 2 else 128)
 
 
@@ -41,7 +42,8 @@ def test_sass_with_a_cast(sass, arguments):
     # Stores per vector: norm, e4m3 values, scale; with a residual also the sum.
     loads, stores = 1 + summed + halves(dtype), 3 + summed
     assert_counts(sass, LDG=config.vectors * loads, STG=config.vectors * stores, BAR=config.lanes > WARP)
-    # 768 threads per SM, or 512 for the longest rows and for scales that are not powers of two.
+    # 80 registers allow 768 threads per SM. 128 registers, for the longest rows and for scales that are not powers of
+    # two, allow 512.
     assert sass.registers <= (80 if use_ue8m0 and config.threads < 512 else 128)
 
 
@@ -51,7 +53,7 @@ def test_sass_of_gradients(sass, arguments):
     vectors = config.vectors
     sums = vectors * halves(dtype) if weighted else 0
     assert_counts(sass, LDG=2 * vectors + sums, STG=vectors + sums, BAR=config.lanes > WARP)
-    # 384 threads fit an SM, or 256 if a lane has four vectors and their weights.
+    # 168 registers allow 384 threads per SM. If a lane has four vectors and their weights, 255 registers allow 256.
     assert sass.registers <= (255 if weighted and vectors == 4 else 168)
 
 

@@ -1,5 +1,7 @@
-"""The grouped product with FP4 weights for many rows: SASS with wgmma of both operands from shared memory and FP4
-widened by byte permutations, and the choice of a tile."""
+"""The grouped product with FP4 weights for many rows (prefill): its SASS, and the choice of a tile.
+
+In the SASS, wgmma reads both operands from shared memory, and byte permutations widen FP4 to e4m3.
+"""
 
 import pytest
 
@@ -11,16 +13,19 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_fp8_fp4_gemm)
 def test_sass(sass, arguments):
     _, config, *_ = arguments
-    # wgmma groups: one per wave, and one more of the first wave for tiles whose second wave has no rows.
+    # wgmma groups per four blocks: one per wave and block. With two waves, separate code for work tiles whose second
+    # wave has no rows contains the first wave's groups once more.
     groups = config.waves * (config.waves + 1) // 2 * SCALES
-    # WARPGROUP: a block's wgmma start together and have one wait, so the compiler has not serialised them.
+    # Two WARPGROUP instructions per group: one start of the group's wgmma and one wait. More would mean that the
+    # compiler has serialised the wgmma.
     assert_counts(sass, QGMMA=groups * kernels.GROUP // 32, WARPGROUP=2 * groups)
     # One multiply-add per accumulator: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=groups * config.columns // 2)
     # Loads per block: a, and b's codes for each converter warp. Loads once per work tile: the scales of a, and both
     # kinds of scales of b.
     assert_counts(sass, UTMALDG=SCALES * (1 + kernels.CONVERTERS) + 3)
-    # Permutations: four per word of codes, and one per unit for its index in the table; the scales need the rest.
+    # Permutations: each unit (32 channels of a row) needs four per word of codes and one to select its table's offset.
+    # Up to 40 more compute these offsets from the scales.
     permutations = SCALES * kernels.UNITS * (4 * 4 + 1)
     assert permutations <= sass.instructions["PRMT"] <= permutations + 40
     consumers, converters, producer = kernels.REGISTERS[config.groups]

@@ -1,5 +1,7 @@
-"""The grouped product with FP4 weights for few rows: SASS with weights from registers and several blocks' wgmma in
-flight, and the choice of a tile."""
+"""The grouped product with FP4 weights for few rows (decode): its SASS, and the choice of a tile.
+
+In the SASS, wgmma reads the weights from registers, and the wgmma of several blocks are in flight.
+"""
 
 import pytest
 
@@ -15,12 +17,12 @@ def test_sass(sass, arguments):
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
     # One multiply-add per accumulator: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
-    # A block's wgmma start together. Waits are only at the end and before a buffer of widened weights is reused, so the
-    # compiler has not serialised the wgmma.
+    # WARPGROUP instructions per stage: one start per block's wgmma, and a wait before each reuse of a buffer of widened
+    # weights and at the end of the stage. More would mean that the compiler has serialised the wgmma.
     buffers = kernels.BLOCKS if config.resident <= 2 and config.rows <= 16 else 2
     assert_counts(sass, WARPGROUP=kernels.BLOCKS + kernels.BLOCKS - buffers + 2)
-    # A lane has two rows. Codes are loaded four words at a time. A word needs four permutations, and one for its index
-    # in the table. The code before the mainloop widens the first block.
+    # A lane has two weight rows, and one word of codes per row and wgmma. The code before the mainloop widens the first
+    # block. An LDSM loads four words. A word needs four permutations, and one to select its table's offset.
     words = 2 * (steps + kernels.STEPS)
     assert_counts(sass, LDSM=words // 4, PRMT=words * 5)
     assert sass.registers * config.threads * config.resident <= 65536
@@ -28,7 +30,8 @@ def test_sass(sass, arguments):
 
 
 def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
-    """Lane q of four reads words q and 4 + q of a step of wgmma: channels 8 q to 8 q + 7."""
+    """As wgmma's operand, lane q of four has words q and 4 + q of the 8 words of a step of 32 channels. In the stored
+    order these words are adjacent channels: 8 q to 8 q + 7 (see fp4_operand.py)."""
     places = [ordered_place(word) for word in range(32)]
     assert places == [8 * step + word for step in range(4) for q in range(4) for word in (q, 4 + q)]
 

@@ -1,5 +1,7 @@
-"""The FP8 products for many rows, plain and with SwiGLU: SASS with FP8 wgmma, TMA loads or cp.async gathers, and an
-atomic for dynamic scheduling; the choice of a tile by shape."""
+"""The FP8 products for many rows, plain and with SwiGLU: their SASS, and the choice of a tile by shape.
+
+The SASS has FP8 wgmma, TMA loads or cp.async gathers, and with dynamic scheduling one atomic.
+"""
 
 import itertools
 
@@ -32,7 +34,7 @@ def test_sass(sass, arguments):
     # One multiply-add per accumulator: the compiler has neither split nor dropped any.
     columns = products(config) * config.columns + sum(swapped_counts(config, dynamic))
     assert_counts(sass, FFMA=columns * configs.SCALES // 2)
-    # Results are stored by TMA if a warp has shared memory for the chunks of all waves.
+    # Results of 16 bits are stored by TMA if a warp has shared memory for the chunks (64 columns each) of all waves.
     chunks = config.columns // configs.CHUNK
     by_tma = dtype != "float32" and config.chunks >= chunks * config.waves
     assert_counts(sass, UTMASTG=chunks if by_tma else 0)
@@ -49,13 +51,16 @@ def test_sass_of_swiglu(sass, arguments):
 
 
 def products(config, parts=1):
-    """Return the wgmma groups per block: one per wave or part, and one more of the first wave for tiles whose second
-    wave has no rows."""
+    """Return the number of wgmma groups in the code for a block of channels: one per wave and part. With two waves,
+    separate code for work tiles whose second wave has no rows contains the first wave's group once more.
+
+    parts: 2 for SwiGLU (gate and up projection), else 1.
+    """
     return config.waves * (config.waves + 1) // 2 * parts
 
 
 def swapped_counts(config, dynamic):
-    """Return the numbers of columns of the wgmma in work tiles that swap A and B."""
+    """Return the wgmma widths (N) for which the kernel contains code that swaps A and B."""
     swapped = dynamic and config in (*configs.SWAP_AB_CONFIGS, configs.SWIGLU_CONFIGS[-1])
     return configs.SWAP_AB_COUNTS if swapped else ()
 
@@ -63,10 +68,12 @@ def swapped_counts(config, dynamic):
 def check_mainloop(sass, config, gathered, dynamic, parts):
     swapped = len(swapped_counts(config, dynamic))
     groups = (products(config, parts) + swapped * parts) * configs.SCALES
-    # WARPGROUP: a block's wgmma start together and have one wait; the compiler has not serialised them.
+    # Two WARPGROUP instructions per group: one start of the group's wgmma and one wait. More would mean that the
+    # compiler has serialised the wgmma.
     assert_counts(sass, QGMMA=groups * GROUP // 32, WARPGROUP=2 * groups, ATOMG=int(dynamic))
-    # Loads per four blocks: each part of b and the scales of two blocks of b's rows; a and its scales. To gather a,
-    # both roles of the producer warpgroup contain a copy for 16 rows of a block, and one for the scales.
+    # Loads per four blocks of channels: each part of b, b's scales for two blocks of rows, a, and a's scales. To gather
+    # a, the code of both roles of the producer warpgroup contains a copy for 16 rows of a block, and one for the
+    # scales.
     boxes = config.rows // kernels.BOX_ROWS if swapped else 1
     copies_of_a = 0 if gathered else configs.SCALES * boxes + 1
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0
@@ -99,14 +106,14 @@ def test_every_shape_gets_one_of_the_allowed_tiles(matrices, among):
         sizes = rows, columns, channels, matrices, sms
         assert configs.choose_config(*sizes, among) in among
         assert configs.choose_dynamic_config(*sizes) in configs.DYNAMIC_CONFIGS
-    # Also valid if all allowed tiles have more rows than a matrix.
+    # A tile is also chosen if every allowed tile has more rows than a matrix.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, among[-1:]) is among[-1]
 
 
 @among_configs
 @pytest.mark.parametrize("matrices", [1, 8, 256, 1024])
 def test_few_rows_per_matrix_get_low_tiles(matrices, among):
-    """Tiles of 128 rows or more would multiply rows that do not exist, or wait for them."""
+    """Tiles of 128 rows or more would spend time on rows that do not exist."""
     for rows, columns in itertools.product((matrices, 8 * matrices, 64 * matrices), (128, 4096, 24576)):
         assert configs.choose_config(rows, columns, 7168, matrices, 132, among).rows == 64
     # With fewer rows than matrices, some matrices have one row and the others none.
@@ -130,7 +137,8 @@ def test_every_shape_of_one_matrix_gets_one_of_its_tiles(sms):
         assert config in configs.ONE_MATRIX_CONFIGS and configs.microseconds_of_one(config, *sizes, sms) > 0
 
 
-# (rows, columns) of the tile that was fastest on an H200, or within 2% of the fastest.
+# Pairs of ((rows, columns, channels) of a product, (rows, columns) of its tile). The tile was the fastest on an H200 or
+# within 2% of the fastest.
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [

@@ -1,4 +1,5 @@
-"""The kernel and tile of a product with one matrix: a measured winner, or else the choice of the time models."""
+"""The choice of kernel and tile for a product with one matrix (fp8_gemm_choice.py): a measured winner from the tuning
+file, or else the tile with the shortest modelled time."""
 
 import dataclasses
 import itertools
@@ -28,7 +29,7 @@ def sizes_of(name):
     [
         ([*itertools.product((1, 31, 32), SHAPES)], FewRowsConfig),
         ([*itertools.product((choice.MAX_ROWS + 1, 16384, 2**27), SHAPES)], Fp8GemmConfig),
-        # Between these numbers of rows, the number of the matrix's tiles decides.
+        # For 33 to MAX_ROWS rows, the number of work tiles decides.
         ([(64, (4096, 8192)), (128, (2112, 7168))], FewRowsConfig),
         ([(64, (12288, 6144)), (128, (4096, 2048)), (256, (4096, 8192)), (512, (24576, 1536))], Fp8GemmConfig),
     ],
@@ -46,16 +47,16 @@ def test_every_shape_gets_an_existing_tile(sms):
 @pytest.mark.parametrize(
     ("name", "tile", "winning", "losing"),
     [
-        # Each number of rows uses the tile of the next larger searched number. Other GPUs, matrices and rows get the
-        # model's tile.
+        # A winner applies to its number of rows and to fewer, down to the next smaller searched number. Other numbers
+        # of SMs, matrices and rows get the model's tile.
         (
             "128 x 4096 x 2048",
             Fp8GemmConfig(1, 1, 192, 5, 3),
             [(97, 4096, 2048, 132), (128, 4096, 2048, 132)],
             [(128, 4096, 2048, 114), (128, 4104, 2048, 132), (96, 4096, 2048, 132), (16385, 4096, 2048, 132)],
         ),
-        # If the last work tile of 128 rows has at most 64 rows, one of its two warpgroups idles, so the tile is not
-        # used.
+        # This tile has 128 rows for two warpgroups. If the last work tile has at most 64 rows, one of its warpgroups
+        # idles, so the model's tile is used instead.
         (
             "1024 x 576 x 7168",
             Fp8GemmConfig(2, 1, 64, 7, 1),
@@ -112,7 +113,7 @@ def test_a_tile_on_trial_is_taken(config):
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        # the cluster's shared memory is too small for 128 blocks of channels
+        # K has 128 blocks of channels, more than MAX_SPLIT_BLOCKS
         ((8, 2112, 16384), FewRowsConfig(8, 5, 8)),
         ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 64 rows more than the matrix
         ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # too many tiles

@@ -1,4 +1,4 @@
-"""The FP8 product for few rows: SASS with FP8 wgmma and TMA, and the choice of a tile."""
+"""The FP8 product for few rows: its SASS, with FP8 wgmma and TMA, and the choice of a tile."""
 
 import itertools
 
@@ -22,10 +22,11 @@ def test_sass(sass, compile_function, arguments):
         # compiler has neither split nor dropped any.
         assert_counts(sass, UTMALDG=2 * config.span + 1, FFMA=accumulators)
     else:
-        # A store to the cluster's shared memory writes two accumulators.
+        # Each store (ST) to another CTA's shared memory sends two accumulators.
         assert_counts(sass, UTMALDG=2 * config.span, ST=accumulators // 2)
         assert sass.instructions["UCGABAR_ARV"] and sass.instructions["UCGABAR_WAIT"]
-    # Descriptors are computed in uniform registers, not moved there before every wgmma.
+    # wgmma descriptors are computed in uniform registers; otherwise R2UR instructions would move them there before
+    # every wgmma.
     assert sass.instructions["R2UR"] < 2 * sass.instructions["QGMMA"]
     assert config.shared_bytes() + 4 * (PREFIX_SUMS + 32) * grouped <= SHARED_BYTES and config.fits()
 
@@ -41,8 +42,8 @@ def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
     [
         (20, 1, 3),
         (1, 256, pytest.approx(1, rel=1e-2)),
-        # Two of six rows rarely belong to the same one of 256 matrices; with 100 rows, all tiles are full except half a
-        # tile.
+        # Six rows rarely have two in the same one of 256 matrices. 100 rows of two matrices: the last tile of a matrix
+        # is half full on average.
         (6, 256, pytest.approx(5.95, abs=0.05)),
         (100, 2, pytest.approx(2 * (50 / 8 + 0.5), abs=0.2)),
     ],
@@ -67,7 +68,8 @@ def test_the_chosen_tile_is_no_higher_than_needed_and_has_room_for_all_blocks(co
         assert config.ctas == 1 or ctas <= 132 * config.ctas_per_sm()
 
 
-# (rows, columns, CTAs) of the tile that was fastest on an H200, or within 2% of the fastest.
+# Pairs of ((rows, columns, channels) of a product, (rows, columns, CTAs) of its tile). The tile was the fastest on an
+# H200 or within 2% of the fastest.
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [

@@ -1,4 +1,5 @@
-"""SASS of products with fp32 results: all loads of a round are in flight before its products, with two CTAs per SM."""
+"""SASS of products with fp32 results: all loads of a round (some k-steps, see small_m_product.py) come before its mma
+instructions, and registers allow two CTAs per SM."""
 
 from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
@@ -9,12 +10,12 @@ from tests.kernels.variants import assert_counts, shipped
 def test_all_loads_come_before_the_products(sass, in_order, arguments):
     _, (tokens, ctas) = arguments
     round_ = ROUND[ctas, tokens]
-    # Loads per round: two rows of the matrix, and one load per eight tokens.
+    # Loads per k-step of a round: two rows of the matrix, and one row of tokens per eight tokens.
     assert_counts(sass, LDG=round_ * (2 + tokens // 8), HMMA=2 * round_ * tokens // 8)
-    # Partial sums are sent to another CTA only in a cluster.
+    # Only in a cluster are partial sums sent to another CTA (ST).
     assert_counts(sass, ST=1 if ctas == CTAS else 0)
     assert sass.registers <= 65536 // 512
     [instructions] = in_order
     assert "LDG" not in instructions[instructions.index("HMMA") :]
-    # The matrix is prefetched before the wait for the previous kernel.
+    # The kernel prefetches the matrix to L2 (UBLKPF) before it waits for the previous kernel (ACQBULK).
     assert instructions.index("UBLKPF") < instructions.index("ACQBULK")

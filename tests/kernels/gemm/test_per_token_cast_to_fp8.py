@@ -1,4 +1,4 @@
-"""The FP8 cast: SASS with wide loads and conversion in hardware, and power-of-two scales that equal a CPU's."""
+"""The FP8 cast: SASS with 16-byte loads and conversion in hardware, and power-of-two scales that equal a CPU's."""
 
 import numpy as np
 
@@ -13,12 +13,12 @@ def test_sass(sass, arguments):
     # A scattered row needs one more load, of its target row.
     assert_counts(sass, LDG=bytes_per_thread // 16 + scattered * config.groups)
     assert sass.instructions["F2FP"] >= config.channels * config.groups // 2
-    assert sass.registers <= 64  # 1024 threads per SM: fewer do not hide the latency of memory
+    assert sass.registers <= 64  # allows 1024 threads per SM; fewer threads do not hide the latency of memory
 
 
 def test_powers_of_two_do_not_depend_on_how_448_divides():
-    """The kernel multiplies by 1 / 448 in fp32, and a CPU divides by 448: for all mantissas the next power of two is
-    the same."""
+    """The kernel multiplies by 1 / 448 in fp32, and a CPU divides by 448. The quotients can differ, but the next power
+    of two is equal for all mantissas."""
     amax = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(127 << 23)).view(np.float32)
     product, quotient = amax * np.float32(1 / 448), amax / np.float32(448)
     assert not np.array_equal(product, quotient)

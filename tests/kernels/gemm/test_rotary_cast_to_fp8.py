@@ -1,4 +1,4 @@
-"""SASS of the rotation with a cast: wide loads."""
+"""SASS of the rotation with a cast: loads of 16 bytes."""
 
 from dsa.kernels.gemm import rotary_cast_to_fp8_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped

@@ -4,8 +4,11 @@ from tests.kernels.variants import assert_counts
 
 
 def check_products(sass, dim, columns, half):
-    """Check one multiply-add per accumulator, or with fp16 scores one multiply-add and one maximum per two
-    accumulators: the compiler has neither split nor dropped any."""
+    """Check the number of wgmma, and of the instructions that process a score tile's accumulators.
+
+    fp32: one multiply-add per accumulator. fp16 accumulation (half): one multiply-add and one maximum for every two
+    accumulators. Other counts would mean that the compiler has split or dropped some.
+    """
     assert_counts(sass, QGMMA=dim // 32)
     if half:
         assert_counts(sass, HFMA2=columns // 4, HMNMX2=columns // 4, FFMA=0)

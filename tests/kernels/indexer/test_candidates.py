@@ -1,5 +1,5 @@
-"""Passes of scores that keep candidates, their bounds, and the selection from lists: SASS, and which keys each pass
-reads."""
+"""The candidate passes of the indexer (candidate_lists.py), their bounds, and the selection from the lists: the SASS of
+the kernels, which key tiles each pass scores, and whether the lists are large enough."""
 
 import itertools
 import math
@@ -19,7 +19,8 @@ def test_scores(sass, arguments):
     heads, dim, sample, half, config = arguments
     check_products(sass, dim, config.columns, half)
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
-    # One shared-memory atomic per query of a lane, in the loop and after it.
+    # A lane counts candidates with one shared-memory atomic per query for which it has scores. The code contains it
+    # twice, in the loop and after it.
     assert_counts(sass, ATOMS=0 if sample else config.columns // heads // 2)
 
 
@@ -36,8 +37,8 @@ def test_selection(sass):
 
 @pytest.mark.parametrize("keys", SIZES)
 def test_passes_read_all_tiles_once(keys):
-    """Every stride divides the previous one, the quotient is at least the number of consumer warpgroups, and the sample
-    fits."""
+    """Every stride divides the previous one, the quotient is at least 4, and the first pass has room for all its
+    scores."""
     strides = candidate_lists.pass_strides(keys)
     assert strides[-1] == 1
     for stride, following in itertools.pairwise(strides):
@@ -50,8 +51,8 @@ def test_passes_read_all_tiles_once(keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("k", [1, 64, 512, MAX_SELECTED])
 def test_bounds_leave_enough_and_not_too_many(k, keys):
-    """For independent scores, the count of scores above a bound is 5 standard deviations from too few for k keys, and 5
-    from a list that overflows in the next pass."""
+    """If scores are independent, the bound of a pass leaves at least k keys, and the keys that it leaves fit the lists
+    of the next pass, unless a count of keys is 5 standard deviations from its mean."""
     strides = candidate_lists.pass_strides(keys)
     ranks = candidate_lists.bound_ranks(k, strides)
     for rank, (stride, following) in zip(ranks, itertools.pairwise(strides), strict=True):
@@ -66,5 +67,6 @@ def test_two_ctas_share_a_block():
 
 
 def test_the_lists_of_a_query_take_at_most_32_kib():
-    """The terms are the entries, two counts, a bound and the remaining number."""
+    """The terms are, in bytes: the candidates, two counts, the bound, and the number of keys that remain to be
+    selected."""
     assert 8 * candidate_lists.CAPACITY + 8 + 4 + 4 <= 32 * 1024

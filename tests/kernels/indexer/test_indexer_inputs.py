@@ -1,4 +1,5 @@
-"""SASS of the indexer's fused inputs and of its cache's copies: wide loads, and conversions in hardware."""
+"""SASS of the kernels that prepare the indexer's queries and keys, and of those that copy keys to and from the cache:
+loads of 16 bytes, and conversions in hardware."""
 
 from dsa.kernels.cache import indexer_cache_sm90 as cache_kernels
 from dsa.kernels.indexer import indexer_inputs_sm90 as kernels

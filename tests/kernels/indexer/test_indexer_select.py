@@ -1,4 +1,4 @@
-"""Scores and selection in one kernel: SASS with FP8 wgmma and TMA, and the capacity of the kernel's lists."""
+"""Scores and selection in one kernel: SASS with FP8 wgmma and TMA, and the capacity of the candidate lists."""
 
 from dsa.kernels.indexer import indexer_select_sm90 as kernels
 from dsa.kernels.indexer.limits import MAX_SELECTED
@@ -15,7 +15,7 @@ def test_sass(sass, arguments):
 
 
 def test_a_pruned_list_has_room():
-    """A pruned list has space for the next tile and for a third as many keys as the list keeps, before it is pruned
-    again."""
+    """A pruned list keeps up to MAX_SELECTED + SLACK keys. Besides a tile of new keys, it has room for at least
+    MAX_SELECTED / 3 more before it must be pruned again."""
     kept = MAX_SELECTED + kernels.SLACK
     assert kernels.CAPACITY - kernels.TILE - kept >= MAX_SELECTED // 3

@@ -8,16 +8,18 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_mha_varlen_fwd)
 def test_sass(sass, arguments):
     _, config, rope, selected = arguments
-    # The first scores' product, and both products in the loop and after it.
+    # The code contains S = Q K^T of the first key block before the loop, and both products (S and O += P V) in the loop
+    # and after it.
     assert_counts(sass, HGMMA=3 * config.dim // 16 + 2 * config.keys // 16)
-    # Boxes of 64 channels: queries, a block of keys (with rope channels in the same or in a separate tensor), and
-    # values.
+    # TMA boxes have 64 channels. Loads: queries, a block of keys, and a block of values. Rope channels can be in a
+    # separate tensor, with whole boxes.
     assert_counts(sass, UTMALDG=(2 * config.dim + config.value_dim) // 64)
     assert rope % 64 == 0
-    # One wait per group, and two for the group during which the softmax runs: the compiler has added no waits.
+    # WARPGROUP: 5 starts of wgmma groups and 5 waits, as in the source. More would mean that the compiler has added
+    # waits.
     assert_counts(sass, WARPGROUP=5 + 5)
-    # Bits are moved to predicates bytewise, for a lane's two rows, for maxima and for powers, before the loop and in
-    # it.
+    # Each R2P moves a byte of selection bits to predicates (mha_consumer.py). A lane has keys / 32 bytes for each of
+    # its two rows. They are moved for the maxima and for the exponentials, in code before the loop and in the loop.
     assert_counts(sass, R2P=2 * 2 * 2 * config.keys // 32 if selected else 0)
     assert config.fits()
 

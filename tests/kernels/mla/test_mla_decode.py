@@ -1,5 +1,5 @@
-"""Dense MLA decoding, its plan and the combination of its splits: SASS with wgmma and TMA, and chosen configurations
-that are shipped."""
+"""Dense MLA decoding, its plan, and the combination of its splits: SASS with wgmma and TMA, and whether every
+configuration that can be chosen is shipped."""
 
 import pytest
 
@@ -14,9 +14,9 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_mla_decode)
 def test_decode_sass(sass, arguments):
     _, box, cluster = arguments
-    # Products: scores of 576 channels, and the two v chunks of a warpgroup's half of the value.
+    # Products: scores over 576 channels, and O += P V for the two v chunks (128 channels each) of an output warpgroup.
     assert_counts(sass, HGMMA=HEAD_DIM // K16 + 2 * TILE_N // K16)
-    # Loads per box: this CTA's k chunks of each v chunk, and the rope part.
+    # Loads per box of a key tile: this CTA's share of the k chunks of each v chunk, and the rope part.
     assert_counts(sass, UTMALDG=(len(V_CHUNK_ORDER) * K_PER_V // cluster + 1) * (TILE_N // box))
     roles = kernels.REGISTERS
     assert (roles.score + 2 * roles.output + roles.load) * kernels.WARPGROUP <= 65536

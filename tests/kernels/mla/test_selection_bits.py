@@ -1,4 +1,5 @@
-"""The kernel that writes selections as bit masks: SASS with atomics in shared memory, and the reference's layout."""
+"""The kernel that writes selections as bit masks: SASS with atomics in shared memory, and constants of the layout that
+equal the reference's."""
 
 from dsa.kernels.mla import selection_bits_sm90 as kernels
 from dsa.kernels.mla.limits import SELECTION_KEYS, SELECTION_WORDS

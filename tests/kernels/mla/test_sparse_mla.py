@@ -1,5 +1,5 @@
-"""SASS of sparse MLA attention: wgmma without needless waits, gathers by cp.async, and registers that the roles
-share."""
+"""SASS of the sparse MLA attention kernels: wgmma without waits that the assembler adds, gathers by cp.async, and warp
+roles whose registers together fit the register file."""
 
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
@@ -12,7 +12,7 @@ from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
 from tests.kernels.variants import assert_counts, sass_of, shipped
 
-PER_THREAD = 65536 // 128  # registers of an SM, per thread of a warpgroup
+PER_THREAD = 65536 // 128  # limit of the sum, over all warpgroups of an SM, of the registers per thread
 
 
 def counts_of(sass, *names):
@@ -22,12 +22,12 @@ def counts_of(sass, *names):
 @shipped(kernels.compile_sparse_mla)
 def test_sass(sass, arguments):
     _, head_dim, *_ = arguments
-    # Products: scores, and the two v chunks of a warpgroup's half of the value.
+    # Products: scores, and O += P V for the two v chunks (128 channels each) of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 2 * TILE_N // K16)
-    # A warp gathers a k chunk of 64 channels of four keys at a time, and has 16 keys.
+    # An LDGSTS gathers a k chunk (64 channels) of four keys. A warp gathers 16 keys of a tile.
     assert_counts(sass, LDGSTS=head_dim // K_CHUNK * 4)
-    # One fence before the wgmma that read a whole tile, and one per k chunk; the others are for Q, both halves of P and
-    # barriers.
+    # Before wgmma reads gathered keys, the score warps execute one fence for a tile that has arrived as a whole, else
+    # one per k chunk. The four others are for Q, for the two halves of P, and for the mbarriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
@@ -37,24 +37,25 @@ def test_sass(sass, arguments):
 def test_the_cast_changes_the_epilogue_only(sass, arguments):
     dtype, lists, _ = arguments
     plain = sass_of(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False)
-    # Two exchanges among four lanes find the largest of 128 channels, for each of two rows and two groups. The factors
-    # of these values are each broadcast from one lane.
+    # A row's group of 128 channels is in four lanes, so two shuffles find its largest magnitude. A lane has two groups
+    # of each of two rows: 8 shuffles. Four more broadcast the factors of these groups from one lane each.
     assert_counts(sass, **counts_of(plain, "HGMMA", "LDGSTS", "LDSM"), SHFL=plain.instructions["SHFL"] + 12)
 
 
 @shipped(swap_ab.compile_sparse_mla_swap_ab)
 def test_swap_ab_sass(sass, arguments):
     _, head_dim, *_ = arguments
-    # Products: scores, and four products of 64 channels.
+    # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16, LDGSTS=head_dim // K_CHUNK * 4)
-    # One fence before the wgmma that read a whole tile, and one per k chunk; the others are for Q, P and the barriers.
+    # One fence for a tile that has arrived as a whole, else one per k chunk. The three others are for Q, P and the
+    # mbarriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 3)
     check_roles(sass, swap_ab.SCORE_WARPGROUPS, swap_ab.REGISTERS)
 
 
 def check_roles(sass, score_warpgroups, roles):
-    """Check that the assembler adds no wait after every wgmma, and that the roles share the registers that the launch
-    allocates."""
+    """Check that the assembler does not wait after every wgmma, and that the registers of all roles are at most those
+    that the launch allocates."""
     warpgroups = score_warpgroups + 3
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert score_warpgroups * roles.score + 2 * roles.output + roles.load <= sass.registers * warpgroups
@@ -65,15 +66,17 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
     dtype, head_dim, size = arguments
     single = sass_of(kernels.compile_sparse_mla, dtype, head_dim, 1, True)
     assert_counts(sass, **counts_of(single, "HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"))
-    # One vote per query of a group on whether it selects the warp's keys, and one vote on whether sums are finite.
+    # One vote per query of the group decides which of the warp's keys it selects. One more vote decides whether all
+    # sums are finite.
     assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
-    # A group that another kernel must compute is marked and added to the queue.
+    # If a sum is not finite, two atomics mark the group and add it to the queue of the kernel that computes its queries
+    # one by one (sparse_mla_queued_sm90.py).
     assert_counts(sass, ATOMG=2)
 
 
 @shipped(queued.compile_sparse_mla_queued)
 def test_a_queue_adds_three_loads(sass, arguments):
-    """The loads are the length of the queue, the first query, and each following query."""
+    """The additional loads: the length of the queue, the first query, and each following query."""
     dtype, head_dim = arguments
     whole = sass_of(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True)
     same = counts_of(whole, "HGMMA", "WARPGROUP", "LDGSTS", "VOTE")
@@ -83,7 +86,7 @@ def test_a_queue_adds_three_loads(sass, arguments):
 
 @shipped(selection_union.compile_selection_union)
 def test_selection_union_sass(sass, arguments):
-    """Each of three passes has four indices in flight."""
+    """The kernel reads the indices in three passes; in each pass a thread has UNROLL indices per query in flight."""
     (size,) = arguments
     assert sass.registers * selection_union.THREADS <= 65536 // 2  # allows two CTAs per SM
     assert sass.instructions["LDG"] >= 3 * size * selection_union.UNROLL
@@ -92,9 +95,9 @@ def test_selection_union_sass(sass, arguments):
 @shipped(fp8_kv.compile_sparse_mla_fp8_kv)
 def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
-    # Products: scores, and the four products of a warpgroup's half of the value.
+    # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
-    # Bulk copies load a key and a query's row per stage; only the layout with separate scales needs cp.async for the
-    # scales.
+    # Bulk copies load keys and rows of Q. Only the layout with 512 channels, whose scales are separate from the rows,
+    # needs cp.async for the scales.
     assert_counts(sass, UBLKCP=3 if head_tile == 64 else 2, LDGSTS=0 if head_dim == HEAD_DIM else 1)
     check_roles(sass, fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile])

@@ -1,4 +1,4 @@
-"""SASS of the windows' index lists: a thread loads the pages of its keys together."""
+"""SASS of the kernels that write the index lists of windows: a thread has several loads in flight at the same time."""
 
 from dsa.kernels.mla import window_indices_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped
@@ -8,7 +8,7 @@ REGISTERS = 40  # allows 48 warps per SM
 
 @shipped(kernels.compile_window_indices)
 def test_indices(sass):
-    # Loads: the boundaries of several sequences at the same time, and those of the query's sequence.
+    # Loads: a lane loads both boundaries of UNROLL sequences at a time. Four more are for the query's sequence.
     assert_counts(sass, LDG=2 * kernels.UNROLL + 4, STG=kernels.UNROLL)
     assert sass.registers <= REGISTERS
 
@@ -16,6 +16,6 @@ def test_indices(sass):
 @shipped(kernels.compile_window_slots)
 def test_slots(sass, arguments):
     (ring,) = arguments
-    # Loads: the length, and the pages' numbers.
+    # Loads: the sequence's length, and unless the cache is a ring, the page numbers of UNROLL keys.
     assert_counts(sass, LDG=1 if ring else 1 + kernels.UNROLL, STG=kernels.UNROLL)
     assert sass.registers <= REGISTERS

@@ -7,12 +7,16 @@ from tests.kernels.variants import assert_counts
 
 
 def check_router(sass, tokens, loads, reductions):
-    """Check a round's loads (two rows of the matrix, one load per eight tokens), and the additional loads and
-    reductions beyond those of the product and the sort."""
+    """Check the counts of loads, mma instructions, reductions and stores to other CTAs.
+
+    loads, reductions: those of the kernel besides the product's and the sort's. The product loads, per k-step of a
+    round (small_m_product.py), two rows of the matrix and one row of tokens per eight tokens.
+    """
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
-    # Partial sums are sent to another CTA. With more than a few tokens, keys are also sent to eight CTAs.
+    # One store sends partial sums to another CTA. With more than a few tokens a cluster sorts the entries, and each of
+    # the 8 CTAs gets the sort keys by a store (entry_order.py).
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 

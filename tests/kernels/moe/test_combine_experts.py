@@ -1,4 +1,4 @@
-"""SASS of the experts' sum: the copies of a step are in flight at the same time."""
+"""SASS of combine_experts: the cp.async copies of BATCH rows are in flight at the same time."""
 
 from dsa.cute.weighted_rows import BATCH
 from dsa.kernels.moe import combine_experts_sm90 as kernels
@@ -9,10 +9,11 @@ from tests.kernels.variants import assert_counts, shipped
 def test_sass(sass, arguments):
     dtype, numbers, weighted, shared, residual = arguments
     assert_counts(sass, LDGSTS=BATCH, LDGDEPBAR=1)
-    # Loads: a row's number and weight; the vectors of the shared expert and the residual.
+    # Loads: the index and weight of each of BATCH rows; the vectors of the shared expert and of the residual.
     assert_counts(sass, LDG=(1 + weighted) * BATCH + shared + residual, STG=1)
     # Products are rounded before they are added.
     assert_counts(sass, FMUL=weighted * BATCH * (4 if dtype == "float32" else 8))
-    # 10 CTAs per SM, or 9 without weights, keep enough bytes in flight; shared memory has room for 13. 64-bit numbers
-    # with both addends need two more registers, so an SM runs one CTA fewer.
+    # 48 registers allow 10 CTAs per SM, 56 (without weights) 9. Both keep enough bytes in flight; shared memory has
+    # room for 13. With 64-bit row indices, shared expert and residual, the kernel needs two more registers, and an SM
+    # runs one CTA fewer.
     assert sass.registers <= (48 if weighted else 56) + 2 * (numbers == "int64" and shared and residual)

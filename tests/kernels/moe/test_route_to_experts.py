@@ -15,6 +15,6 @@ def test_sass(sass, arguments):
 
 
 def test_the_largest_call_does_not_spill():
-    """fp16, with the largest number of experts, and half of the largest top_k."""
+    """The variant: fp16, the largest number of experts, and half of the largest top_k."""
     variant = "float16", TILE_TOKENS, MAX_EXPERTS, 16, "sqrtsoftplus", 32, 8, True
     assert sass_of(kernels.compile_route_to_experts, *variant).stack == 0

@@ -1,4 +1,5 @@
-"""The sums over GPUs: SASS that sends whole words and waits for them in tight loops, and the sizes of parts."""
+"""The sums over GPUs (one_shot_sum_sm90.py, experts_sum_sm90.py): counts of loads and stores in the SASS, the number of
+CTAs, and the largest parts that fit the receive memory."""
 
 import pytest
 
@@ -13,9 +14,9 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_one_shot_sum)
 def test_sass(sass, arguments):
     _, ranks = arguments
-    # Loads: the turn number, the first and the next bytes of this rank's part; then 16 bytes at a time from each rank,
-    # and a flag that tells whether another thread has given up. Each wait is a first check and a loop. Stores: 16 bytes
-    # to each rank; the result; the next turn number by the last CTA; and per rank the mark of a lost rank.
+    # Loads: the turn, and this rank's first and next place; then per rank a packet and the flag turns[2], in a first
+    # check and in a loop. Stores: a packet to each rank; the result; turns[0] and turns[1] by the last CTA; and per
+    # rank turns[2] and `lost`, if the thread stops waiting for that rank.
     assert_counts(sass, LDG=3 + 4 * ranks, ATOMG=1, STG=ranks + 1 + 2 + 2 * ranks)
     assert sass.registers <= 64
 
@@ -23,7 +24,8 @@ def test_sass(sass, arguments):
 @shipped(experts.compile_experts_sum)
 def test_sass_of_experts(sass, arguments):
     _, ranks, shared = arguments
-    # Copies load the rows of this part and of the next part, a batch at a time, after the rows' numbers and weights.
+    # The code loads a place's row indices and weights, and then copies its rows, BATCH at a time. It contains this
+    # twice: for the first place and for the next place.
     assert_counts(sass, LDGSTS=2 * BATCH, LDGDEPBAR=2)
     assert sass.instructions["LDG"] >= 1 + 2 * (2 * BATCH + shared) + ranks
     assert sass.registers <= 96 and sass.shared <= BATCH * kernels.THREADS * PART + 2048
@@ -36,6 +38,6 @@ def test_all_ctas_run_at_once(parts, ctas):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_parts_fit_the_memory(ranks):
-    """The memory has space for two sums from all ranks, in which each part needs twice its bytes."""
+    """The receive memory has two buffers, each with a part from every rank. A part needs twice its bytes there."""
     most = most_bytes(ranks)
     assert most % PART == 0 and MEMORY - 4096 < 2 * 2 * ranks * most <= MEMORY

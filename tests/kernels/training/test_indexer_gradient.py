@@ -1,4 +1,4 @@
-"""SASS of the indexer's training kernels: wgmma in groups, and TMA."""
+"""SASS of the indexer's training kernels: wgmma in groups without additional waits, and TMA loads."""
 
 from dsa.kernels.training import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
 from dsa.kernels.training.limits import Q_TILE
@@ -9,7 +9,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(indexer_scores_sm90.compile_indexer_scores)
 def test_scores(sass, arguments):
     _, dim, config = arguments
-    # All wgmma of a tile share one arrival and one wait. One multiply-add per accumulator, and one shift for its sign.
+    # All wgmma of a tile share one start and one wait (WARPGROUP). Each accumulator takes one multiply-add, and one
+    # shift that collects its sign bit (active_bits.py).
     assert_counts(sass, HGMMA=dim // 16, WARPGROUP=2, UTMALDG=2 * (dim // 64), FFMA=config.columns // 2)
     assert sass.instructions["SHF"] >= config.columns // 2
 
@@ -17,13 +18,15 @@ def test_scores(sass, arguments):
 @shipped(indexer_query_grad_sm90.compile_indexer_query_grad)
 def test_query_grad(sass, arguments):
     heads, _, config = arguments
-    # For each half of 128 keys: 4 wgmma and an arrival per group, and one wait for all groups.
+    # For each half of a tile of 128 keys: 4 wgmma and a start per block of 64 (query, head) rows, and one wait for all
+    # blocks.
     assert_counts(sass, HGMMA=2 * config.blocks * 4, WARPGROUP=2 * (config.blocks + 1))
-    # One copy stores dI of a work tile's rows, which lie in one of a tile's two halves of 64 rows.
+    # One bulk copy per key tile loads dI of a work tile's queries. So the queries must lie in one half of the score
+    # tile: rows 0 to 63 are contiguous, and so are rows 64 to 127 (gradients_of in q_tiles.py).
     assert Q_TILE // 2 * heads % (config.column_blocks * COLUMN_BLOCK) == 0
 
 
 @shipped(indexer_key_grad_sm90.compile_indexer_key_grad)
 def test_key_grad(sass):
-    # For 64 or 128 keys: 4 wgmma and an arrival per 64 keys, and one wait.
+    # Code for 64 and for 128 keys: 4 wgmma and a start per 64 keys, and one wait for all of them.
     assert_counts(sass, HGMMA=4 + 8, WARPGROUP=2 + 3)

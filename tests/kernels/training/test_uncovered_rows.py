@@ -6,6 +6,7 @@ from tests.kernels.variants import assert_counts, shipped
 
 @shipped(kernels.compile_uncovered_rows)
 def test_sass(sass, arguments):
-    # A store into each tensor, for the rows before, after and inside the sequences.
+    # One store per tensor in each of three loops: rows before the first sequence, rows after the last, and rows past
+    # the first `most` of a sequence.
     assert_counts(sass, STG=3 * len(arguments[0]))
     assert sass.registers <= 64

@@ -1,4 +1,4 @@
-"""SASS of the warm-up's kernels: wgmma in groups, and TMA."""
+"""SASS of the warm-up's kernels: wgmma in groups without additional waits, and TMA loads."""
 
 from dsa.kernels.training import q_tile_plan_sm90, warmup_rows_sm90
 from dsa.kernels.training import warmup_target_sm90 as kernels
@@ -10,7 +10,8 @@ def test_target(sass, arguments):
     _, dim = arguments
     channels, query_stages, key_stages = kernels.STAGES[dim]
     heads_at_a_time = 1 if dim > channels else 4  # the first product, two in the loop, the last
-    # A wait and an arrival per group, as in the source: the compiler adds no wait after every wgmma.
+    # One start and one wait (WARPGROUP) per group of wgmma, as in the source. More would mean that the compiler waits
+    # after every wgmma.
     groups = dim // channels if dim > channels else heads_at_a_time
     assert_counts(sass, HGMMA=dim // 16 * heads_at_a_time, WARPGROUP=2 * groups, UTMALDG=2 * channels // 64)
     assert (query_stages + key_stages) * 128 * channels * 2 <= 13 * 16384

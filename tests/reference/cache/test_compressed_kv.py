@@ -1,4 +1,4 @@
-"""The reference of the compressor: chunks, rejected drafts, and gradients."""
+"""The reference of the compressor: sequences in chunks, rejected drafts, and gradients."""
 
 import pytest
 import torch
@@ -44,7 +44,8 @@ def test_chunks_continue_from_the_state(chunks, overlap):
     [(1, 0, True), *((drafts, drafts - 1 - few, not few) for drafts in (2, 3, 5) for few in (0, 1))],
 )
 def test_the_state_needs_a_row_for_each_rejected_draft_after_the_first(drafts, spare, enough, overlap):
-    """Each pass has one token and some drafts, of which only the first ones may be right."""
+    """Each pass has one token and some drafts. Only the first `right` drafts are right, and the next pass begins after
+    them. The results are right if and only if the state has `enough` spare rows."""
     given = arguments([60], overlap)
     state, generator = state_without_tokens(given, spare), torch.Generator().manual_seed(drafts)
     found, done = {}, 0

@@ -1,4 +1,4 @@
-"""The reference of the cache of index keys: bytes by hand, skipped slots, and pages with a stride."""
+"""The reference of the cache of index keys: expected bytes by hand, invalid slots, and pages that are not adjacent."""
 
 import struct
 

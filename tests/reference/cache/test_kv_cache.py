@@ -1,4 +1,4 @@
-"""The reference of the MLA cache: bytes by hand, extreme scales, strides, roundings, and NaN."""
+"""The reference of the MLA cache: expected bytes by hand, extreme scales, strides, roundings, and NaN."""
 
 import struct
 
@@ -12,7 +12,7 @@ FIRST = torch.tensor([0])
 
 
 def bf16_bytes(x):
-    """Return the bytes of x in bf16, the upper half of its fp32 bytes; x must be exact in bf16."""
+    """Return the bytes of x in bf16, which are the upper half of its fp32 bytes. x must be exact in bf16."""
     return struct.pack("<f", x)[2:]
 
 
@@ -36,7 +36,8 @@ def test_v32_bytes_by_hand():
     kv = latent(576, c0=448.0, c1=1.0, c127=-2.0, c128=900.0, c129=1.0, c384=0.0, c512=1.0, c575=-0.5)
     write_kv_cache(kv, cache, torch.tensor([2]))
     assert cache[0].eq(0xEE).all() and cache[1, 1].eq(0xEE).all()
-    # The first group has scale 1: 448, 1, -2. The second has scale 4: 900 / 4 = 225 rounds to 224, and 1 / 4.
+    # The first group has scale 1: values 448, 1, -2. The second has scale 4: values 900 / 4 = 225, which rounds to 224,
+    # and 1 / 4. In the two groups of zeros the scale is the lower limit 2^-22.
     parts = {0: b"\x7e\x38", 127: b"\xc0", 128: b"\x76\x28", 528: bf16_bytes(1.0), 654: bf16_bytes(-0.5)}
     parts[512] = struct.pack("<4f", 1.0, 4.0, 2.0**-22, 2.0**-22)
     assert cache[1, 0, 0].tolist() == bytes_of(656, parts)
@@ -57,7 +58,7 @@ def test_v4_bytes_by_hand():
     write_kv_cache(kv, cache, torch.tensor([3]))
     page = cache[1].flatten()
     assert cache[0].eq(0xEE).all() and page[:576].eq(0xEE).all() and page[1152:1160].eq(0xEE).all()
-    # e4m3 values: 448, 1; 225, which rounds to 224; -448.
+    # e4m3 values: 448 and 1 (scale 1); 225, which rounds to 224 (scale 4); -448 (scale 2^-7).
     parts = {0: b"\x7e", 63: b"\x38\x76", 447: b"\xfe", 448: bf16_bytes(1.0), 574: bf16_bytes(-0.5)}
     assert page[576:1152].tolist() == bytes_of(576, parts)
     # Scales: 1, 4, the lower limit 2^-22 four times, and 3.5 / 448 = 2^-7 for the last group; the pad byte is 0.

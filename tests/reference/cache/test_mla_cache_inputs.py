@@ -1,4 +1,4 @@
-"""The reference of the cache's rows from the projection: the shape of a small model, and NaN."""
+"""The reference of write_mla_cache: the channels of a small model, and NaN."""
 
 import pytest
 import torch

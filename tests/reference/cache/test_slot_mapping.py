@@ -1,4 +1,4 @@
-"""The reference of packed tokens' slots: any numbers compared with the definition, and overlapping sequences."""
+"""The reference of slot_mapping: random numbers, compared with the definition in `dsa.cases`, and slots by hand."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,5 @@
-"""FP8 e4m3 decoded bit by bit: 1 sign, 4 exponent bits with bias 7, 3 mantissa bits, no infinities, 0x7f is NaN."""
+"""FP8 e4m3, decoded bit by bit for tests: 1 sign bit, 4 exponent bits with bias 7, 3 mantissa bits. There are no
+infinities; 0x7f and 0xff are NaN."""
 
 
 def decode(byte: int) -> float:

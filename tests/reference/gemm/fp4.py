@@ -1,4 +1,5 @@
-"""FP4 weights from codes and the exponents of their groups."""
+"""FP4 weights for tests, made from e2m1 codes and the exponents of their groups' scales (see
+dsa/reference/gemm/fp4_cast.py for the format)."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""The references of FP4 weights in FP8: exactly the same weights if e4m3's range suffices, or an error."""
+"""The references that convert FP4 weights to FP8: the result is exact, or if e4m3's range does not suffice, an error is
+raised."""
 
 import re
 
@@ -10,7 +11,7 @@ from dsa.reference import fp4_block_scales, widen_fp4
 from tests.reference.common import BYTE, assert_refused
 from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes
 
-SPREAD = 14  # The largest difference of exponents within a block.
+SPREAD = 14  # the largest difference between the exponents of a block's groups that is accepted
 
 
 def assert_lossless(codes, exponents):
@@ -21,7 +22,7 @@ def assert_lossless(codes, exponents):
 
 
 def test_all_codes_at_all_offsets():
-    """The scales of groups are up to 2^14 below the largest scale of their block."""
+    """The scales of groups are up to 2^14 times smaller than the largest scale of their block."""
     codes, exponents = torch.arange(128 * 128).view(128, 128) % 16, -(torch.arange(512).view(128, 4) % 15)
     assert assert_lossless(codes, exponents - 3).tolist() == [[2.0**-9]]
 
@@ -74,8 +75,8 @@ def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
 @pytest.mark.parametrize(
     ("weight", "block", "exponents", "spread"),
     [
-        # Codes above the smallest are refused as well, although e4m3 could represent them, because the limit of the
-        # kernels' tables is that of the smallest code.
+        # e4m3 could represent larger codes at this exponent. They are refused as well, because the kernels have a table
+        # for an exponent only if e4m3 can represent all codes.
         *((spread_out(256, 200, 5, -15, code=code), "[1, 1]", "2^-15 to 2^0", 15) for code in range(1, 8)),
         # A value far below the smallest fp32 number must not be treated as zero.
         (spread_out(128, 3, 3, -127, 127), "[0, 0]", "2^-127 to 2^127", 254),

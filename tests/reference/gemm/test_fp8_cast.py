@@ -1,4 +1,5 @@
-"""The references of casts to FP8: bytes by hand and by an exhaustive search, NaN and infinity."""
+"""The references of casts to FP8: values by hand, values compared with a search over all e4m3 numbers, NaN and
+infinity."""
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def test_values_are_those_of_an_exhaustive_search(use_ue8m0):
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_values_are_products_with_the_reciprocal(dtype):
-    """As in DeepGEMM. In bf16, one in two thousand bytes differs from that of the quotient."""
+    """As in DeepGEMM, x is multiplied by 1 / scale and not divided by scale. In bf16, about one in two thousand bytes
+    depends on this."""
     x = torch.randn(4096, 128).to(dtype)
     q, scale = per_token_cast_to_fp8(x, use_ue8m0=False)
     assert torch.equal(scale, x.abs().amax(1, keepdim=True).float() / 448.0)

@@ -1,4 +1,5 @@
-"""The reference of products with FP4 weights: the bits of products with the widened weights, and refused weights."""
+"""The reference of products with FP4 weights: it has the bits of products with the weights widened to FP8, and refuses
+weights that FP8 cannot represent."""
 
 import re
 

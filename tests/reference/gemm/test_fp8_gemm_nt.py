@@ -1,4 +1,5 @@
-"""The references of FP8 products: the order of sums, strides, weights of rows, and rows that belong to no expert."""
+"""The references of FP8 products: errors, the order of sums, strides, weights of rows, and rows that belong to no
+expert."""
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.reference.common import BF16, BYTE, E4M3, F16, F32, NAN, i32
     ("rows", "columns", "channels"), [(1, 128, 128), (5, 576, 384), (3, 130, 256), (2, 7, 200), (4, 64, 100)]
 )
 def test_errors_are_at_most_1e_5(rows, columns, channels):
-    """The references have smaller errors than the kernels' tests allow."""
+    """The references' errors must be smaller than those that the kernels' tests allow."""
     assert ONE.verify(rows=rows, columns=columns, channels=channels) < 1e-5
     for tokens in (0, 4):
         sizes = {"sizes": [rows, 0, 3], "columns": columns, "channels": channels}
@@ -32,7 +33,8 @@ def test_blocks_are_added_in_order(scales, total):
 
 
 def exact(*rows, channels=256):
-    """Return integers with power-of-two scales, whose sums have the same bits in any order and so on any CPU."""
+    """Return (small integers in e4m3, power-of-two scales). Their sums are exact, so they have the same bits in any
+    order and on any CPU."""
     blocks = rows if len(rows) == 1 else (rows[0], -(-rows[1] // 128))
     return torch.randint(-4, 5, (*rows, channels)).float().to(E4M3), 2.0 ** torch.randint(-3, 3, (*blocks, 2))
 
@@ -97,7 +99,7 @@ def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, d
 
 @pytest.mark.parametrize(("rows", "weights"), [(0, 4), (9, 4), (9, 0)])
 def test_no_weight_has_rows(rows, weights):
-    """Includes calls without weights, and without rows."""
+    """Some of the calls have no weights at all or no rows at all."""
     a, b, _ = grouped(9)
     got = grouped_fp8_gemm_nt([x[:rows] for x in a], [x[:weights] for x in b], i32([0] * weights))
     assert got.shape == (rows, 136) and got.isnan().all()

@@ -1,4 +1,5 @@
-"""The references of the experts' gate and up projection, SwiGLU and cast: rows that belong to no expert are NaN."""
+"""The references of the fused grouped product, SwiGLU and cast (FP8 and FP4 weights): results are right, and rows that
+belong to no expert are NaN."""
 
 import pytest
 import torch

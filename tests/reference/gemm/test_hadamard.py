@@ -1,4 +1,5 @@
-"""The reference of the Hadamard transform compared with the transform's matrix."""
+"""The reference of the Hadamard transform: compared with a product with the transform's matrix, rounding, and refused
+lengths."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The reference of 16-bit products with fp32 results: gradients."""
+"""The reference of linear_fp32 (16-bit products with fp32 results): its gradients."""
 
 import torch
 

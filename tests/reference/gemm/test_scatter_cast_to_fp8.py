@@ -1,5 +1,4 @@
-"""The reference of the FP8 cast of tokens to the rows of their experts: places outside the result, and nothing to
-cast."""
+"""The reference of scatter_cast_to_fp8: row indices outside the result, and empty inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The references of the paged index scores and their plan: missing pages, page strides, and nothing to score."""
+"""The references of the paged index scores and their plan: missing pages, page strides, an empty batch or cache, and
+plans by hand."""
 
 import pytest
 import torch
@@ -45,9 +46,9 @@ def test_empty_batch_and_empty_cache(empty):
 @pytest.mark.parametrize(
     ("lengths", "sms", "plan"),
     [
-        # 600, 0 and 256 keys have 3, 0 and 1 splits; the 3 SMs get 1, 1 and 2 of them.
+        # A split is 256 keys: 600, 0 and 256 keys have 3, 0 and 1 splits. The 3 SMs get 1, 1 and 2 splits.
         ([600, 0, 256], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
-        # The longest query of a sequence counts.
+        # With a length per query, the largest length of a sequence counts.
         ([[1, 600], [0, 0], [256, 9]], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
         ([0, 0], 2, [[2, 0]] * 3),
         ([], 2, [[0, 0]] * 3),

@@ -1,4 +1,5 @@
-"""The reference of the index score: every dtype, shared keys, separate keys per query, single heads, and gradients."""
+"""The reference of index_scores: every dtype, keys that all queries share or separate keys per query, scores per head,
+and gradients."""
 
 import pytest
 import torch

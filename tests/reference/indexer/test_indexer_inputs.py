@@ -1,4 +1,5 @@
-"""The references of the indexer's inputs: roundings, bytes between pages, NaN, no tokens and no rope."""
+"""The references of the ops that prepare the indexer's queries and keys: roundings, bytes between pages, NaN, no
+tokens, and no rope channels."""
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ def bf16(x):
 
 
 def test_every_stage_rounds_to_the_dtype():
-    """Only channel 0 is nonzero, and the Hadamard transform spreads it evenly. Without any one of the three roundings
-    the scale differs."""
+    """Only channel 0 is nonzero, and the Hadamard transform spreads it evenly. The input, the result of rope and the
+    result of the Hadamard transform are rounded to bf16. If one of these roundings were missing, the scale would
+    differ."""
     amax = bf16(bf16(bf16(0.3) * 0.7) / 128**0.5)
     assert amax not in (bf16(bf16(0.3 * 0.7) / 128**0.5), bf16(bf16(0.3) * 0.7 / 128**0.5))
     one = zeros(D)

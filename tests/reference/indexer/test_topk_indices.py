@@ -1,4 +1,4 @@
-"""The reference of the top-k: rows and slots by hand, adjacent floats, and chunks of rows."""
+"""The reference of topk_indices: selections and slots by hand, adjacent floats, and rows in chunks."""
 
 import pytest
 import torch
@@ -87,7 +87,8 @@ def test_rows_without_columns():
     assert topk_indices(torch.zeros(2, 0), 3).eq(-1).all()
 
 
-# Columns 0, 2, 3, 5, 6 are selected: offsets 0, 0, 1, 1, 0 of the logical pages 0, 1, 1, 2, 3.
+# (scores, block table). In a full row the columns 0, 2, 3, 5, 6 are selected. With pages of 2 keys these are offsets 0,
+# 0, 1, 1, 0 in the table's columns 0, 1, 1, 2, 3.
 PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2, 0, 1], [3, -1, 5, 6]])
 
 
@@ -101,8 +102,9 @@ PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2
             {"row_to_seq": i32([0, 1, 0]), "lengths": i32([8, 8, 3])},
             [[14, 4, 5, 1, 2], [6, -1, -1, 11, 12], [14, 15, 4, -1, -1]],
         ),
-        # without row_to_seq every row is a sequence: the table has no page for column 2 of the first row; columns 2
-        # and 1 of the second row are indices 1 and 0
+        # Without row_to_seq each row has its own row of the table. The table has one page of 2 keys per row, so it has
+        # no page for column 2 of the first row. Columns 2 and 1 of the second row are indices 1 and 0, since the row
+        # starts at column 1.
         (
             torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]]),
             2,

@@ -1,4 +1,4 @@
-"""The reference of sparse prefill: overflow, NaN, nothing to attend to, and gradients."""
+"""The reference of flash_mla_sparse_fwd: large logits, NaN, no queries, keys or indices, and gradients."""
 
 import pytest
 import torch

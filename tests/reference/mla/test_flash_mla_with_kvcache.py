@@ -1,4 +1,5 @@
-"""The reference of decoding: chunks of queries, every cache, NaN, missing pages, and nothing to attend to."""
+"""The reference of flash_mla_with_kvcache, dense and over selected keys: queries in chunks, several cache layouts, NaN,
+missing pages, and empty inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The reference of the merge of attention branches: attention over all keys, empty branches, and large LSEs."""
+"""The reference of merge_attention: merged branches equal attention over all keys, empty branches, and large LSEs."""
 
 import math
 

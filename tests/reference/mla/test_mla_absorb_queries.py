@@ -1,4 +1,4 @@
-"""The references of products with kv_b: rounded weights, no tokens and no heads."""
+"""The references of mla_absorb_queries and mla_values_cast_to_fp8: rounding of the weight, no tokens, and no heads."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Plans of decoding in the old and the new style, and plan objects of other libraries, without a GPU."""
+"""Plans of decoding without a GPU: in FlashMLA's old and new calling style, and plan objects of other libraries'
+classes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The references of attention to windows: NaN, given lists, and nothing to attend to."""
+"""The references of attention over sliding windows: NaN, index lists given by the caller, and queries without keys."""
 
 import pytest
 import torch
@@ -37,7 +37,8 @@ def test_queries_without_a_sequence_or_keys_attend_to_nothing(cu_q, cu_k, querie
 
 
 def test_a_list_beyond_the_windows_keys_selects_nothing():
-    """An index beyond the window's keys selects no compressed key, and NaN reaches only the queries that select it."""
+    """An index beyond kv in the window's list does not select a compressed key. NaN in a compressed key reaches only
+    the queries that select it."""
     given = {"q": torch.randn(4, 2, 24), "kv": torch.randn(4, 1, 24), "window": 2, "attn_sink": None}
     given |= {"cu_seqlens_q": i32([0, 4]), "cu_seqlens_k": i32([0, 4]), "compressed": torch.randn(5, 1, 24)}
     given |= {"indices": i32([[0, 1], [2, 3], [4, 0], [1, -1]]), "topk_length": None, "softmax_scale": 0.3}

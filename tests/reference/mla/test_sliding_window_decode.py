@@ -1,4 +1,5 @@
-"""The reference of decoding over a window: fp32 queries with pages and rings of every layout, and missing pages."""
+"""The reference of sliding_window_decode: fp32 queries with paged caches and ring buffers of several layouts, and
+missing pages."""
 
 import pytest
 

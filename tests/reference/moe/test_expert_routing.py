@@ -1,4 +1,4 @@
-"""The references of the gate and of the sort by expert: ties, scores near 0, and entries without an expert."""
+"""The references of moe_gate and sort_by_expert: ties, scores near 0, sorts by hand, and entries without an expert."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_ties_go_to_the_lowest_numbers_and_weights_are_divided_by_their_sum():
 
 @by_scores
 def test_scores_of_0_have_weights_of_0(scores):
-    """The sum by which scores are divided is never 0."""
+    """All selected scores are 0, but the divisor is not, because 1e-20 is added to their sum."""
     logits = torch.full((2, 8), -torch.inf)
     logits[1, 2] = 0.0
     bias = torch.tensor([0.0, 3.0, -3.0, 2.0, 0.0, 0.0, 0.0, 0.0])
@@ -29,7 +29,7 @@ def test_scores_of_0_have_weights_of_0(scores):
 
 @by_scores
 def test_1e_20_is_added_to_the_sum(scores):
-    """The scores are so small that the term is visible."""
+    """The scores are so small that the added 1e-20 is visible in the weights."""
     logits = torch.full((1, 8), -46.0 if scores == "sigmoid" else -86.0)
     s = logits.double().exp() ** (1 if scores == "sigmoid" else 0.5)
     _, weights = moe_gate(logits, torch.zeros(8), 2, scores=scores, scale=2.5)
@@ -58,6 +58,6 @@ def test_sort_by_hand(experts, expected, dtype):
     count=st.integers(1, 6),
 )
 def test_entries_without_an_expert_come_last(experts, begin, count):
-    """A process has the `count` experts from `begin` on."""
+    """A process has `count` experts from `begin` on. Entries of other experts sort after those of its experts."""
     call = {"experts": torch.tensor(experts, dtype=torch.int64) - begin, "count": count}
     SORT.check(call, sort_by_expert(**call))

@@ -1,4 +1,4 @@
-"""The reference of the router by a table of experts: tokens and numbers that name no expert."""
+"""The reference of route_by_table: token ids without a row in the table, and table entries that name no expert."""
 
 import torch
 

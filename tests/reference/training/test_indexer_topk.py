@@ -1,4 +1,4 @@
-"""The reference of training's selection never selects NaN."""
+"""The reference of indexer_topk (the selection in training): it never selects NaN."""
 
 import torch
 

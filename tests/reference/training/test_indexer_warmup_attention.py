@@ -1,4 +1,5 @@
-"""The reference of the warm-up: the gradients' formulas, which loss reaches which tensors, and edge cases."""
+"""The reference of indexer_warmup_attention (the warm-up stage of training): explicit formulas of gradients, which
+result has gradients for which tensors, and edge cases."""
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def inputs(lengths, dtype=torch.float64, **sizes):
 
 
 def test_gradients_of_lse_by_finite_differences():
-    """Only the reference has gradients of lse; the kernels have none."""
+    """Only the reference propagates gradients of lse; the kernels do not."""
     given = inputs([(1, 1), (2, 3), (0, 1), (3, 2)])
 
     def lse(q, k):

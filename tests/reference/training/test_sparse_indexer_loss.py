@@ -1,5 +1,5 @@
-"""The reference of the sparse stage's loss: the gradients' formula, which tensors the loss reaches, and rows that no
-index names."""
+"""The reference of sparse_indexer_loss (the loss of the sparse stage of training): the explicit formula of gradients,
+which tensors have gradients, and keys that no query selects."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_only_the_indexer_learns_from_the_loss():
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """An implementation might read row 0 for an invalid index. Also tested without any rows."""
+    """Row 0 is NaN, because an implementation could read row 0 for an invalid index. The last call has no rows."""
     given = inputs(leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {name: given[name].index_fill(0, torch.tensor(0), torch.nan) for name in ("kv", "k_idx")}

@@ -1,4 +1,5 @@
-"""The reference of the sparse stage's attention: the gradients' formula, extreme sinks, rows that no index names."""
+"""The reference of sparse_mla_attention (attention of the sparse stage of training): the explicit formula of gradients,
+extreme sinks, and keys that no query selects."""
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_the_gradients_formula_is_that_of_autograd(of, sink):
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """An implementation might read row 0 for an invalid index. Also tested without any rows."""
+    """Row 0 is NaN, because an implementation could read row 0 for an invalid index. The last call has no rows."""
     given = inputs(sink=False, leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {"kv": given["kv"].index_fill(0, torch.tensor(0), torch.nan)}
@@ -42,7 +43,7 @@ def test_nan_in_a_row_that_no_index_names_reaches_nothing():
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
-    """The gradient is 0, also for a query without keys, whose LSE is infinite as well."""
+    """The gradient of an infinite sink is 0. The last query has no keys, so its LSE is infinite as well."""
     given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
     out, lse = sparse_mla_attention(**given)
     assert (out[-1] == 0).all()
@@ -59,7 +60,8 @@ def test_an_infinite_sink_has_a_gradient(sink):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
 def test_a_sink_far_below_the_keys_has_its_full_gradient(above, dtype):
-    """The sink's probability, e^-above, is too small to be computed as 1 - sum_j p_j."""
+    """The LSE of the keys is `above` above the sink. The sink's probability, about e^-above, is too small to be
+    computed as 1 - sum_j p_j."""
     given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
     plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
     sink = (lse[:, 0] - above).to(dtype).requires_grad_()

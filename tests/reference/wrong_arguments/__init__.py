@@ -1,7 +1,8 @@
-"""Wrong arguments of every op, a module per family. Each entry of WRONG is (a case's name, changes of its arguments,
-the expected message).
+"""Wrong arguments of every op and the error messages that they must give, in a module per family of ops.
 
-The changes are a dict of arguments, or a function from the case's arguments to such a dict.
+Each entry of WRONG is (name of a case of `dsa.cases`, changes of the case's arguments, a part of the expected message).
+The changes are a dict of arguments, or a function from the case's arguments to such a dict. In a family's module, WRONG
+is a dict from a case's name to its (changes, message) pairs.
 """
 
 import importlib
