@@ -14,10 +14,16 @@ from dsa.testing import assert_close, poisoned
 FP16, INF = torch.float16, torch.inf
 D_V = 512
 # (tolerances of out, tolerances of LSE and of the largest logit). They are those of FlashMLA's tests.
-PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}, {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536}
-DENSE = {"abs_tol": 8e-4, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
-SPARSE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
-FP32 = {"abs_tol": 2e-5, "rel_tol": 2e-5}
+PREFILL_TOLERANCES = (
+    {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6},
+    {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536},
+)
+DENSE_TOLERANCES = {"abs_tol": 8e-4, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
+SPARSE_TOLERANCES = (
+    {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6},
+    {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536},
+)
+FP32_TOLERANCES = {"abs_tol": 2e-5, "rel_tol": 2e-5}
 # Most elements of the float64 tensor of gathered keys: 512 MiB on a GPU, 8 MiB on a CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
@@ -106,7 +112,7 @@ def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> 
 def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
     """Check out and the statistics that an op returns (lse, or max_logits and lse). -> the largest error of out"""
     out, *statistics = found
-    error = assert_close("out", out, expected[0], **FP32 if out.dtype == F32 else tolerances[0])
+    error = assert_close("out", out, expected[0], **FP32_TOLERANCES if out.dtype == F32 else tolerances[0])
     for x, right in zip(statistics, expected[1:], strict=True):
         if x.dtype != F32:
             raise AssertionError(f"lse or max_logits: expected fp32, got {x.dtype}")

@@ -10,14 +10,14 @@ import torch
 import dsa
 from dsa.cases.attention import (
     D_V,
-    DENSE,
+    DENSE_TOLERANCES,
     FEW_SEQUENCES,
     FP16,
     IN_ROWS,
     INF,
     LAYOUTS,
-    PREFILL,
-    SPARSE,
+    PREFILL_TOLERANCES,
+    SPARSE_TOLERANCES,
     Attended,
     all_rows,
     attend,
@@ -135,7 +135,7 @@ def prefill(
 def check_prefill(a: Given, found: Results) -> float:
     lists = valid(a["indices"][:, 0], len(a["kv"]), a["topk_length"])
     out, lse, largest, _ = attend_lists(a["q"], a["kv"][:, 0], lists, a["sm_scale"], a["d_v"], a["attn_sink"])
-    return check_attended(found[:3], (out, largest, lse), PREFILL)
+    return check_attended(found[:3], (out, largest, lse), PREFILL_TOLERANCES)
 
 
 # flash_mla_with_kvcache
@@ -239,7 +239,7 @@ def check_dense(a: Given, found: Results) -> float:
         keys, own = all_rows(cache[:, :, h : h + 1]), q[:, h * group : (h + 1) * group]
         parts.append(attend_lists(own, keys, lists, scale_of(a), a["head_dim_v"]))
     whole = Attended(*(torch.cat(x, 1) for x in zip(*parts)))
-    return check_attended(found[:2], by_sequence(whole, a["q"]), DENSE)
+    return check_attended(found[:2], by_sequence(whole, a["q"]), DENSE_TOLERANCES)
 
 
 def small_selection(new: Maker, d: int, caches: Sequence[torch.Tensor], fp8: bool, into: bool = False) -> Given:
@@ -331,7 +331,7 @@ def check_sparse(a: Given, found: Results) -> float:
             begin += len(rows)
     rest = scale_of(a), a["head_dim_v"], a["attn_sink"]
     attended = attend_lists(a["q"].flatten(0, 1), torch.cat(keys), torch.cat(lists, 1), *rest)
-    return check_attended(found[:2], by_sequence(attended, a["q"]), SPARSE)
+    return check_attended(found[:2], by_sequence(attended, a["q"]), SPARSE_TOLERANCES)
 
 
 # get_mla_metadata

@@ -13,9 +13,9 @@ from dsa.cases.attention import (
     FEW_SEQUENCES,
     IN_ROWS,
     LAYOUTS,
-    PREFILL,
+    PREFILL_TOLERANCES,
     SEQUENCES,
-    SPARSE,
+    SPARSE_TOLERANCES,
     Attended,
     all_rows,
     attend_lists,
@@ -179,11 +179,11 @@ def attend_windows(a: Given, near: torch.Tensor | None, d_v: int) -> Attended:
 
 
 def check_sliding(a: Given, found: Results) -> float:
-    return check_attended(found, attend_windows(a, a["indices"], a["d_v"])[:2], PREFILL)
+    return check_attended(found, attend_windows(a, a["indices"], a["d_v"])[:2], PREFILL_TOLERANCES)
 
 
 def check_joined(a: Given, found: Results) -> float:
-    return check_attended(found, attend_windows(a, a["window_indices"], a["d_v"])[:2], PREFILL)
+    return check_attended(found, attend_windows(a, a["window_indices"], a["d_v"])[:2], PREFILL_TOLERANCES)
 
 
 def check_cast(a: Given, found: Results) -> float:
@@ -286,7 +286,7 @@ def check_window_decode(a: Given, found: Results) -> float:
     rows = all_rows(cache)
     rest = a["softmax_scale"], a["d_v"], a["attn_sink"]
     attended = attend_lists(q.flatten(0, 1), rows, valid(lists, len(rows)), *rest)
-    return check_attended(found, by_sequence(attended, q), SPARSE)
+    return check_attended(found, by_sequence(attended, q), SPARSE_TOLERANCES)
 
 
 def check_slots(a: Given, found: Results) -> float:

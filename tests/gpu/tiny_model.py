@@ -19,6 +19,7 @@ import torch
 
 import dsa
 from dsa import reference
+from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.testing import assert_close, calc_diff
 from dsa_layers.checkpoint import load_weights
 from dsa_layers.checkpoint.fused_experts import split_experts
@@ -47,10 +48,13 @@ DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_ml
 LOGITS_TOLERANCE = 1e-3
 # Two logits whose gap is below this can change places within that tolerance. The logits' standard deviation is 2.
 NEAR_TIE = 0.25
-# Tolerances of each attention op, from the op's own tests: calc_diff of the result, relative error of lse.
+# Tolerances of each attention op, those of its cases: calc_diff of the result, relative error of lse.
 ATTENTION = {
-    "flash_mla_sparse_fwd": (7e-6, 2.01 / 65536),
-    "flash_mla_with_kvcache": (5e-6, 8.01 / 65536),
+    name: (out["cos_tol"], lse["rel_tol"])
+    for name, (out, lse) in {
+        "flash_mla_sparse_fwd": PREFILL_TOLERANCES,
+        "flash_mla_with_kvcache": SPARSE_TOLERANCES,
+    }.items()
 }
 # A logit of attention is a sum of 576 products of order 1 in fp32, so even an LSE near 0 has an error of this size.
 LSE_ABS_TOLERANCE = 1e-5

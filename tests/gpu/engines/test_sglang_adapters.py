@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dsa
+from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.testing import assert_close, calc_diff, poison_free_memory
 from dsa_bench.peers import deep_gemm as gemm_peers
 from dsa_bench.peers import flash_mla as mla_peers
@@ -22,8 +23,7 @@ from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE
 from tests.gpu.op_checks import captured
 
 DEVICE = "cuda"
-DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
-PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
+PREFILL, DECODE = PREFILL_TOLERANCES[0], SPARSE_TOLERANCES[0]
 # Tolerance between our result and FlashMLA's. It is wider than DECODE because both results have an error, and because
 # FlashMLA also rounds its softmax weights to bf16.
 BESIDE = {"abs_tol": 4e-3, "rel_tol": 4.02 / 128, "cos_tol": 2e-5}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dsa
+from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.compat import deep_gemm
 from dsa.testing import assert_close, calc_diff, poison_free_memory
 from dsa_bench.peers import deep_gemm as gemm_peers
@@ -31,9 +32,7 @@ from tests.gpu.engines.batches import (
 )
 from tests.gpu.op_checks import assert_same_bits, captured
 
-DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
-PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
-LSE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
+PREFILL, (DECODE, LSE) = PREFILL_TOLERANCES[0], SPARSE_TOLERANCES
 MAX_DIFF = 5e-6  # limit of calc_diff of index scores
 HEADS = [8, 16, 32, 64, 128]
 

@@ -4,7 +4,7 @@ together: which groups selection_union_sm90.py chooses, the unions that it lists
 import pytest
 import torch
 
-from dsa.cases.attention import PREFILL, some_rows
+from dsa.cases.attention import PREFILL_TOLERANCES, some_rows
 from dsa.kernels.mla.limits import MEMBER_SHIFT, MOST_UNION
 from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
 from dsa.ops.mla import _shared_keys as shared
@@ -65,7 +65,7 @@ class TestSelectedKeys(SelectedKeys):
         found = op.run(given)
         assert abs(bad) == INF or all(x[affected].isnan().all() for x in found)
         for got, expected in zip(found, clean, strict=True):
-            assert_close("others", got[~affected].float(), expected[~affected].float(), **PREFILL[0])
+            assert_close("others", got[~affected].float(), expected[~affected].float(), **PREFILL_TOLERANCES[0])
 
 
 def union(indices, size, s_kv, lengths=None):
