@@ -481,7 +481,8 @@ def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
 
 
 def latent_cases() -> list[Case]:
-    """Return the cases of ops that read and write latents, in every layout."""
+    """Return the cases of the ops that read and write latents, for the bf16, V3.2 and V4 layouts; hostile slots of
+    write_kv_cache also for fp32."""
     found = []
     for name, layout in (("float", "bfloat16"), ("v32", "v32"), ("v4", "v4")):
         rows, slots, kv = (partial(make, layout=layout) for make in (latent_rows, latent_slots, projection))

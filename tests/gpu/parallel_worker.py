@@ -50,7 +50,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     ranks share, through peer copies and through NCCL. Also return counts of wrong numbers."""
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
-    found["wrong messages"] = wrong_messages(ranks, device)  # first, because later the lanes' memory does not grow
+    # First: the memory of `peer_copies` has to grow in it. After the larger messages below it would not grow.
+    found["wrong messages"] = wrong_messages(ranks, device)
     for rows in ROWS:
         for dtype in DTYPES:
             x = part(ranks.rank, rows, dtype, device)

@@ -26,8 +26,8 @@ def mha_varlen_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'] over the keys j that query t sees.
 
-    Intermediate results are fp32. dense_keys has no effect: it only tells kernels which bits of `selected` they need
-    not read. Arguments as in `dsa.mha_varlen_fwd`.
+    h' = h // (H / Hk). With `selected`, a query sees the keys whose bits are set; if it would see at most dense_keys
+    keys without `selected`, it sees all of these. Intermediate results are fp32. Arguments as in `dsa.mha_varlen_fwd`.
     Source: FlashAttention's `flash_attn_varlen_func`.
     """
     if k_rope is not None:
@@ -50,7 +50,8 @@ def mha_varlen_fwd(
             if causal:
                 visible = visible.tril(count - (end - part))
             if selected is not None:
-                visible &= selected_keys(selected[chunk], count)
+                sees_few = visible.sum(1, keepdim=True) <= dense_keys
+                visible &= selected_keys(selected[chunk], count) | sees_few
             own_q = q[chunk].float().transpose(0, 1).contiguous()
             logits = (own_q @ own_k.mT * softmax_scale).masked_fill(~visible, -torch.inf)
             own_lse = logits.logsumexp(-1)

@@ -75,7 +75,7 @@ def index_cache(lengths):
 
 
 def seen(scores, ends, starts=None):
-    """Return the scores with -inf for keys outside [start, end) of their row. The scores of these keys are
+    """Return the scores with -inf in place of those outside [start, end) of their row, which the op leaves
     unspecified."""
     column = torch.arange(scores.shape[1], device=DEVICE)
     outside = column >= ends[:, None]

@@ -54,7 +54,7 @@ def packed(lengths):
 
 
 def any_numbers(keys):
-    """Yield (start, end) for every pair of hostile numbers."""
+    """Return (starts, ends) of every pair of hostile numbers."""
     return zip(*product([INT_MIN, INT_MAX, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30], repeat=2))
 
 

@@ -170,8 +170,9 @@ def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
             CASE.check(given, found)
 
 
-def test_plans_are_made_without_waiting_for_the_host():
-    """In a capture, an operation that waits for the GPU or copies from pageable host memory raises an error."""
+def test_the_host_does_not_wait_for_the_gpu_when_it_makes_plans():
+    """A capture is the check: in it, an operation for which the host waits for the GPU, or that copies from pageable
+    host memory, raises an error."""
     lengths = int32([700, 64, 0, 2000])
     requests = ((lengths, 16, 1), (lengths, 16, 1, 16, True, 2048))
 

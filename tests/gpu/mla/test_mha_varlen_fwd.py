@@ -88,8 +88,8 @@ def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
 def test_rope_channels_apart_give_the_same_bits(dims):
-    """Compare rope channels in a separate tensor, with keys and values that are views of one tensor (a projection of
-    latents), with complete keys in one tensor."""
+    """Two calls must agree in every bit. One has the rope channels in k_rope, and k and v are views of one tensor, as a
+    projection of latents gives them. The other has whole keys in k, with the rope channels."""
     rope, given = ROPE_DIMS[dims], call(dims, 4, 4, [513, 100], [700, 100], rope=ROPE_DIMS[dims], top_k=100)
     both = torch.cat((given["k"], given["v"]), -1)
     parts = {"k": both[..., : dims[0] - rope], "v": both[..., dims[0] - rope :]}

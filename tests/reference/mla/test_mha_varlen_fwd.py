@@ -9,7 +9,7 @@ from dsa.reference.mla.mha_varlen_fwd import mha_varlen_fwd
 from dsa.reference.mla.selection_bits import selected_keys, selection_bits
 from tests.reference.common import INF, INT32, assert_same_bits, i32, zeros
 
-(BITS,) = cases_of("selection_bits")
+(BITS,), MHA = cases_of("selection_bits"), cases_of("mha_varlen_fwd")[0]
 
 
 def test_selected_keys_are_those_of_the_bits():
@@ -34,6 +34,16 @@ def test_without_starts_indices_count_from_the_first_key():
 def test_no_indices_and_no_keys_set_no_bit(indices, max_keys):
     bits = selection_bits(zeros(*indices, dtype=INT32), i32([50] * indices[0]), max_keys)
     assert bits.shape == (indices[0], 4 * (max_keys > 0)) and not bits.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_that_see_few_keys_see_all_of_them(causal):
+    """Whatever their bits are, as in the kernel."""
+    given = MHA.arguments(top_k=3, causal=causal, heads=2, dims=(64, 64))
+    results = [MHA.run(given | {"dense_keys": n}) for n in (0, 77)]
+    for n, found in zip((0, 77), results):
+        MHA.check(given | {"dense_keys": n}, found)
+    assert not torch.equal(results[0][0][:77], results[1][0][:77])  # queries of the sequence of 77 keys
 
 
 def test_separate_rope_channels_are_those_of_all_heads():
