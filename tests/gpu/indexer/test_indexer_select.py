@@ -213,8 +213,8 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     ("starts", "ends", "top_k"), [([0, 30000] * 8, [30000, 60000] * 8, 2048), (0, [60000] * 15 + [30000], 100)]
 )
 def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
-    """Keys 0 to 29999 have scale 0, so all their scores tie, and the lists of queries that see only these keys overflow.
-    Other queries of the same block see keys with different scores."""
+    """Keys 0 to 29999 have scale 0, so their scores are ties, and the lists of queries that see only these keys
+    overflow. Other queries of the same block see keys with different scores."""
     given = arguments(16, 60000, starts, ends, top_k, accumulators)
     given["kv"][1][:30000] = 0.0
     OP.verify(given)
