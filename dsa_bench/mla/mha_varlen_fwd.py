@@ -32,9 +32,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 def _cudnn(module: ModuleType, *arguments: torch.Tensor | float) -> Call:
-    """Attend q, k, v [B, H, S, .]. All sequences have the same length, and all their tokens are new.
+    """Return a call of cuDNN's attention of q, k, v [B, H, S, D]. All sequences have the same length, and all their
+    tokens are new.
 
-    Raises RuntimeError where this build of torch has no such kernel.
+    Raises RuntimeError if this build of torch has no such kernel.
     """
     call = partial(_attend, *arguments)
     call()
@@ -79,7 +80,7 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """int32 [T, TOP_K]: random visible keys of each query, all of them where there are fewer, followed by -1."""
+    """Return int32 [T, TOP_K]: different random visible keys of each query. If fewer are visible, -1 follows them."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")
