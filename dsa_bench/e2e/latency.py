@@ -41,7 +41,7 @@ class Sizes:
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Return (generator, prompts, sampling parameters). The long prompt is the last one and generates one token. The
-    other sequences can decode in all passes."""
+    other sequences may generate so many tokens that they decode in all passes."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]

@@ -15,7 +15,7 @@ from dsa_bench.peers.package import Library
 V32, GLM5 = (128, 192, 128), (64, 256, 256)
 TOP_K = 2048
 CUDNN, ABSORBED = Library("cuDNN", ("torch",)), "absorbed, 2048 keys"
-# sequences, tokens per sequence, new tokens of these; heads, d, dv; whether keys are selected
+# sequences, tokens per sequence, new tokens per sequence; heads, d, dv; whether keys are selected
 SHAPES = [
     *((*sizes, *V32, selecting) for sizes in ((1, 4096, 4096), (1, 8192, 8192)) for selecting in (False, True)),
     *((*sizes, *V32, False) for sizes in ((64, 512, 512), (256, 100, 100), (16, 2000, 2000))),

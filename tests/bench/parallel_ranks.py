@@ -121,8 +121,8 @@ def _error(ranks, options):
 
 
 def clock_of_stubs(ranks, _):
-    """Time two calls. In place of the GPU's time, events record the number of the clock's actions so far, times rank +
-    1.
+    """Time two calls. In place of the GPU's time, events record how many actions of the clock came before, multiplied
+    by rank + 1.
 
     Returns (times, peak memory, free memory, the clock's actions in order).
     """

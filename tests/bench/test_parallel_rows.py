@@ -81,8 +81,8 @@ def test_cases_are_prompts_within_the_context_and_steps():
 
 
 def test_layers_that_fit():
-    """All layers of V4-Flash fit on two GPUs of 141 GB. With exactly the memory of 9 layers 9 layers fit, and with one
-    byte less 8."""
+    """All layers of V4-Flash fit on two GPUs of 141 GB. In exactly the memory that 9 layers need, 9 layers fit; with
+    one byte less, 8 layers fit."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
     model = skeleton("V3.2", **with_layers("V3.2", 9))

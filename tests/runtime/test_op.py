@@ -1,5 +1,5 @@
-"""From a declaration follow the choice of reference or kernels, the custom op with its gradients, and the check of each
-call, once per signature."""
+"""What is derived from an op's declaration: the choice of reference or kernels, the custom op with its gradients, and
+the check of a call, once per signature."""
 
 from unittest import mock
 
