@@ -103,7 +103,7 @@ def _differences(
             try:
                 with peers.in_place():
                     logits, _ = logits_of(model, sequence, len(sequence))
-            except Exception as error:  # libraries raise various errors for shapes that they do not take
+            except Exception as error:  # libraries raise various errors for shapes that they do not accept
                 found[PEERS] = reason(error)
             else:
                 found[PEERS].append(Difference.between(logits, expected, targets))

@@ -1,7 +1,7 @@
 """DeepGEMM: 2.8.1, as vLLM ships it, and the older build that SGLang ships, whose index scores can be cleaned.
 
 Facts, on Hopper:
-- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 takes the queries as (q, None) and returns
+- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 gets the queries as (q, None) and returns
   compressed rows that are not cleaned: column j of a row is key start + j, and columns after the end are not written.
   `max_seqlen_k` bounds the keys of a row and must be positive
 - paged scores: pages of 64 keys, lengths [B, next_n], next_n 1 or 2. 2.8.1 also accepts next_n 4; its plan is then for

@@ -20,7 +20,7 @@ SGL = Library("sgl-flash-mla", ("flash_mla",))
 VLLM = Library("flashmla", ("vllm.third_party.flashmla.flash_mla_interface",))
 BUILDS = (SGL, VLLM)  # the newest first
 OPTIONS = {SGL: {"use_legacy": True}, VLLM: {}}
-FEW_HEADS = (8, 16, 32)  # vLLM's prefill takes these without padding
+FEW_HEADS = (8, 16, 32)  # vLLM's prefill accepts these without padding
 D_V = 512
 Inputs = tuple[torch.Tensor, ...]
 

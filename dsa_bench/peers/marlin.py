@@ -4,7 +4,7 @@ The operators are in `torch.ops._moe_C` (vllm/_moe_C_stable_libtorch.abi3.so), t
 (vllm/_C_stable_libtorch.abi3.so). Both files must be installed.
 
 Facts:
-- weights: int32 [E, K / 16, 2 N], for N rows of K channels. In a tile of 16 channels and 64 rows, a word holds the 8
+- weights: int32 [E, K / 16, 2 N], for N rows of K channels. In a tile of 16 channels and 64 rows, a word contains the 8
   codes that a thread multiplies: rows n and n + 8, channels k, k + 1, k + 8 and k + 9 (`pack` has the order). The
   wheel's operator for this layout, `torch.ops._C.gptq_marlin_repack`, is PTX for sm_80, which a library with only sm_90
   code lacks. `pack` does the same with PyTorch, once per layer

@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer's tensors in the form that the kernels take: with padded index heads, and w in fp32."""
+    """The indexer's tensors in the form that the kernels need: with padded index heads, and w in fp32."""
 
     q: torch.Tensor
     k: torch.Tensor
