@@ -1,7 +1,10 @@
-"""One module per op: SHAPES, the most telling first, and `case(*shape)`, which makes the inputs and the calls to time.
+"""Benchmarks of ops, of whole passes (`e2e`), and the search of tile configurations.
 
-A module whose kernel has tile configurations also has `tuning()`, which lists them, and `dsa tune` searches them.
+Each benchmark module (dsa_bench/FAMILY/NAME.py) has SHAPES, the most telling first, and `case(*shape)`, which makes the
+inputs and the calls to time. A module whose kernel has tile configurations also has `tuning()`, which lists the
+configurations that `dsa tune` searches.
 
-A module whose cases have peers also has PROBED: small shapes that cover all of the peers' functions and every kind of
-argument that their calls depend on. `python -m dsa_bench.peers` calls these.
+A module that compares with peers (other libraries' kernels for the same function) also has PROBED: small shapes that
+together reach every peer function and every kind of argument. `python -m dsa_bench.peers` runs each peer once on these
+shapes.
 """

@@ -8,7 +8,7 @@ from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
 from dsa_layers.arguments import shown
 
-# Benchmarks that are not of one op, and why they have no profile.
+# {benchmark that is not of one op: the reason why it has no profile}
 WHOLES = {"e2e": "e2e splits every row by part", "host": "host times calls, not kernels"}
 
 

@@ -2,7 +2,7 @@
 
 ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU, and the
 references for other tensors. The environment variable DSA_BACKEND forces one of the two, and so does `with
-use_backend(...)`, which takes precedence. No op falls back silently: if a kernel does not take a shape, the op raises
+use_backend(...)`, which takes precedence. No op falls back silently: if a kernel does not accept a shape, the op raises
 an error. If an op has no kernel for a GPU, but other ops have one, the op warns once and runs the reference.
 """
 

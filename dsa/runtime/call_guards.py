@@ -18,9 +18,8 @@ Guard = Callable[..., bool]
 
 
 def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) -> Guard | None:
-    """Return a function that tells whether its arguments are like these, and the current GPU is the GPU of the tensors.
-
-    None if these arguments cannot be compared, or if this torch lacks the guards.
+    """Return a function of arguments that returns True only if they have the signature of `arguments` and the tensors'
+    GPU is the current one. Return None if these arguments cannot be compared, or if this torch lacks the guards.
 
     in_place  pairs of argument positions. The guard also compares whether the two tensors of a pair begin at the same
               address

@@ -1,4 +1,4 @@
-"""Checks of arguments, and views or copies of tensors with the layouts that kernels take.
+"""Checks of arguments, and views or copies of tensors with the layouts that kernels accept.
 
 The message of a check names the argument, what it got and what is accepted.
 
@@ -255,7 +255,7 @@ def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the dtype's name in the form that compile functions take."""
+    """Return the dtype's name in the form that compile functions expect."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -30,9 +30,8 @@ folder's path are resolved once, before all checks.
 
 If reading or writing files fails, a warning is issued and kernels are compiled.
 
-Why not use the cache of quack-kernels, which is similar: it requires einops and a torch extension, and its key covers
-the sources of quack-kernels rather than those of one kernel here, so any change of quack-kernels would recompile
-everything here.
+The cache of quack-kernels is similar, but it requires einops and a torch extension. Its key covers the sources of
+quack-kernels instead of those of one kernel here, so any change of quack-kernels would recompile everything here.
 
 Environment: DSA_CACHE_DIR is the directory (default: $XDG_CACHE_HOME/dsa or ~/.cache/dsa; for a user without a home
 $TMPDIR/dsa-<uid>). If it is set and empty, nothing is read from or written to disk.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 _EM_CUDA = (190).to_bytes(2, "little")
-_SHT_NOBITS = 8  # type of sections that take no bytes in the file, such as .bss
+_SHT_NOBITS = 8  # type of sections without bytes in the file, such as .bss
 
 
 def write_object_file(kernel: Any, path: Path, entry: str) -> None:

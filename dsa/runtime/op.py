@@ -209,7 +209,7 @@ class Op:
         return self.launches[arch]
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
-        """Whether the first tensor has a dtype that the kernels do not take."""
+        """Whether the first tensor has a dtype that the kernels do not accept."""
         return bool(self.dtypes) and tensor is not None and tensor.dtype not in self.dtypes
 
     def _check_for_kernels(self, call: tuple, arguments: tuple[Any, ...]) -> None:
@@ -322,7 +322,7 @@ def op(
     results         allocates the results, also for meta tensors. None for an op that writes to its arguments and
                     returns nothing
     limits          limits of the kernels for sizes and numbers, within what the specs allow (`dsa.runtime.arguments`)
-    rule            raises ValueError for arguments that the kernels do not take for reasons that limits cannot express
+    rule            raises ValueError for arguments that the kernels do not accept, if limits cannot express the reason
     out             specs of the first results, if a caller may pass tensors for them (`Op.into`). The launch takes
                     these tensors after the arguments, None if it should allocate them. The op with these outputs is
                     registered as NAME_out
@@ -331,8 +331,8 @@ def op(
                     reference
     recorded        whether repeated calls are recorded. False if the launch depends on more than the signature of its
                     arguments, such as on torch's settings
-    dtypes          the dtypes of the first tensor that the kernels take, if its spec allows more. With other dtypes the
-                    reference runs, with a warning if the GPU has kernels
+    dtypes          the dtypes of the first tensor that the kernels accept, if its spec allows more. With other dtypes
+                    the reference runs, with a warning if the GPU has kernels
     public          the name of the public function that the op is a part of, if it is not NAME; errors and warnings use
                     it
     """

@@ -8,13 +8,13 @@ import dsa
 from dsa_bench.harness.case import agree
 
 PAGE = 64
-# Layout -> channels of a latent, bytes per token.
+# {layout: channels of a latent} and {layout: bytes per token}.
 DIMS = {"V3.2": 576, "V4": 512, "bf16": 576}
 BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 
 
 def empty_pages(tokens: int, layout: str) -> torch.Tensor:
-    """Pages for `tokens` tokens."""
+    """Return zeroed pages for `tokens` tokens."""
     pages = -(-tokens // PAGE)
     if layout == "V4":
         return dsa.make_v4_cache(pages, PAGE, "cuda")
@@ -28,11 +28,11 @@ def empty_bytes(pages: int, per_token: int) -> torch.Tensor:
 
 
 def shuffled_slots(tokens: int) -> torch.Tensor:
-    """Slots as in a serving cache: pages in random order, consecutive tokens within a page."""
+    """Return slots as in a serving cache: pages in random order, tokens within a page in consecutive slots."""
     order = torch.randperm(-(-tokens // PAGE), device="cuda")
     return (order[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[:tokens]
 
 
 def same_contents(read: Callable[..., object], slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return a comparison of what `read` finds in these slots of two caches."""
+    """Return a function (theirs, ours) that compares what `read` returns for these slots of the two caches."""
     return lambda theirs, ours: agree(*(read(pages, slots) for pages in (theirs, ours)))

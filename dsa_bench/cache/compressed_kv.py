@@ -1,4 +1,5 @@
-"""The compressor in one kernel, compared with separate operations (torch's pooling, norm and rope, then our write)."""
+"""The compressor in one kernel, compared with separate operations: pooling and norm in torch, then our rotation, cast
+and write."""
 
 from functools import partial
 
@@ -72,7 +73,8 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
     read = tokens * sequences * 2 * c * 4 if tokens > 1 else sequences * (2 * m if m == 4 else m) * 2 * d * 4
     size = read + tokens * sequences // (m if tokens > 1 else 1) * (584 if layout == "v4" else d + 4)
 
-    # A prompt's first entry has no block before it; the separate operations use the last block there.
+    # A prompt's first entry has no earlier block. The separate operations use the last block as its earlier block, so
+    # this entry is not compared.
     first, entries = (1, sequences * tokens // m) if tokens > 1 else (0, sequences)
     read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
     return Case(

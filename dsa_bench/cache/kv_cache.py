@@ -18,13 +18,13 @@ SHAPES = [
 
 
 def _parts(kv: torch.Tensor, nope: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bytes of the values, bytes of the rope channels, scales."""
+    """Return (bytes of the FP8 values, bytes of the rope channels, scales)."""
     values, scale = per_token_cast_to_fp8(kv[:, :nope], True, group)
     return values.view(torch.uint8), kv[:, nope:].contiguous().view(torch.uint8), scale
 
 
 def _planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of a V4 cache: rows [pages, P, 576] and scales [pages, P, 8]."""
+    """Return the two parts of a V4 cache: rows [pages, P, 576] and scales [pages, P, 8]."""
     shape = pages.shape[:2]
     rows = pages.as_strided((*shape, 576), (pages.stride(0), 576, 1))
     return rows, pages.as_strided((*shape, 8), (pages.stride(0), 8, 1), PAGE * 576)

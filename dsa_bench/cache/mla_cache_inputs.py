@@ -1,5 +1,5 @@
-"""Attention's latent projection into the cache in one kernel, compared with separate operations (torch, then our
-write)."""
+"""Norm, rotation and cache write of attention's latent projection in one kernel, compared with separate operations:
+the norm in torch, then our rotation and write."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import dsa
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
 from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls, into
 
-# tokens; the cache's layout; whether the rows are returned as well
+# tokens; the cache's layout; whether the rows are also returned
 SHAPES = [
     (16384, "V3.2", True),
     (16384, "V3.2", False),
@@ -54,6 +54,6 @@ def case(tokens: int, layout: str, keep: bool) -> Case:
 
 
 def _agree(theirs: Results, ours: Results) -> None:
-    """Compare the contents of the caches, and the rows where they are returned."""
+    """Compare the contents of the caches, and the rows if they are returned."""
     slots = torch.arange(ours[0].shape[0] * PAGE, device=ours[0].device)
     agree(*((dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16), rows) for cache, rows in (theirs, ours)))

@@ -9,7 +9,7 @@ import dsa
 from dsa.reference.cache import slot_mapping as reference
 from dsa_bench.harness.case import Case, bytes_case
 
-# what; sequences; new tokens per sequence, which follow as many cached tokens
+# what; sequences; new tokens per sequence. As many tokens of the sequence are cached before them.
 SHAPES = [
     ("tokens", 1, 16384),
     ("tokens", 16, 1024),

@@ -1,1 +1,2 @@
-"""Whole passes of models with real layer sizes and random weights: the time of a token, by part of the model."""
+"""Benchmarks of whole passes: time and memory of layers with the published models' sizes and random weights, and
+errors of small models with trained weights."""

@@ -10,9 +10,9 @@ at least 32 index heads and 64 attention heads. This model has them:
 
 Every sequence of the held-out text is one pass. The references compute the expected logits in fp32, with the same
 weights and the same quantisation of activations, index keys and caches. The error of a sequence is
-|logits - expected| / |expected|, in 2-norms over all tokens and the vocabulary. Kernels are compared on the same
-sequences. An interval holds the middle 95% of the means of RESAMPLES random samples of as many sequences, with
-replacement (paired bootstrap).
+|logits - expected| / |expected|, in 2-norms over all tokens and the vocabulary. All kernels compute the same sequences.
+An interval contains the middle 95% of the means of RESAMPLES random samples. Each sample draws as many sequences as
+there are, with replacement, and uses the same sequences for all kernels (paired bootstrap).
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ RESAMPLES = 10_000
 PEERS = "peers"
 KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
 OPTIONS = {"checkpoints": {"nargs": "*", "type": Path, "default": [SHIPPED_MODEL], "metavar": "CHECKPOINT"}}
-Interval = list[float]  # the mean and the ends of its 95% interval
+Interval = list[float]  # the mean, and the lower and upper end of its 95% interval
 
 
 def rows(
@@ -52,8 +52,10 @@ def rows(
     error            Interval of the error
     divergence       Interval of KL(references || kernels), nats per token
     same_first       fraction of positions with the references' most likely token
-    over_peers       Interval of our error over the peers' error, None for the peers and where they do not take the
-    model
+    over_peers       Interval of our error / the peers' error; None in the peers' row, and if there are no peers or they
+                     fail
+
+    If the peers fail, their row has no figures, and "figure" says why.
     """
     for checkpoint in checkpoints:
         tell(str(checkpoint))
@@ -81,7 +83,8 @@ def rows(
 def _differences(
     checkpoint: Path, model: Model, sequences: Sequence[Sequence[int]], device: torch.device | str
 ) -> dict[str, list[Difference] | str]:
-    """{kernels: a Difference per sequence, or why they failed}. Without peers there is no entry for them."""
+    """Return {kernels: a Difference per sequence, or the reason why the peers failed}. Without peers there is no entry
+    PEERS."""
     exact = load_model(checkpoint, device=device, dtype=torch.float32, progress=False)
     peers: Replaced = replacement()
     found: dict[str, list[Difference] | str] = {name: [] for name in KERNELS}
@@ -100,7 +103,7 @@ def _differences(
             try:
                 with peers.in_place():
                     logits, _ = logits_of(model, sequence, len(sequence))
-            except Exception as error:  # libraries raise various errors for shapes that they do not take
+            except Exception as error:  # libraries raise various errors for shapes that they do not accept
                 found[PEERS] = reason(error)
             else:
                 found[PEERS].append(Difference.between(logits, expected, targets))
@@ -130,7 +133,8 @@ def _values(differences: Sequence[Difference], name: str) -> torch.Tensor:
 
 
 def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval:
-    """Return the mean of values [N], or mean(values) / mean(over), and its 95% interval by the paired bootstrap."""
+    """Return the mean of values [N] or, with over [N], mean(values) / mean(over), and its 95% interval by the paired
+    bootstrap."""
     samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0))
     means, mean = values[samples].mean(1), values.mean()
     if over is not None:

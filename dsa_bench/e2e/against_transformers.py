@@ -2,7 +2,7 @@
 which eager attention runs out of memory. Eager attention's scores and masks grow with the square of the length.
 
 The layers are the model's first layers, which have dense MLPs, with real sizes and random weights in bf16. A prompt is
-one pass without a cache. A decoding step is one token after a context, which both models read in chunks.
+one pass without a cache. A decoding step computes one token after a context, which was prefilled in chunks.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from dsa_layers import options
 from dsa_layers.parallel.ranks import ALONE
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-CHUNK = 512  # tokens; with eager attention such a pass fits in memory at all lengths
+CHUNK = 512  # tokens per pass over a context; with eager attention such a pass fits in memory at all of TOKENS
 REPEATS, STEPS = 3, 8
 EAGER = "eager"
 OPTIONS = {
@@ -41,14 +41,15 @@ def make_model(layers: int, device: torch.device | str, **changes: Any) -> torch
 def rows(
     layers: int = 2, tokens: Sequence[int] = TOKENS, clock: Clock | None = None, tell: Tell = quiet, **changes: Any
 ) -> Iterator[Row]:
-    """Yield {"shape", "way", "run", "layers", "tokens", "ms", "gib", "ratio", "figure"} of each way in turn, of prompts
-    and of steps after contexts of these numbers of tokens.
+    """Yield {"shape", "way", "run", "layers", "tokens", "ms", "gib", "ratio", "figure"} per way, run and number of
+    tokens.
 
     way    "eager", "dsa" or "dsa, FP8 index scores"
     run    "prompt" or "step"
-    ms     the median, or None where memory did not suffice
-    gib    peak memory without the model
-    ratio  eager attention's ms / ms; None where either is None
+    tokens of the prompt, or of the context before the steps
+    ms     the median, or None if memory did not suffice
+    gib    peak memory beyond that which is allocated before the run, such as the model's weights
+    ratio  eager attention's ms / ms; None if either is None
 
     changes: fields of the model's configuration. Raises ValueError without transformers.
     """
@@ -89,7 +90,7 @@ def _rows(layers: int, lengths: Sequence[int], clock: Clock, tell: Tell, changes
 
 
 def compared(ms: float | None, gib: float, eager_ms: float | None) -> Row:
-    """Return {"ratio", "figure"}, the speed-up over eager attention and all figures in words."""
+    """Return {"ratio", "figure"}: the speed-up over eager attention, and time, memory and speed-up as text."""
     if ms is None:
         return {"ratio": None, "figure": "out of memory"}
     ratio = None if eager_ms is None else eager_ms / ms
@@ -112,7 +113,7 @@ def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float
 
 
 def _measured(times: Callable[[], list[float]], clock: Clock) -> tuple[float | None, float]:
-    """Return median milliseconds and peak GiB."""
+    """Return (median milliseconds, or None if memory does not suffice; peak GiB beyond the memory allocated before)."""
     free()
     clock.forget_peak()
     held = clock.held()

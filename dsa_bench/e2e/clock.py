@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from dsa_layers.parallel.ranks import Ranks
 
-_L2_BYTES = 256 << 20  # more than the L2 cache holds
+_L2_BYTES = 256 << 20  # larger than the L2 cache
 
 
 class Clock:
-    """All ranks call the same methods in the same order."""
+    """Measures the time and memory of calls. All ranks must call the same methods in the same order, because methods
+    contain collectives."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self.device = ranks, device
@@ -29,9 +30,10 @@ class Clock:
         return torch.zeros(1, device=self.device)
 
     def times(self, call: Callable[[], object], repeats: int) -> torch.Tensor:
-        """Return milliseconds [ranks, repeats] on the GPUs' clocks.
+        """Return the milliseconds [ranks, repeats] of a call on the GPUs' clocks.
 
-        Before each call the L2 cache is emptied and the GPUs wait for each other. The hosts do not wait and run ahead.
+        Before each call, a fill evicts the L2 cache and the GPUs wait for each other. The hosts do not wait and run
+        ahead.
         """
         pairs = []
         for _ in range(repeats):
@@ -67,16 +69,16 @@ class Clock:
         return found
 
     def held(self) -> int:
-        """Return the bytes that tensors take now on this rank's GPU."""
+        """Return the bytes of the tensors that now exist on this rank's GPU, without the clock's scratch."""
         return torch.cuda.memory_allocated(self.device) - self._scratch_bytes
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
-        """Return the most bytes that tensors took on a GPU since `forget_peak`."""
+        """Return the peak bytes of tensors since `forget_peak`, the maximum over the ranks' GPUs."""
         return max(self.gather(torch.cuda.max_memory_allocated(self.device) - self._scratch_bytes))
 
     def free(self) -> int:
-        """Return the bytes that every GPU has free."""
+        """Return the free bytes of a GPU, the minimum over the ranks' GPUs."""
         return min(self.gather(torch.cuda.mem_get_info(self.device)[0]))

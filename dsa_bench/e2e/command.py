@@ -1,9 +1,10 @@
-"""Shared by the benchmarks of whole passes: kernels compiled in advance, rows of several stacks, and a line per step.
+"""Functions that the benchmarks of whole passes share: compile kernels in advance, yield the rows of several stacks,
+and print each step with its time.
 
 The module dsa_bench.e2e.NAME of a benchmark (`NAMES`) has
-  OPTIONS  {flag: the arguments of `add_argument`}; `rows` and `asked` have a parameter for each
-  rows     (options, tell) -> its rows
-  asked    options -> the kernels that the rows ask for, if they are compiled in advance
+  OPTIONS  {flag: the arguments of `add_argument`}; `rows` and `asked` have a parameter for each flag
+  rows     (options, tell) -> the benchmark's rows
+  asked    options -> the kernels (variants) that the rows ask for. Without `asked`, the passes compile their kernels
 """
 
 import importlib
@@ -36,14 +37,14 @@ def load(name: str) -> ModuleType:
 
 
 def of_models(models: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The option of a benchmark of several models."""
+    """Return the option --models of a benchmark, whose choices and default are all these models."""
     return {"--models": {"nargs": "+", "choices": [*models], "default": [*models], "help": "default: all"}}
 
 
 def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
-    """Compile the kernels that a benchmark asks for in parallel, then yield its rows.
+    """Compile the kernels that a benchmark asks for (`asked`) in parallel processes, then yield its rows.
 
-    Compiled one after the other within the timed passes, the kernels would take most of the time.
+    The passes would compile them one after the other, which would take most of the benchmark's time.
     """
     module, tell = load(name), seconds_told()
     rows = module.rows(**options, tell=tell)
@@ -72,8 +73,8 @@ def asked_of(
 ) -> set[Variant]:
     """Return the kernels that passes of a model on the meta device ask for.
 
-    prompts: (new, earlier) tokens of each prompt, per pass. steps: (sequences, tokens of each), with drafts also their
-    number, per decoding step.
+    prompts: per pass, the (new, earlier) tokens of each of its prompts. steps: per decoding step (sequences, tokens of
+    each sequence), or (sequences, tokens of each sequence, drafts of each sequence).
     """
     prompts, steps = list(prompts), list(steps)
     held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]
@@ -90,7 +91,7 @@ def asked_of(
 
 
 def in_order(found: Iterable[set[Variant]]) -> list[Variant]:
-    """Sort all variants of several models."""
+    """Return the variants of several models without duplicates, in an order that does not change between runs."""
     return sorted(set().union(*found), key=repr)
 
 
@@ -118,7 +119,11 @@ def by_stack(
     rows: Callable[[str, CheckpointModel, Sequence[Run]], Iterator[Row]],
     tell: Tell,
 ) -> Iterator[Row]:
-    """Yield the rows of the runs of each stack in turn. A stack without runs is not made."""
+    """Yield the rows of each stack in turn, and free its model before the next stack is made.
+
+    todo: a stack's name -> its runs; without runs the stack is not made. make: name -> the model. rows: (name, model,
+    runs) -> rows.
+    """
     for name in names:
         if runs := todo(name):
             model = make(name)

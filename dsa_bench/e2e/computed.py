@@ -7,17 +7,21 @@ from dsa_bench.e2e.parallel import Row
 
 
 def computed(silent: Row, measured: Sequence[Row]) -> float | None:
-    """Return milliseconds of a pass through all published layers on silent["gpus"] GPUs, or None if the same model and
-    run was not measured on several GPUs.
+    """Return milliseconds of a pass through all published layers on silent["gpus"] GPUs, or None if `measured` has no
+    row with shard_ms of the same model and run.
 
-    The result is all layers * (silent ms + communication) per layer. The silent time is that of one of many GPUs. The
-    communication is ms - silent ms of the measured row with the most GPUs. From n to N GPUs
+    silent: a row of `parallel.part_rows`; its shard_ms is the time of one of N = silent["gpus"] GPUs without
+    collectives. measured: rows of `parallel.rank_rows`; ms - shard_ms is the communication. The row with the most GPUs,
+    n, counts.
+
+    The result is published layers * (shard_ms of `silent` + communication), both per layer. From n to N GPUs
     - a prompt's communication grows with the fraction of the rows that each GPU receives, from (n - 1) / n to
       (N - 1) / N;
-    - a decoding step's communication has a fixed part, the communication of the fewest sequences. The remainder, which
-      transfers rows, grows with the number of parts that each GPU receives, from n - 1 to N - 1.
-    Additional waiting between more GPUs is not included. Embedding and head count as parts of the layers, so with fewer
-    than all layers they count too often.
+    - a decoding step's communication has a fixed part, which is the communication of the step with the fewest
+      sequences. The remainder transfers rows. It grows with the number of parts that each GPU receives, from n - 1 to
+      N - 1.
+    More GPUs also wait longer for each other; this is not included. The time of embedding and head is divided among the
+    layers. So if a row has fewer layers than the published model, embedding and head count several times.
     """
     same = [row for row in measured if row["model"] == silent["model"] and row["shard_ms"] is not None]
     rows = [row for row in same if row["run"] == silent["run"]]
@@ -35,5 +39,5 @@ def computed(silent: Row, measured: Sequence[Row]) -> float | None:
 
 
 def _communication(row: Row) -> float:
-    """Milliseconds per layer."""
+    """Return the milliseconds of communication per layer."""
     return max(row["ms"] - row["shard_ms"], 0.0) / row["layers"]

@@ -1,4 +1,5 @@
-"""The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes."""
+"""The gain of drafts in decoding, from the times of a step without drafts, of a pass that verifies K drafts per
+sequence, and of the drafter's passes."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
@@ -25,7 +26,8 @@ from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draft_step import DraftStep
 
-ACCEPTANCE = 0.85  # of a draft whose predecessors are accepted; the papers report 85 to 90% of first drafts
+# Probability that a draft is accepted if all drafts before it are. The papers report 85 to 90% for first drafts.
+ACCEPTANCE = 0.85
 SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
 REPEATS = 20
@@ -33,12 +35,15 @@ OPTIONS = of_models(STACKS)
 
 
 def tokens_a_round(drafts: int, acceptance: float = ACCEPTANCE) -> float:
-    """1 + p + ... + p^K: a draft counts where all drafts before it are accepted."""
+    """Return the expected tokens per sequence and round, 1 + p + ... + p^K, with p = acceptance and K = drafts.
+
+    A draft is accepted only if all drafts before it are accepted.
+    """
     return sum(acceptance**i for i in range(drafts + 1))
 
 
 def gain(plain_ms: float, verify_ms: float, draft_ms: float, drafts: int, acceptance: float = ACCEPTANCE) -> float:
-    """(tokens per round / (verify + draft)) / (1 / plain): tokens/s with drafts over tokens/s without."""
+    """Return tokens/s with drafts over tokens/s without: (tokens per round / (verify + draft)) / (1 / plain)."""
     return tokens_a_round(drafts, acceptance) * plain_ms / (verify_ms + draft_ms)
 
 
@@ -47,10 +52,10 @@ def run_of(count: int, drafts: int) -> str:
 
 
 class DraftedDecoding:
-    """`count` sequences of `context` tokens, the last `drafts` of them drafts, over caches of random numbers. All
-    tokens of a pass differ. The constructor runs the pass once.
+    """Decoding of `count` sequences of `context` tokens, of which the last `drafts` are drafts. The caches contain
+    random numbers, and all tokens that a pass computes differ. The constructor runs the pass once.
 
-    touched: the number of experts with tokens in a pass, per mixture.
+    touched: the number of experts with tokens in a pass, per MoE layer.
     """
 
     def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
@@ -71,8 +76,8 @@ class DraftedDecoding:
             return _graph_ms(self._step.again)
 
     def drafting_ms(self) -> float:
-        """Time the drafter's passes after a pass that accepted all drafts and one more token: the drafter's layer and
-        the head per new draft."""
+        """Time the drafter's passes that follow a pass in which all drafts and one more token were accepted. They
+        compute the drafter's layer and the head once per new draft."""
         step = _RepeatedDraft(
             self._model.drafter, self._cache, self._drafts, self._step.padding, self._device, capture=False
         )
@@ -82,7 +87,7 @@ class DraftedDecoding:
 
 
 class _Repeated(CapturedStep[Any]):
-    """A step whose pass can run again with the same inputs, without the host's work before the pass."""
+    """A step whose pass `again` repeats with the same inputs, without the host's work before the pass."""
 
     def _run(self, inputs: Any) -> Any:
         self._inputs = inputs
@@ -102,7 +107,7 @@ class _RepeatedDraft(_Repeated, DraftStep):
 
 
 def _graph_ms(call: Callable[[], Any]) -> float:
-    """Time a call as a CUDA graph, as in generation. Returns the median."""
+    """Return the median milliseconds of a call that is captured as a CUDA graph, as in generation."""
     return bench({"call": call}, repeats=REPEATS, graph=True)["call"]
 
 
@@ -117,17 +122,19 @@ def rows(
     "of_copy", "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} per model, number of sequences after
     4096 tokens and number of drafts. done: shapes of an earlier run, which are left out.
 
-    layers          of the published model; all figures are computed for this number of layers (`full_depth`)
+    layers          of the published model; ms and bytes of `plain` and `verify` are for this number of layers
+                    (`full_depth`)
     plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over one token per sequence, and of a pass over this
-                    token and the drafts. touched: the number of experts with tokens, the mean over mixtures. depths:
-                    the measured milliseconds of the stack without layers, with its first layer, and with all layers
-    draft_ms        of the drafter's passes per round, measured: the drafter has one layer
+                    token and the drafts. bytes: that the pass reads (`pass_bytes`). touched: the number of experts with
+                    tokens, averaged over the MoE layers. depths: the measured milliseconds of the stack without layers,
+                    with its first layer, and with all layers
+    draft_ms        of the drafter's passes per round; measured, because the drafter has only one layer
     copy            bytes per second that a copy reads and writes
-    of_copy         of the plain and of the verifying pass: the time to copy its bytes over its time
-    over_bytes      the verifying pass's time over the plain pass's, divided by the same ratio of their bytes
-    tokens_a_round  with simulated acceptance: with random weights no draft is accepted
-    ms              of a round: verifying pass and drafter
-    gain            tokens/s over those of plain passes (`gain`)
+    of_copy         [plain, verify]: the time to copy the pass's bytes / the pass's time
+    over_bytes      (verify ms / plain ms) / (verify bytes / plain bytes)
+    tokens_a_round  expected with ACCEPTANCE (`tokens_a_round`), because with random weights no draft is accepted
+    ms              of a round: the verifying pass and the drafter's passes
+    gain            tokens/s over tokens/s without drafts (`gain`)
 
     Times are GPU times. They include neither sampling nor the host's work between passes.
     """
@@ -137,7 +144,7 @@ def rows(
         return [run for run in runs if f"{name} {run_of(*run)}" not in done]
 
     def make(name: str) -> CheckpointModel:
-        tell(f"a copy: {copy() / 1e9:.0f} GB/s")  # measured before a model takes the memory
+        tell(f"a copy: {copy() / 1e9:.0f} GB/s")  # the first call measures, before a model fills the memory
         free()
         return stack(name, device, drafter=True)
 
@@ -155,8 +162,8 @@ def rows(
 
 
 def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[Row, float | None]:
-    """Measure a pass over a token and `drafts` drafts per sequence: its figures for all published layers. Return them
-    and with drafts the drafter's milliseconds."""
+    """Measure a pass over a token and `drafts` drafts per sequence. Return ({"ms", "bytes", "depths", "touched"} as in
+    `rows`, the drafter's milliseconds or None without drafts)."""
     run = DraftedDecoding(model, count, CONTEXT, drafts)
     ms = [run.pass_ms(layers) for layers in depths(model)]
     cached, read = cached_bytes(model, count, CONTEXT), []
@@ -195,7 +202,7 @@ def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: 
 def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, also those that are done; sorted."""
+    """Return the kernels that the rows ask for, sorted; also those of rows in `done`."""
     return in_order(
         asked_of(
             skeleton(name, drafter=True),

@@ -1,6 +1,6 @@
 """Time and bytes of all layers of a published model, computed from its stack at three depths.
 
-A decoding pass reads the weights, of the experts only those with tokens, and the caches.
+The bytes are those that a decoding pass reads: the caches and the weights, of the experts only those with tokens.
 """
 
 import functools
@@ -19,23 +19,24 @@ from dsa_layers.families.published import published_config
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.experts import Experts
 
-# The ops that sort a pass's tokens by expert. Their last result is the ends of the experts' rows.
+# The ops that sort a pass's tokens by expert. Their last result has the end of each expert's rows.
 SORTING = ("route_by_table", "route_to_experts", "sort_by_expert")
 LOOKED_UP = "tid2eid"  # V4's table; a token reads one row
 
 
 def depths(model: CheckpointModel) -> tuple[int, int, int]:
-    """The numbers of layers: none, the first, and all."""
+    """Return the numbers of layers at which a pass is measured: none, the first, and all."""
     return 0, 1, len(layers_of(model))
 
 
 def full_depth(name: str, ends: float, first: float, whole: float) -> float:
-    """ends + F * (first - ends) + (N - F) * (whole - first) / (n - 1), for milliseconds or bytes of a
-    stack without layers, with only the first layer, and with all layers.
+    """Return the milliseconds or bytes of all N published layers, ends + F * (first - ends) + (N - F) * (whole - first)
+    / (n - 1).
 
-    The first of a stack's n layers has the kind of the first F of the published model's N layers, which have no experts
-    (V3.2, GLM-5) or attend only to windows (V4). Each remaining layer counts as the mean of the stack's remaining
-    layers. These have one kind, in V4 two kinds in equal parts, like the published layers.
+    ends, first, whole: the milliseconds or bytes of the stack without layers, with only its first layer, and with all
+    its n layers. The first layer has the kind of the first F of the published layers, which have no experts (V3.2,
+    GLM-5) or attend only to windows (V4). Each of the other N - F layers counts as the mean of the stack's other
+    layers. These have one kind, or in V4 two kinds in equal parts, like the published layers.
     """
     file, fields = STACKS[name]
     published = published_config(file)
@@ -48,7 +49,8 @@ def full_depth(name: str, ends: float, first: float, whole: float) -> float:
 
 @contextmanager
 def first_layers(model: CheckpointModel, count: int) -> Iterator[None]:
-    """Within the block, the model has only its first `count` layers. Caches must exist before."""
+    """Within the block, the model has only its first `count` layers. Make caches before the block, because a cache has
+    a part for each layer that the model then has."""
     layers = layers_of(model)
     left_out = list(layers)[count:]
     del layers[count:]
@@ -59,14 +61,14 @@ def first_layers(model: CheckpointModel, count: int) -> Iterator[None]:
 
 
 def layers_of(model: CheckpointModel) -> nn.ModuleList:
-    """The model's layers, without those of its drafter."""
+    """Return the model's layers, without those of its drafter."""
     (found,) = (module for name, module in model.named_modules() if name in ("layers", "model.layers"))
     return found
 
 
 @contextmanager
 def experts_touched() -> Iterator[list[torch.Tensor]]:
-    """Record how many experts get tokens, per mixture that runs within the block, in order."""
+    """Yield a list to which each MoE layer that runs within the block appends the number of experts with tokens."""
     found: list[torch.Tensor] = []
 
     def recording(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,10 +86,11 @@ def experts_touched() -> Iterator[list[torch.Tensor]]:
 
 
 def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[int]) -> float:
-    """The bytes that a pass reads with the model's current layers, without its drafter.
+    """Return the bytes that a pass reads with the model's current layers, without its drafter.
 
-    touched: the number of experts with tokens, per mixture of the whole model. cached: bytes of the sequences in each
-    layer's cache, all of which count as read. Embeddings, one row per token, and activations do not count.
+    touched: the number of experts with tokens, per MoE layer. cached: bytes of the sequences in each layer's cache, all
+    of which count as read. Both lists may have entries for more layers than the model now has (`first_layers`).
+    Activations and embeddings, of which a token reads one row, do not count.
     """
     found = float(sum(cached[: len(layers_of(model))]))
     counts = iter(touched)
@@ -100,13 +103,13 @@ def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[
 
 
 def cached_bytes(model: CheckpointModel, count: int, context: int) -> list[int]:
-    """Bytes of `count` sequences of `context` tokens in each layer's cache."""
+    """Return the bytes of `count` sequences of `context` tokens in each layer's cache."""
     cache = model.make_cache(count * -(-context // model.page_size), device="meta", state_slots=count)
     return [_held(cache.layer(i)) for i in range(len(layers_of(model)))]
 
 
 def _held(part: Any) -> int:
-    """Bytes of the tensors of a layer's cache."""
+    """Return the bytes of the tensors of a layer's cache or of a part of it."""
     if isinstance(part, torch.Tensor):
         return part.nbytes
     return 0 if part is None else sum(map(_held, vars(part).values()))

@@ -10,10 +10,10 @@ from dsa_layers import Tokenizer
 
 
 def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
-    """Cut all held-out files into sequences of a BOS token and `length` tokens, without overlap.
+    """Return sequences of a BOS token and `length` tokens, which are consecutive tokens of the held-out files.
 
     The checkpoint's metrics.json names the files, which are read from this Python's standard library and packages.
-    Raises ValueError for a checkpoint without such a list, and where the files do not fill one sequence.
+    Raises ValueError for a checkpoint without such a list, and if the files have fewer than `length` tokens.
     """
     begin = tokenizer.bos_token_id
     if begin is None:
@@ -28,7 +28,7 @@ def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> l
 
 
 def held_out_files(checkpoint: Path) -> Iterator[Path]:
-    """Yield the held-out files that this Python has."""
+    """Yield the paths of those held-out files that this Python's standard library and packages contain."""
     metrics = checkpoint / "metrics.json"
     try:
         data = json.loads(metrics.read_text(encoding="utf-8"))["data"]

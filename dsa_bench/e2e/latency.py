@@ -1,6 +1,7 @@
 """The time between tokens of decoding sequences while the engine prefills a long prompt.
 
-There is a row per model and chunk size. Each runs twice, and the second run counts: the first captures decoding passes.
+There is a row per model and chunk size. Each is measured twice and the second measurement counts, because in the first
+the engine captures its decoding passes.
 """
 
 import statistics
@@ -39,8 +40,8 @@ class Sizes:
 
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
-    """Make a generator and its prompts. The long prompt is last and ends with its first token; the others decode in all
-    passes."""
+    """Return (generator, prompts, sampling parameters). The long prompt is the last one and generates one token. The
+    other sequences may generate so many tokens that they decode in all passes."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
@@ -57,7 +58,7 @@ def _lengths(sizes: Sizes) -> list[int]:
 
 
 def _new_tokens(chunk: int, sizes: Sizes) -> int:
-    """An upper bound of the tokens that a decoding sequence gets."""
+    """Return an upper bound of the number of tokens that a decoding sequence generates."""
     return -(-sum(_lengths(sizes)) // chunk) + sizes.sequences + sizes.steps + 2
 
 
@@ -94,7 +95,8 @@ def asked(
     most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
     for chunk in chunks:
         different = list(dict.fromkeys(_work(chunk, sizes)))
-        # Passes after many tokens ask for the same kernels.
+        # The kernels of a pass change little with the number of earlier tokens, so a geometric sample of the passes
+        # asks for all.
         prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
     counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
     steps = [(count, context) for count in counts for context in (sizes.context, most)]
@@ -102,7 +104,7 @@ def asked(
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
-    """Return (new, earlier) tokens of each prompt in each pass, in the generator's order."""
+    """Return, per pass in the generator's order, the (new, earlier) tokens of each prompt in the pass."""
     lengths = _lengths(sizes)
     passes_over = (parts_of_prompts(lengths, begin, begin + chunk) for begin in range(0, sum(lengths), chunk))
     return [tuple((new, cached) for _, new, cached in parts) for parts in passes_over]
@@ -118,10 +120,11 @@ def rows(
     """Yield {"shape", "model", "prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms",
     "alone_ms_max", "first_token_s", "figure"} per model and `prefill_chunk` of `chunks`.
 
-    ms, ms_max              between two tokens of a decoding sequence during the prefill: median and maximum over all
-                            sequences
-    alone_ms, alone_ms_max  the same after the prefill
-    first_token_s           from the moment when the prompt is next in line to its first token
+    ms, ms_max              milliseconds between two tokens of a decoding sequence during the prefill: median and
+                            maximum over all sequences
+    alone_ms, alone_ms_max  ms and ms_max after the prefill
+    first_token_s           seconds until the first token of the long prompt. They begin when all other sequences have
+                            their first token, so that the long prompt is next in line
     """
 
     def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:

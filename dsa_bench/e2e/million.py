@@ -20,9 +20,9 @@ LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 OPTIONS = of_models(LONG_STACKS)
 STEP_REPEATS = 20
-SHORT = 2  # the first pass that selects; it has few keys, so its memory is activations
-RESERVE = 4 << 30  # bytes: more than a step takes without weights and caches
-WARM = 8  # every eighth pass runs once before the timing, which loads the kernels of all lengths
+SHORT = 2  # The second pass is the first that selects keys. It has few keys, so its memory is activations.
+RESERVE = 4 << 30  # bytes: more than a step needs besides weights and caches
+WARM = 8  # Every eighth pass runs once before the timing, which loads the kernels of all lengths.
 
 
 def rows(
@@ -35,26 +35,25 @@ def rows(
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "pass_ms", "parts", "memory", "workspace"}
-    of prompts, and of decoding steps after the longest context, whose workspace is None. done: shapes of an earlier
-    run, which are left out.
+    of prompts, and of decoding steps after the longest context. done: shapes of an earlier run, which are left out.
 
     A prompt's passes do not depend on later tokens. So only the longest prompt is computed, and a shorter prompt's row
     is made of its first passes.
-    ms         of all passes on the GPU's clock, of a step as one CUDA graph
+    ms         of all passes on the GPU's clock, or of a step as one CUDA graph
     pass_ms    of the last pass; for a step, ms
-    parts      {part: ms} of the kernels in the last pass, which runs once more for this
+    parts      {part: ms} of the kernels in the last pass or in the step, which runs once more for this
     memory     peak bytes of tensors, with weights and cache
-    workspace  peak bytes of a pass without weights and cache, less those of the SHORT-th pass: the addition by a long
-               context
+    workspace  what a long context adds to the peak bytes of a pass besides weights and cache: their maximum over the
+               passes from the SHORT-th on, minus those of the SHORT-th pass. None for a step
 
-    Caches of decoding sequences hold random numbers. These decide which keys are selected, not how many. Steps whose
+    Caches of decoding sequences contain random numbers. These decide which keys are selected, not how many. Steps whose
     sequences do not fit in memory have no row.
     """
     clock = clock or Clock(ALONE, torch.device(device))
     context = max(lengths)
 
     def todo(name: str) -> list[tuple[str, int]]:
-        """(run, tokens of a prompt or number of sequences), prompts first."""
+        """Return [(run, tokens of a prompt or number of sequences)], prompts first."""
         prompts = [(f"prompt {n}", n) for n in sorted(lengths)]
         steps = [(f"decode {n} x {context}", n) for n in sorted(sequences)]
         return [(run, n) for run, n in (*prompts, *steps) if f"{name} {run}" not in done]
@@ -77,7 +76,7 @@ def rows(
 
 
 def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: Clock, tell: Tell) -> Iterator[Row]:
-    """Yield the rows of prompts, from their tokens and names."""
+    """Yield a row per prompt. runs: {number of tokens of the prompt: name of the run}."""
     prompt = Prompts(model, 1, max(runs), CHUNK)
     begins = prompt.begins
     for begin in {*begins[:SHORT], *begins[::WARM], begins[-1]}:
@@ -105,11 +104,11 @@ def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: 
 
 
 def _step(model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
-    """Measure a step. Returns None where memory does not suffice."""
+    """Return a decoding step's figures, or None if memory does not suffice."""
     torch.manual_seed(0)
     clock.forget_peak()
     pages = count * -(-context // model.page_size)
-    # Checked before the capture: running out of memory would break it.
+    # Check before the capture, because running out of memory within the capture would break it.
     if model.make_cache(pages, device="meta", state_slots=count).nbytes + RESERVE > clock.free():
         return None
     try:
@@ -127,7 +126,7 @@ def asked(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, also those that are done; sorted."""
+    """Return the kernels that the rows ask for, sorted; also those of rows in `done`."""
     context = max(lengths)
     prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
     return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

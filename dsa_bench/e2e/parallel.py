@@ -1,7 +1,7 @@
 """Models split over several GPUs of one machine, compared with the same parts without collectives and with one GPU.
 
-`rows` starts a process per GPU, and the first of them prints the rows of `rank_rows`. All ranks make the same calls in
-the same order.
+`rows` starts a process per GPU, a rank. All ranks run `rank_rows`, which makes the same calls in the same order on each
+rank, and the first rank prints the rows.
 """
 
 import contextlib
@@ -47,12 +47,14 @@ from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import split
 
-MANY = 8  # GPUs whose time is computed
+MANY = 8  # GPUs whose time `computed.py` computes from fewer GPUs
 COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")
 # Memory per GPU for activations, scores, graphs and kernels. Passes over 8192 tokens take about half of it.
 RESERVE = 10 * 10**9
-MOST_COMPARED = 16  # layers compared on one GPU and split; the rest of a pass is then small
-# Tokens of a prompt, and how often it is timed. 0: once, without a warm-up, because it takes a minute.
+# At most so many layers are compared between one GPU and all GPUs. With 16 layers, the part of a pass that is in no
+# layer is small.
+MOST_COMPARED = 16
+# {tokens of a prompt: how often it is timed}. 0: once, without a warm-up, because it takes a minute.
 PROMPTS = {4096: 10, 32768: 3, 131072: 1, 1048576: 0}
 SEQUENCES, CONTEXT = (1, 8, 32, 128, 256), 8192
 STEP_REPEATS = 20
@@ -60,8 +62,8 @@ STEP_REPEATS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: computed by a pass. held: tokens in the cache at its end. repeats: how often it is timed; 0: once,
-    without warm-up and comparisons."""
+    """tokens: computed by the case, a prompt or a decoding step. held: tokens in the cache at its end. repeats: how
+    often it is timed; 0: once, without warm-up and comparisons. make: model -> the run."""
 
     name: str
     tokens: int
@@ -71,7 +73,7 @@ class Case:
 
 
 def cases(model: str) -> list[Case]:
-    """Return the cases of a published model, whose context bounds its prompts."""
+    """Return the cases of a published model. Prompts longer than the model's context are left out."""
     context = published_config(STACKS[model][0])["max_position_embeddings"]
     prompts = [
         Case(f"prefill {n}", n, n, repeats, partial(prefill, count=1, tokens=n, chunk=CHUNK))
@@ -102,9 +104,9 @@ OPTIONS = of_models(STACKS) | {
 def asked(
     gpus: int, models: Sequence[str] = tuple(STACKS), runs: Collection[str] | None = None, **others: Any
 ) -> list[Variant]:
-    """Return the kernels that passes of the models ask for, split over `gpus` GPUs and on one; sorted.
+    """Return the kernels that passes of the models ask for, split over `gpus` GPUs and on one GPU; sorted.
 
-    others: options that change no kernel.
+    others: the other options of `rows`, which change no kernel.
     """
     return in_order(
         asked_of_part(name, ranks, found)
@@ -124,7 +126,7 @@ def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]
         if case.name.startswith("decode"):
             steps.append((case.tokens, CONTEXT))
             continue
-        # The last passes of a long prompt ask for the same kernels.
+        # Passes after the eighth ask for the same kernels as the last pass.
         begins = {*range(0, min(case.tokens, 8 * CHUNK), CHUNK), max(case.tokens - CHUNK, 0)}
         prompts += [[(min(CHUNK, case.tokens - begin), begin)] for begin in begins]
     with without_collectives(model, ranks):
@@ -132,12 +134,12 @@ def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]
 
 
 def shape(model: str, case: str, gpus: int, one: bool = False) -> str:
-    """The name of a row. one: of one GPU's part."""
+    """Return the name of a row. one: the row is of one GPU's part (`part_rows`)."""
     return f"{model} {case}, {'one of ' if one else ''}{gpus} GPUs"
 
 
 def todo(model: str, gpus: int, runs: Collection[str] | None, done: Collection[str], one: bool = False) -> list[Case]:
-    """Return the cases of a model that are not done: all, or those named in `runs`."""
+    """Return the cases of a model whose rows are not in `done`; with `runs` only those whose name is in `runs`."""
     found = (case for case in cases(model) if runs is None or case.name in runs)
     return [case for case in found if shape(model, case.name, gpus, one) not in done]
 
@@ -152,16 +154,17 @@ def rank_rows(
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield {"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "ms", "tokens/s", "figure",
-    "memory", "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} per case, of all
-    or of those named in `runs`. The last seven are None for a prompt that is computed once.
+    "memory", "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} per case of the
+    models; with `runs` only of the cases that it names. The last seven are None for a prompt that is computed once.
 
-    layers      of the split model; None: as many as fit into the GPUs' memory with the caches of all cases
-    ms          of a pass, a decoding step as one CUDA graph; the slowest GPU counts, here and below
+    layers      of the split model. The argument None: as many as fit into the GPUs' memory with the largest cache
+    ms          of the case, a decoding step as one CUDA graph; the slowest GPU counts, here and below
     memory      peak bytes of tensors on a GPU, with weights
-    collectives fraction of the kernels' time on the first GPU that receives data from other GPUs or waits for them
-    shard_ms    of the same pass without collectives (`without_collectives`); efficiency is shard_ms / ms
-    few_layers  the number of layers that fit on one GPU, at most MOST_COMPARED: one_gpu_ms on the first GPU, few_ms
-                split over all GPUs; speedup is one_gpu_ms / few_ms
+    collectives fraction of the first GPU's time in which only collectives run (`collectives_share`)
+    shard_ms    of the case without collectives (`without_collectives`); efficiency is shard_ms / ms
+    few_layers  layers of a smaller model for the comparison with one GPU: as many as fit on one GPU, but at most
+                MOST_COMPARED and `layers`. Its time is one_gpu_ms on the first GPU and few_ms split over all GPUs;
+                speedup is one_gpu_ms / few_ms
     """
     for name in models:
         if found := todo(name, ranks.size, runs, done):
@@ -178,11 +181,11 @@ def part_rows(
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield {"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "shard_ms", "memory", "ms",
-    "figure"} of the first of `gpus` GPUs, of which the machine needs one: the part runs without collectives
-    (`silent.py`). The time of all GPUs is computed from these rows and from the collectives of fewer (`computed.py`).
+    "figure"} per case. One GPU runs the part of the first of `gpus` ranks, without collectives (`silent.py`).
 
-    Prompts that are computed once have no row. ms is shard_ms. clock: by default of the current GPU. Other fields and
-    arguments: as in `rank_rows`.
+    `computed.py` computes the time of all GPUs from these rows and from the collectives of fewer GPUs. Prompts that are
+    computed once have no row. ms is shard_ms. clock: by default of the current GPU. Other fields and arguments: as in
+    `rank_rows`.
     """
     clock = clock or Clock(ALONE, torch.device("cuda", torch.cuda.current_device()))
     ranks = SilentRanks(0, gpus)
@@ -208,7 +211,7 @@ def part_rows(
 
 
 def _case(name: str, case: Case, gpus: int, layers: int, one: bool = False) -> Row:
-    """Return what a row says of a case."""
+    """Return the fields of a row that describe its case."""
     return {
         "shape": shape(name, case.name, gpus, one),
         "model": name,
@@ -256,7 +259,7 @@ def _of_model(
         model = part_of_stack(name, some, clock, tell, **with_layers(name, few))
         for case in compared:
             times = timed(model, case, clock)
-            # Every GPU runs the model alone at the same time; the first GPU's time counts.
+            # With ALONE every GPU runs the complete model at the same time, and the first GPU's time counts.
             found[case.name] = (times.max(0).values if some.size > 1 else times[0]).median().item()
             tell(f"{name} {case.name}, {few} layers on {some.size}: {found[case.name]:.2f} ms")
         del model
@@ -284,7 +287,7 @@ def _of_model(
 
 
 def part_of_stack(name: str, ranks: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
-    """Make this rank's part of a stack. Raises RuntimeError where ranks differ in a tensor that all have whole."""
+    """Make this rank's part of a stack. Raises RuntimeError if a tensor that is not split differs between ranks."""
     model = stack(name, clock.device, ranks=ranks, **fields)
     cut = cuts_of(skeleton(name, **fields), ranks.size, blocks=True)
     whole = {key: _sum_of_bytes(x) for key, x in model.state_dict().items() if key not in cut}
@@ -297,13 +300,13 @@ def part_of_stack(name: str, ranks: Ranks, clock: Clock, tell: Tell, **fields: A
 
 
 def _sum_of_bytes(x: torch.Tensor) -> int:
-    # Summed in pieces: torch widens its input, and a tensor of experts would take eight times its memory.
+    # Sum in pieces: torch widens the bytes to int64 first, so a tensor of experts would need eight times its memory.
     pieces = x.detach().contiguous().reshape(-1).view(torch.uint8).split(1 << 28)
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
 
 
 def timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
-    """Return milliseconds [ranks, repeats] of a case, after a first call."""
+    """Return the milliseconds [ranks, repeats] of a case, after a first call that is not timed."""
     torch.manual_seed(0)
     run = case.make(model)
     run.timed()
@@ -356,11 +359,11 @@ def rows(
     done: Collection[str] = (),
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """Return the rows of `rank_rows`, which other processes compute. Their steps go to standard error, not to `tell`.
-    one: return the rows of `part_rows`.
+    """Return the rows of `rank_rows`, which a process per GPU computes. These processes print their steps to standard
+    error and do not call `tell`. one: return the rows of `part_rows` instead, computed by this process.
 
-    Raises ValueError for a number of GPUs that cannot be used, and RuntimeError if the processes fail, after their last
-    row.
+    Raises ValueError for a number of GPUs that cannot be used. If the processes fail, the iterator raises RuntimeError
+    after their last row.
     """
     choice = {"models": models, "runs": runs, "layers": layers, "done": done}
     if one:
@@ -388,7 +391,8 @@ def _printed(call: Sequence[str]) -> Iterator[Row]:
 
 
 def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Yield the rows of two GPUs, of one of MANY GPUs, and of four, as far as the machine has these GPUs."""
+    """Yield the rows of two GPUs, of one GPU's part of MANY, and of four GPUs. Rows of two and of four GPUs are left
+    out if the machine has fewer."""
     count = torch.cuda.device_count()
     if count >= 2:
         yield from compiled_rows("parallel", gpus=2, done=done)
@@ -398,7 +402,8 @@ def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
 
 
 def main(choice: str) -> int:
-    """Start the ranks, or be one of them. choice: the options of `rows` as JSON."""
+    """Start the ranks or, in a process that was started as a rank, compute the rows. choice: {"gpus", "models", "runs",
+    "layers", "done"} as JSON."""
     given = json.loads(choice)
     gpus = given.pop("gpus")
     if started_ranks() is None:

@@ -1,9 +1,9 @@
-"""GPU time by part of a model, indexer, top-k, attention, MoE and the rest, and the share of collectives.
+"""GPU time by part of a model (indexer, top-k, attention, MoE and the rest), and the share of collectives.
 
-While a profiler runs, modules and ops open named ranges on the host. A kernel belongs to the innermost range around its
-launch. Only kernels count, not the gaps between them, and a kernel's time starts when the previous kernel ends
-(`in_turn`). The products that an indexer shares with its attention layer count as attention. A selection fused
-with its scores counts as indexer, not as top-k.
+While a profiler runs, modules and `dsa.topk_indices` open named ranges on the host (`_announced`). A kernel belongs to
+the innermost range around its launch. Kernels, copies and fills count, gaps do not. The time of each starts when all
+earlier work has ended (`in_turn`). The products that an indexer shares with its attention layer count as attention. A
+selection fused with its scores counts as indexer, not as top-k.
 """
 
 import functools
@@ -45,21 +45,21 @@ Event = dict[str, Any]
 
 
 def glue() -> AbstractContextManager[None]:
-    """Open a range around work that only converts our tensors for the peers' kernels."""
+    """Open a range, for work that only converts our tensors to layouts of the peers' kernels."""
     return record_function(_PREFIX + GLUE)
 
 
 def gpu_ms(model: nn.Module, call: Callable[[], object]) -> dict[str, float]:
-    """Return GPU milliseconds by part of one call, which must launch from Python, not replay a graph."""
+    """Return {part: GPU milliseconds} of one call, which must launch its kernels from Python, not replay a graph."""
     with _announced(model):
         return by_part(events_of(call))
 
 
 def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Return milliseconds of kernels by part, from the events of a Chrome trace.
+    """Return {part: GPU milliseconds} from the events of a Chrome trace.
 
-    The events are `user_annotation` ranges on the host, launches (`cuda_runtime`, `cuda_driver`), and `kernel`s with
-    the correlation of their launch.
+    Of the events, `user_annotation` ranges on the host, launches (`cuda_runtime`, `cuda_driver`) and the GPU's work
+    (GPU_WORK) count. Work has the correlation id of its launch.
     """
     ranges = sorted(
         (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(_PREFIX))
@@ -84,7 +84,7 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _announced(model: nn.Module) -> AbstractContextManager[None]:
-    """Within the block, modules and the selection open ranges."""
+    """Within the block, modules and `dsa.topk_indices` open ranges."""
 
     def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -96,16 +96,18 @@ def _announced(model: nn.Module) -> AbstractContextManager[None]:
 
     indexers = [module for module in model.modules() if isinstance(module, LightningIndexer | CompressedIndexer)]
     selects = [(indexer, "select", announced("indexer", indexer.select)) for indexer in indexers]
-    # No hooks: a module with hooks takes no casts.
+    # Replace `forward` instead of adding hooks: a norm does not write FP8 for a module that has hooks
+    # (layers/norm_and_cast.py), so hooks would change the kernels.
     forwards = [(kind, "forward", announced(part, kind.forward)) for kind, part in MODULES.items()]
     return replaced([*selects, *forwards, (dsa, "topk_indices", announced("top-k", dsa.topk_indices))])
 
 
 def in_turn(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield the GPU's work in order of its start, each with the microseconds since the end of all earlier work.
+    """Yield the GPU's work in order of its start, each event with the microseconds that it runs after all earlier work
+    has ended. Gaps do not count.
 
-    With programmatic launch a kernel starts while the previous kernel ends, and waits for it. Time in which several
-    events run counts once.
+    With programmatic dependent launch a kernel starts before the previous kernel has ended, and waits for it. Time in
+    which several events run counts once.
     """
     end = float("-inf")
     for event in sorted((event for event in events if event.get("cat") in GPU_WORK), key=lambda event: event["ts"]):
@@ -129,16 +131,17 @@ def events_of(call: Callable[[], object], *, host: bool = True) -> list[Event]:
 def collectives_share(events: Sequence[Event]) -> float:
     """Return the fraction of a GPU's time in which it receives data from other GPUs or waits for them.
 
-    This is the time in which only collectives run, over the time in which any kernel, copy or fill runs. It counts from
-    the first collective on, where the ranks start together. A collective that waits for another rank counts as running;
-    time in which the GPU also computes is not waiting. Raises ValueError if no work follows the first collective.
+    This is the time in which only collectives run, over the time in which any kernel, copy or fill runs. Only work
+    after the first collective counts, because this collective makes the ranks start together (`Clock.align`). A
+    collective that waits for another rank counts as running. Time in which the GPU also computes does not count as
+    waiting. Raises ValueError if no work follows the first collective.
     """
     work = list(in_turn(events))
     begin = next((i + 1 for i, (event, _) in enumerate(work) if _is_collective(event)), len(work))
     whole = sum(us for _, us in work[begin:])
     if not whole:
         raise ValueError(f"events: must have kernels after a collective, got {len(work)} in {len(events)} events")
-    # The same time without collectives.
+    # The time in which work other than collectives runs.
     others = [work[begin - 1][0], *(event for event, _ in work[begin:] if not _is_collective(event))]
     computing = sum(us for _, us in list(in_turn(others))[1:])
     return (whole - computing) / whole

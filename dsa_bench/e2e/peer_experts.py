@@ -1,14 +1,15 @@
 """The routed experts of a pass on DeepGEMM's grouped products and on vLLM's Marlin, as engines run them.
 
-In a prompt's pass, and in a step of very few tokens, each expert's rows begin at a multiple of 128: tokens are cast
-once and gathered, with padding between the experts' rows, and padding tiles at the end. In a step of more tokens each
-expert has a fixed number of rows and a count (the masked product). On Hopper DeepGEMM multiplies no FP4, so FP4 weights
-are widened to FP8 without loss at their first use.
+In a prompt's pass, and in a step of fewer than LEAST_MASKED tokens, DeepGEMM's contiguous product runs: tokens are
+quantised once and gathered, and each expert's rows begin at a multiple of 128, with padding rows before the next
+expert's rows and padding tiles at the end. In a step of more tokens the masked product runs: each expert has a fixed
+number of rows and a count. Steps of more than MOST_MASKED tokens run on our kernels. On Hopper DeepGEMM multiplies no
+FP4, so a prompt's pass widens FP4 weights to FP8 without loss at their first use.
 
 FP4 experts of a decoding step run on Marlin, as in engines that run DeepSeek-V4-Flash on Hopper. Marlin multiplies bf16
-activations by FP4 weights. Its layout is a second copy of 3.4 GB per layer of V4-Flash, made at the first use. The
-weights widened to FP8, 6.4 GB per layer, are then freed, because five layers with all three copies take 66 GB. Later
-prompts widen them again. A separate kernel adds the shared expert's output, as in vLLM.
+activations by FP4 weights. The weights in Marlin's layout are a second copy of 3.4 GB per layer of V4-Flash, made at
+the first use. The weights widened to FP8, 6.4 GB per layer, are then freed, because five layers with all three copies
+need 66 GB. Later prompts widen them again. A separate kernel adds the shared expert's output, as in vLLM.
 """
 
 import weakref
@@ -25,12 +26,12 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-# A pass with at least so many tokens is a prompt's; it widens FP4 weights. Engines run prompts on Marlin too, with bf16
-# products. FP8 products have twice the rate, which counts where experts have many rows. A step's time is the time to
-# read its weights.
+# A pass with at least so many tokens counts as a prompt's, and runs on DeepGEMM with FP4 weights widened to FP8.
+# Engines run prompts on Marlin too, with bf16 products. FP8 products have twice the rate, which matters for a prompt,
+# whose experts have many rows. A step's time is the time to read its weights.
 LEAST_TOKENS = 512
-# A step with at least so many tokens takes the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms with it
-# and 2.08 ms without; one token took 0.096 ms and 0.077 ms.
+# Steps of LEAST_MASKED to MOST_MASKED tokens use the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms
+# with the masked and 2.08 ms with the contiguous product; one token took 0.096 ms and 0.077 ms.
 LEAST_MASKED = 4
 MOST_MASKED = ALIGNMENT
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -39,8 +40,8 @@ _widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.Weak
 
 
 class Layout(NamedTuple):
-    """places int32 [T, k]: each token's rows. sources int64 [M]: the token of each row. groups int32 [M]: the expert of
-    each row, -1 after the last."""
+    """Rows of the contiguous product. places int32 [T, k]: the indices of each token's rows. sources int64 [M]: the
+    token of each row, 0 for padding. groups int32 [M]: the expert of each row, -1 after the last expert's rows."""
 
     places: torch.Tensor
     sources: torch.Tensor
@@ -48,7 +49,8 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Lay out the rows of experts [T, k]. M depends only on T and k, so the host does not wait for the GPU."""
+    """Lay out the rows of experts [T, k], the expert ids of each token, of `count` experts. M depends only on T, k and
+    `count`, so the host does not wait for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)
@@ -64,8 +66,8 @@ def padded(experts: torch.Tensor, count: int) -> Layout:
 
 
 class Slots(NamedTuple):
-    """Each expert has MOST_MASKED rows. places int64 [T, k]: each token's rows. slots int64 [T, k]: the same, counted
-    within the expert. sizes int32 [E]: the number of rows with tokens per expert."""
+    """Rows of the masked product, MOST_MASKED per expert. places int64 [T, k]: the indices of each token's rows. slots
+    int64 [T, k]: their indices within the expert's rows. sizes int32 [E]: the number of rows with tokens per expert."""
 
     places: torch.Tensor
     slots: torch.Tensor
@@ -80,7 +82,8 @@ class Slots(NamedTuple):
             return cls(experts * MOST_MASKED + slots, slots, sizes.int())
 
     def spread(self, q: torch.Tensor, scale: torch.Tensor, experts: torch.Tensor) -> Scaled:
-        """Copy casts [T, k or 1, channels] and their scales to the experts' rows, scales column-major."""
+        """Copy FP8 values q [T, k, channels], or [T, 1, channels] if all experts of a token get the same row, and their
+        scales to the rows of `experts` [T, k]. The returned scales are column-major."""
         count = len(self.sizes)
         rows = torch.empty(count * MOST_MASKED, q.shape[-1], dtype=q.dtype, device=q.device)
         rows.view(torch.int64)[self.places] = q.view(torch.int64)  # eight values at a time
@@ -91,7 +94,7 @@ class Slots(NamedTuple):
 
 @torch.no_grad()
 def weight_of(experts: Experts, name: str) -> Scaled:
-    """Return a projection's weights in FP8 and their scales."""
+    """Return (a projection's weights in FP8, their scales). FP4 weights are widened at the first call."""
     if not experts.fp4:
         return _parameter(experts, name)
     if experts not in _widened:
@@ -104,7 +107,8 @@ def _parameter(experts: Experts, name: str) -> Scaled:
 
 
 def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
-    """`Experts.forward` on the peers' kernels: DeepGEMM's `module`, if there is one, and Marlin, if it is installed."""
+    """Return an `Experts.forward` on the peers' kernels: on DeepGEMM's `module`, unless it is None, and on Marlin with
+    `on_marlin`. `ours` runs passes that neither runs."""
 
     def forward(
         self: Experts,
@@ -132,13 +136,13 @@ def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
 
 
 def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return (the experts' rows, each token's places in them)."""
+    """Compute the experts with the contiguous product. Return (outputs [M, hidden], each token's rows int32 [T, k])."""
     layout = padded(experts, len(layer.down_proj))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
         weight = weight_of(layer, name)
         out = torch.empty(len(q), weight[0].shape[1], dtype=x.dtype, device=x.device)
-        with glue():  # engines' casts write this layout
+        with glue():  # engines' quantising kernels write this layout
             scale = module.get_mn_major_tma_aligned_tensor(scale)
         module.m_grouped_fp8_gemm_nt_contiguous((q, scale), weight, out, layout.groups)
         return out
@@ -151,12 +155,12 @@ def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: to
 
 
 def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Like `_contiguous`, with the masked product."""
+    """Compute the experts like `_contiguous`, but with the masked product."""
     slots = Slots.of(experts, len(layer.down_proj))
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-        """Multiply casts [T, k or 1, channels]; return the rows of all experts."""
+        """Multiply FP8 values [T, k or 1, channels] by a projection's weights. Return the rows of all experts."""
         weight = weight_of(layer, name)
         operand = slots.spread(q, scale, experts)
         out = torch.empty(*operand[0].shape[:2], weight[0].shape[1], dtype=x.dtype, device=x.device)
@@ -172,7 +176,7 @@ def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.
 
 @torch.no_grad()
 def packed(experts: Experts) -> tuple[marlin.Packed, ...]:
-    """Return the layer's gate_up_proj and down_proj in Marlin's layout."""
+    """Return the layer's gate_up_proj and down_proj in Marlin's layout, which the first call makes."""
     if experts not in _packed:
         _widened.pop(experts, None)  # frees the FP8 copy
         _packed[experts] = tuple(marlin.pack(*_parameter(experts, name)) for name in PROJECTIONS)

@@ -1,4 +1,5 @@
-"""Positions of selected keys as slots in pages: one kernel in Triton, as in engines that use a library's indices."""
+"""Convert the positions of selected keys to slots in pages with one Triton kernel, as engines do with a library's
+top-k indices."""
 
 import torch
 
@@ -11,8 +12,8 @@ def to_slots(
 ) -> torch.Tensor:
     """Convert positions to slots, page * page_size + offset.
 
-    topk_indices: int32 [T, k], contiguous; a position in the row's sequence, or -1, which stays. block_table: int32
-    [B, pages]; without it, positions stay. row_to_seq: int32 [T]; None where row t belongs to sequence t.
+    topk_indices: int32 [T, k], contiguous: positions in the row's sequence, or -1, which remains -1. block_table: int32
+    [B, pages]; if None, the positions are returned. row_to_seq: int32 [T]; None if row t belongs to sequence t.
     """
     if block_table is None:
         return topk_indices

@@ -1,4 +1,4 @@
-"""`to_slots` on a GPU."""
+"""The Triton kernel of `peer_slots.to_slots`."""
 
 import torch
 import triton

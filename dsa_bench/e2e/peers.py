@@ -1,13 +1,14 @@
 """A model's layers on the peers' kernels: replaces our ops by the peers' ops that can be imported.
 
-DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys,
-each in the newest installed build, as in engines that run DeepSeek-V3.2. FlashMLA has only the absorbed form of
-attention to selected keys. Dense prompts take the multi-head form, a third of the absorbed form's multiply-adds, in
-PyTorch: cuDNN's kernel where a pass has whole prompts of one length, FlashAttention 2 otherwise. In V4's prefill the
-window's keys and the compressed entries are copied into one tensor for FlashMLA, where engines keep them. Experts run
-on DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin. No peer fuses selection
-with scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay
-ours. Work that only converts our tensors to a library's layout is marked as glue (`parts`).
+As in engines that run DeepSeek-V3.2, DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, and
+FlashMLA the attention to selected keys, each in the newest installed build. FlashMLA has only the absorbed form of
+attention to selected keys. Prompts that attend to all keys run in the multi-head form, with a third of the absorbed
+form's multiply-adds, in PyTorch: on cuDNN's kernel if a pass has whole prompts of one length, on FlashAttention 2
+otherwise. In V4's prefill the window's keys and the compressed entries are copied into one tensor for FlashMLA, where
+engines keep them. Experts run on DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's
+Marlin. No peer fuses selection with scores, so scores and top-k are two ops for any number of keys and of sequences.
+All other ops, such as cache writers, stay ours. Work that only converts our tensors to a library's layout is marked as
+glue (`parts.glue`).
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from dsa_layers.layers import attention, key_selection
 from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
-_NEVER = 2**31  # keys: more than any op takes
+_NEVER = 2**31  # keys: more than any call has, so scores and selection are never fused
 _PERSISTENT_COLUMNS = 65536  # from this width on, the persistent top-k is faster than the top-k for prompts
 _flash_attention = torch.ops.aten._flash_attention_forward
 _workspaces: dict[torch.device, torch.Tensor] = {}
@@ -42,8 +43,8 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 
 @dataclass
 class Replaced:
-    """ops: the replaced ops -> their library. failed: libraries that could not be imported -> why. values: (owner,
-    attribute, value) of all replacements."""
+    """ops: {replaced op: name of the peer's library}. failed: {library that could not be imported: reason}. values:
+    (owner, attribute, value) of all replacements."""
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Replaced:
             yield self
 
     def newest(self, builds: Sequence[Loadable]) -> tuple[Loadable | None, ModuleType | None]:
-        """Return the first build that can be imported."""
+        """Return the first of the builds that can be imported, and its module, or (None, None)."""
         for library in builds:
             try:
                 if (module := library.load()) is not None:
@@ -71,12 +72,13 @@ class Replaced:
 
 
 def peer_kernels() -> contextlib.AbstractContextManager[Replaced]:
-    """Replace ops within the block, and return which. Without peers no op is replaced."""
+    """Return a context manager that replaces our ops by the peers' within its block and yields the `Replaced`. Without
+    peers no op is replaced."""
     return replacement().in_place()
 
 
 def replacement() -> Replaced:
-    """Find the peers' ops that can be imported. `in_place` then replaces ours."""
+    """Find the peers' ops that can be imported. `in_place` of the result replaces ours by them."""
     found = Replaced()
     for builds, ops in _GROUPS:
         library, module = found.newest(builds)
@@ -108,7 +110,7 @@ def replacement() -> Replaced:
 
 @dataclass(frozen=True)
 class _Peer:
-    """A build of the library that has the op, its module, and our op. plans: FlashMLA's plans by shapes."""
+    """The peer of an op: the library's build, its module, and our op. plans: {shapes: FlashMLA's plan}."""
 
     build: Library
     module: ModuleType
@@ -117,7 +119,8 @@ class _Peer:
 
 
 def _scores(peer: _Peer, q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
-    # The selection needs the column of a row's first key (`begins`); 2.8.1's rows begin with the first key.
+    # `_select` needs the column of a row's first key (`begins`): 0 in 2.8.1, whose rows begin with the first key, and
+    # the key's index in the older build.
     at_zero = peer.build != deep_gemm.OLD
     if at_zero:
         found = peer.module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, max_seqlen_k or len(kv[0]))
@@ -138,14 +141,15 @@ def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
     if out_dtype != torch.bfloat16:
         return peer.ours(a, b, out_dtype)
     out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
-    with glue():  # engines' casts write this layout
+    with glue():  # engines' quantising kernels write this layout
         scales = peer.module.get_mn_major_tma_aligned_tensor(a[1])
     peer.module.fp8_gemm_nt((a[0], scales), b, out)
     return out
 
 
 def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **paging):
-    """vLLM's or our selection, from scores of either build of DeepGEMM or ours."""
+    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None. The scores are of either build of
+    DeepGEMM or of our op."""
     starts = getattr(scores, "begins", starts)
     if theirs is None:
         return ours(scores, k, lengths=lengths, starts=starts, **paging)
@@ -155,8 +159,9 @@ def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **p
 def _vllm_topk(
     scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None, at_zero: bool
 ) -> torch.Tensor:
-    """The fastest of vLLM's top-k kernels, by `dsa bench topk_indices`. Two of them take only contiguous rows whose
-    keys start in the first column, and a workspace that they leave as they found it."""
+    """Select with the vLLM kernel that is fastest in `dsa bench topk_indices`. The cooperative and the persistent
+    kernel accept only contiguous scores whose keys start in the first column. They need a workspace of zeros, which is
+    zero again after the call."""
     (rows, columns), stride = scores.shape, scores.stride(0)
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     cooperates = rows <= topk.COOPERATIVE_ROWS
@@ -179,7 +184,8 @@ def _vllm_topk(
 
 
 def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
-    """Return values[key], which the first call makes. A graph would own its memory, so a capture keeps nothing."""
+    """Return values[key]; if it is missing, make it. What is made during a graph's capture is not kept in `values`,
+    because its memory belongs to the graph."""
     if key in values:
         return values[key]
     made = make(device=device)
@@ -189,8 +195,11 @@ def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: to
 
 
 def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=None, **selection):
-    """Attend to all keys: whole prompts of one length with cuDNN's kernel, others with FlashAttention 2, with values
-    padded to the keys' width. PyTorch has no other kernel for prompts of several lengths."""
+    """Attend to all keys. Return (output, LSE or None).
+
+    Whole prompts of one length run on cuDNN's kernel, other prompts on FlashAttention 2 with values padded to the keys'
+    channels. PyTorch has no other kernel for prompts of several lengths.
+    """
     if k_rope is not None:
         k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
     sequences = len(cu_q) - 1
@@ -205,13 +214,13 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
 
 
 def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
-    """Attend [B, H, S, .]. On a GPU PyTorch would choose FlashAttention 2."""
+    """Attend q, k, v [B, H, S, D]. Request cuDNN's kernel, because PyTorch would choose FlashAttention 2 on a GPU."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if q.is_cuda else [SDPBackend.MATH])]):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
 def _prefill(peer: _Peer, *arguments, topk_length=None):
-    """Engines mark missing keys by -1 and have no counts."""
+    """Call FlashMLA without topk_length, because engines mark missing keys by -1 and have no counts."""
     return peer.module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[peer.build])
 
 
@@ -230,7 +239,7 @@ def _window_sparse(
 
 
 def _window_cast(peer: _Peer, *arguments, topk_length=None, window_indices, use_ue8m0=True):
-    """Separate attention, rotation and cast, as in engines. Rotation and cast are ours."""
+    """Compute attention, rotation and cast in separate kernels, as in engines. Rotation and cast are ours."""
     *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
     softmax = (scale, packed[0].shape[2], sink)
     if compressed is None:
@@ -248,7 +257,7 @@ def _group_rows(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
 
 
 def _lists(indices: torch.Tensor) -> torch.Tensor:
-    """Pad with -1 to a length that FlashMLA takes."""
+    """Pad index lists with -1 to a multiple of 128, as FlashMLA's prefill requires."""
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % 128), value=-1)
 
 
@@ -256,14 +265,14 @@ def _decode(peer: _Peer, q, cache, table, lengths, d_v, plan, num_splits=None, *
     if options.get("indices") is None:
         return peer.ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
     plan = _plan_of(peer, q, cache, options)
-    # FlashMLA takes no counts with pages of 656 bytes; entries after the count are -1.
+    # FlashMLA accepts no counts for caches of 656 bytes per token, and indices after the count are -1 anyway.
     options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
     options |= flash_mla.OPTIONS[peer.build]
     return peer.module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
 
 
 def _plan_of(peer: _Peer, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
-    """Return the plan of a call over selected keys, which depends only on shapes."""
+    """Return FlashMLA's plan of a call over selected keys, which depends only on shapes."""
     tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
     key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
     return _kept(peer.plans, key, lambda device: peer.module.get_mla_metadata()[0], q.device)

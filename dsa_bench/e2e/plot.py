@@ -8,13 +8,13 @@ from dsa_bench.e2e.command import Row
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.harness.plot import pyplot, save
 
-LONGEST = 2.5  # where bars of `write_passes` are cut
+LONGEST = 2.5  # bars of `write_passes` are cut at this multiple of our time
 COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: one GPU / all"}
 
 
 def write_passes(rows: Sequence[Row], path: Path) -> None:
-    """Draw an axis per model. Bars are the kernels' time over ours, stacked by part, with the peers' bars below
-    ours."""
+    """Draw an axis per model, and per run a bar of our kernels and below it one of the peers'. Bars are stacked by part
+    and show the time divided by that of our kernels."""
     by_model = _by(rows, "model")
     figure, axes = _axes(1, len(by_model), 8, 1.5 + 0.4 * max(map(len, by_model.values())))
     for axis, (model, shown) in zip(axes[0], by_model.items()):
@@ -36,7 +36,7 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parallel(rows: Sequence[Row], path: Path) -> None:
-    """Draw a line of axes per number of GPUs, an axis per model, and two bars per run (COMPARED).
+    """Draw a row of axes per number of GPUs, in it an axis per model, and two bars per run (COMPARED).
 
     The bars are the time without collectives over the time with collectives, and one GPU's time over the time of all.
     Rows without a comparison are left out.
@@ -61,8 +61,8 @@ def write_parallel(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_million(rows: Sequence[Row], path: Path) -> None:
-    """Draw a column per model: above, the last pass of each prompt by part, by its tokens; below, a decoding step by
-    part, by the number of sequences."""
+    """Draw a column of axes per model. The upper axis has the last pass of each prompt, by the prompt's tokens, the
+    lower axis decoding steps, by the number of sequences. Bars are stacked by part."""
     by_model = _by(rows, "model")
     figure, axes = _axes(2, len(by_model), 6, 4)
     for column, (model, of_model) in enumerate(by_model.items()):
@@ -78,10 +78,10 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
 
 
 def widths(parts: Mapping[str, float], whole: float) -> list[float]:
-    """Return the parts over `whole`, cut where their sum reaches LONGEST.
+    """Return the parts' time / `whole`, cut where their sum reaches LONGEST.
 
-    A part much longer than the others, such as one with the preparation of a first call, would make all other bars
-    invisible.
+    A part that is much longer than the others, for example because it includes the set-up of a first call, would make
+    all other bars invisible.
     """
     found, left = [], LONGEST
     for part in PARTS:
@@ -119,7 +119,8 @@ def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], s
 
 
 def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Draw a column of parts per row, with the time of the whole run above the column."""
+    """Draw a bar of parts per row. The text above a bar is the time of the whole run, of a prompt that of all its
+    passes."""
     for place, row in enumerate(rows):
         top = _stack(axis.bar, place, [row["parts"][part] for part in PARTS], 0.7)
         axis.text(

@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a while."""
+"""Replace attributes within a block."""
 
 import contextlib
 from collections.abc import Iterable, Iterator

@@ -22,8 +22,10 @@ PROMPTS = (
 COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 CHUNK = 8192
-LONG, LONG_REPEATS = 40000, 3  # prompts with more tokens in all are timed less often
-MOST_DIFFERENCE = 0.3  # unrelated logits have a difference of 1; one token with other experts had 0.1
+LONG, LONG_REPEATS = 40000, 3  # passes over more tokens in all are timed only LONG_REPEATS times
+# `calc_diff` of the peers' logits and ours. Unrelated logits have 1; logits in which one token had other experts had
+# 0.1.
+MOST_DIFFERENCE = 0.3
 # Passes take milliseconds, so with few repeats one disturbance of the host would dominate.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20
 NO_PEERS = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference")) | {"peers": []}
@@ -40,13 +42,14 @@ def rows(
     "V4-Flash prefill 64 x 512" and "GLM-5 decode 8 x 4096". Runs that do not fit the GPU's memory have no row.
     done: shapes of an earlier run, which are left out.
 
-    ms          on the GPU's clock, of a decoding step as one graph
-    parts       {part: ms} of kernels
-    peer_ms, peer_parts, ratio  of the same pass with the peers' kernels, ratio = peer_ms / ms; None without peers
-    peers, peer the peers' libraries, as a list and in words
-    difference  `calc_diff` of the peers' logits and ours. Ties in selections and routing make it large without an
-                error. A peers' pass with MOST_DIFFERENCE or more, or with NaN, counts as failed
-    failed      {what: why} of libraries that are installed and could not be used
+    ms          on the GPU's clock; a decoding step runs as one CUDA graph
+    parts       {part: ms} of kernels (`parts.gpu_ms`)
+    peer_ms, peer_parts  ms and parts of the run with the peers' kernels; None without peers
+    ratio       peer_ms / ms
+    peers, peer the names of the peers' libraries, as a list and as one string
+    difference  `calc_diff` of the peers' logits and ours. Ties in selections and routing can make it large without an
+                error. If it is MOST_DIFFERENCE or more, or NaN, the peers' pass counts as failed
+    failed      {library: reason} of installed libraries that cannot be imported; "the pass": why the peers' pass failed
     """
 
     def of_stack(
@@ -63,7 +66,8 @@ def rows(
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
-    """Return the numbers of rows of the linear layers' products. kv_b_proj's rows, a pass's keys, are not included."""
+    """Return the numbers of rows of the linear layers' products in all passes: the tokens of a pass. The rows of
+    kv_b_proj are a pass's keys and are not included."""
     tokens = [count * n for count, n in prompts]
     return {min(n, CHUNK) for n in tokens} | {n % CHUNK for n in tokens} - {0} | {count for count, _ in steps}
 
@@ -71,7 +75,7 @@ def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, i
 def _runs(
     prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, Callable[[Model], Run], int]]:
-    """Yield (run, its tokens, a function that makes it from a model, repeats)."""
+    """Yield (name of a run, its tokens, a function that makes the run from a model, how often it is timed)."""
     for count, each in prompts:
         tokens, run = count * each, f"prefill {each}" if count == 1 else f"prefill {count} x {each}"
         repeats = PROMPT_REPEATS if tokens <= LONG else LONG_REPEATS
@@ -92,7 +96,7 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
 
 
 def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
-    """Time our pass and the peers' by turns, so that clocks and heat affect both in the same way."""
+    """Time our run and the peers' in turns, so that clocks and heat affect both in the same way. Return the figures."""
     replaced, logits, calls = replacement(), [], {"ms": ours.timed}
     row: Row = NO_PEERS | {"failed": replaced.failed}
     if replaced.ops:
@@ -123,7 +127,7 @@ def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
 
 
 def _judged(row: Row, theirs: torch.Tensor, ours: torch.Tensor) -> Row:
-    """Drop the peers' time if their logits differ."""
+    """Return {"difference"}, or the fields of a failed peers' pass if the logits differ too much."""
     difference = calc_diff(theirs, ours)
     if difference < MOST_DIFFERENCE:
         return {"difference": difference}

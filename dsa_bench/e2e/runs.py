@@ -1,4 +1,4 @@
-"""The timed runs of a stack: prompts in passes of a chunk of tokens, and one decoding step."""
+"""The timed runs of a stack: prompts, in passes over chunks of tokens, and one decoding step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from dsa_layers.generation.decode_step import DecodeStep
 
 Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
-_TOKENS = 2**15  # at a time
-_STATE = 2**-8  # std of unfinished blocks' projections: small compared with a token's
-SPARE = 4  # pages and state slots; each way to launch a step takes one
+_TOKENS = 2**15  # tokens that are written to a cache at a time
+_STATE = 2**-8  # standard deviation of the projections of unfinished blocks; small compared with a token's projections
+SPARE = 4  # extra pages and state slots; each `DecodeStep` over a cache allocates one of both
 
 
 @dataclass
 class Cached:
-    """A sequence with all tokens except the last in the cache."""
+    """A decoding sequence of `context` tokens, all of which except the last are in the cache."""
 
     pages: list[int]
     state_slot: int
@@ -35,9 +35,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """timed: the run. launched: the same run with every kernel launched from Python, so that its part is known. Both
-    return the logits. again: makes the same run over the same cache without the first call's leftovers, such as a
-    graph, for other kernels."""
+    """timed: the run. launched: the same run, but every kernel is launched from Python, so that `parts` finds its part.
+    Both return the logits. again: makes a new `Run` over the same cache, which captures a new graph, for example for
+    other kernels."""
 
     timed: Call
     launched: Call
@@ -46,7 +46,8 @@ class Run:
 
 class Prompts:
     """`count` prompts of `tokens` tokens each, and their cache. Each pass computes `chunk` tokens of the concatenated
-    prompts, the last pass the rest. As in engines, a full pass cuts a prompt."""
+    prompts, the last pass the remaining tokens. As in engines, a prompt can begin in one pass and end in a later
+    one."""
 
     def __init__(self, model: Model, count: int, tokens: int, chunk: int) -> None:
         self._model, self._lengths, self._chunk = model, [tokens] * count, chunk
@@ -57,12 +58,12 @@ class Prompts:
 
     @property
     def begins(self) -> range:
-        """The first token of each pass."""
+        """The index of each pass's first token among the concatenated prompts."""
         return range(0, len(self._tokens), self._chunk)
 
     @torch.inference_mode()
     def compute(self, begin: int) -> torch.Tensor:
-        """Run the pass over the tokens from `begin` on. Returns the logits of the last token of each prompt in it."""
+        """Run the pass that begins with token `begin`. Return the logits of the last token of each of its prompts."""
         tokens, pages = self._tokens[begin : begin + self._chunk], self._pages
         parts = parts_of_prompts(self._lengths, begin, begin + len(tokens))
         chunks = [Chunk(new, cached, range(i * pages, (i + 1) * pages), i) for i, new, cached in parts]
@@ -70,8 +71,8 @@ class Prompts:
 
 
 def parts_of_prompts(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (prompt, new tokens, earlier tokens) of each prompt in a pass over the tokens from `begin` to `end` of the
-    concatenated prompts, which have these lengths."""
+    """Yield (index of the prompt, new tokens, earlier tokens) per prompt of a pass over the tokens `begin` to `end` - 1
+    of the concatenated prompts, which have these lengths."""
     first = 0
     for prompt, length in enumerate(lengths):
         cached = max(begin - first, 0)
@@ -97,7 +98,8 @@ def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
 
 
 def decode(model: Model, count: int, context: int) -> Run:
-    """Decode a token for each of `count` sequences of `context` tokens, as a graph. The caches hold random numbers."""
+    """Decode one token of each of `count` sequences of `context` tokens, as a CUDA graph. The caches contain random
+    numbers."""
     cache, places = filled(model, count, context)
     sequences = [Cached(*place, context) for place in places]
 
@@ -109,7 +111,7 @@ def decode(model: Model, count: int, context: int) -> Run:
 
 
 def filled(model: Model, count: int, context: int) -> tuple[Cache, list[tuple[list[int], int]]]:
-    """Make a filled cache, and return it with the (pages, state slot) of `count` sequences of `context` tokens."""
+    """Make a filled cache. Return (cache, [(pages, state slot)] of `count` sequences of `context` tokens)."""
     pages = -(-context // model.page_size)
     cache = model.make_cache(count * pages + SPARE, device=next(model.parameters()).device, state_slots=count + SPARE)
     fill(cache)
@@ -118,10 +120,11 @@ def filled(model: Model, count: int, context: int) -> tuple[Cache, list[tuple[li
 
 @torch.inference_mode()
 def fill(cache: Cache) -> None:
-    """Fill a cache with normal numbers, in the layers' format.
+    """Fill a cache with Gaussian numbers, in the layers' format.
 
     The numbers decide which keys are selected, and the time of a selection depends on the distribution of the scores.
-    Normal keys give a prompt's distribution without ties; keys with few bit patterns would give many ties.
+    With Gaussian keys the scores are distributed as in a prompt and have no ties. Keys with few bit patterns would have
+    many ties.
     """
     states = {id(tensor) for tensor in cache.state_tensors() if tensor.dtype == torch.float32}
     for tensor in cache.tensors():

@@ -1,9 +1,9 @@
 """A rank's part of a model without the other ranks: the same computation without communication.
 
-The rank leaves out transfers between ranks, the wait for transfers, and the addition of received values. It has the
-same rows as with other ranks, and computes the same from them. It uses its rows in place of other ranks' rows, and its
-part in place of a sum. The results belong to no real model, but they are finite and as varied as a model's. The router
-chooses among all experts, and the rank computes those that it has.
+The rank leaves out transfers between ranks, the wait for transfers, and the addition of received values. It has as many
+rows as with other ranks, and runs the same kernels on them. It uses its own rows in place of other ranks' rows, and its
+own part in place of a sum. The results belong to no real model, but they are finite and as varied as a model's. The
+router chooses among all experts, and the rank computes those that it has.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ class SilentRanks(Ranks):
 
 @contextlib.contextmanager
 def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Within the block, passes of the model, the part of `ranks` (`split`), do not communicate.
+    """Within the block, passes of the model do not communicate. The model is this rank's part, which `split` made for
+    `ranks`.
 
-    This affects the whole process: no other split model may run meanwhile.
+    The replacements affect the whole process, so no other split model may run within the block.
     """
     silent = SilentRanks(ranks.rank, ranks.size, shares_rows=ranks.shares_rows)
     changes: list[tuple[object, str, Any]] = [
@@ -44,7 +45,8 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         (SharedRows, "begin_sum", Rows.begin_sum),
     ]
     changes += [(module, "ranks", silent) for module in model.modules() if hasattr(module, "ranks")]
-    # A rank has no rows for the tokens of other ranks; a pass with only such tokens would compute zeros.
+    # A rank's embedding has no rows for the token ids of other ranks, and a pass with only such ids would compute
+    # zeros. So the hook maps every id to one of this rank.
     with replaced(changes), contextlib.ExitStack() as hooks:
         for module in model.modules():
             if isinstance(module, Embedding):
@@ -57,8 +59,8 @@ def _tokens_of_this_rank(embedding: Embedding, arguments: tuple[torch.Tensor]) -
 
 
 def _repeat_rows(rows: SharedRows, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Replaces `gather`: repeat each of the rank's two pieces over its half of the rows, so that a token gets the
-    selection of a token at a similar position."""
+    """Replace `SharedRows.gather`: repeat each of the rank's two pieces over the half of the rows that contains it, so
+    that a token gets the selection of a token at a similar position."""
     middle = rows.count // 2
     whole = tuple(x.new_empty(rows.count, *x.shape[1:]) for x in local)
     for x, y in zip(local, whole):

@@ -1,4 +1,4 @@
-"""Stacks: some layers of each published model, of every kind, with real sizes and random weights."""
+"""Stacks: some layers of each published model, at least one of every kind, with real sizes and random weights."""
 
 import json
 import math
@@ -20,9 +20,9 @@ from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import copy_own_parts, split
 
-# What an FP8 release adds to the configuration of the bf16 release.
+# The quantization_config that an FP8 release adds to the configuration of the bf16 release.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-# The pinned configuration, and the fields that the stack changes.
+# {name: (the pinned configuration's file, the fields that the stack changes)}
 STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "V3.2": ("deepseek_v32_config.json", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
     "V4-Flash": (
@@ -77,7 +77,7 @@ def model_of(fields: dict[str, Any], widen_experts: bool = False, drafter: bool 
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """(columns, channels) of the FP8 linear layers' products. One product may join several layers."""
+    """Return the sorted (columns, channels) of the FP8 linear layers' products. One product can join several layers."""
     joint = [layers for layers in map(joint_linear.joint_layers, model.modules()) if layers]
     every = {layer for layer in model.modules() if isinstance(layer, BlockFP8Linear)}
     single = every.difference(*joint)
@@ -86,12 +86,12 @@ def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 def published_layers(name: str) -> int:
-    """The number of layers of the published model."""
+    """Return the number of layers of the published model."""
     return published_config(STACKS[name][0])["num_hidden_layers"]
 
 
 def with_layers(name: str, layers: int) -> dict[str, Any]:
-    """The fields of a stack with `layers` layers.
+    """Return the fields of a stack with `layers` layers.
 
     The kinds of layers have the published model's proportions, with at least one layer of each kind. With as many
     layers as the published model, the fields are the published ones.
@@ -125,7 +125,7 @@ def stack(
 ) -> CheckpointModel:
     """Make a stack's model with random weights on `device`; with several ranks, the part of this rank.
 
-    Tensors that every rank has whole are equal on all ranks. Parts differ between ranks.
+    Tensors that are not split are equal on all ranks. Parts of split tensors differ between ranks.
     """
     model = skeleton(name, widen_experts=widen_experts, drafter=drafter, **changes)
     cuts = split(model, ranks, blocks=True)
@@ -142,15 +142,15 @@ def stack(
 
 
 def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
-    """Fill a tensor with random values of unit gain, so that activations stay of order 1 from layer to layer.
+    """Fill a parameter with random values of unit gain, so that activations stay of order 1 from layer to layer.
 
-    columns: the columns of the whole tensor, of which `values` may be a part.
+    columns: the columns of the tensor before it was split; `values` may be a part of it.
     """
     if values.dtype == torch.float8_e4m3fn:
-        # Random bytes with any sign, exponents for 1/4 to 1 and any fraction: torch has no random FP8.
+        # torch has no random FP8. These bytes have a random sign, a magnitude from 1/4 to below 1, and any mantissa.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
         bits.add_(bits & 0x10, alpha=7).add_(0x28)
-    elif values.dtype == torch.int8:  # FP4: any two values
+    elif values.dtype == torch.int8:  # two FP4 codes per byte, of which all are finite numbers
         values.view(torch.uint8).random_(0, 256, generator=generator)
     elif values.dtype == torch.float8_e8m0fnu:
         values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * columns))
@@ -168,5 +168,5 @@ def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator:
 
 
 def _fp4_exponent(columns: int) -> int:
-    """The exponent of the scale of FP4 weights, whose root mean square is 2.9."""
+    """Return the exponent of the scale of random FP4 weights, whose codes have a root mean square of 2.9."""
     return round(math.log2(columns**-0.5 / 2.9))

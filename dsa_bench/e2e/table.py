@@ -38,7 +38,7 @@ def printed(rows: Iterable[Row]) -> list[Row]:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """Write a line per run. Without peers, their cells are empty."""
+    """Write a line per run. Without peers, the peers' cells are empty."""
     ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
     lines = [["model", "run", "tokens/s", "ms", *ours, "peers' ms", *peers]]
     for row in rows:

@@ -1,4 +1,5 @@
-"""Collapse of the streams with norm and cast, compared with the two separate kernels."""
+"""Collapse of the streams with norm and cast in one kernel, compared with our two kernels for collapse and for norm
+and cast."""
 
 import torch
 

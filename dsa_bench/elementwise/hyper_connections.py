@@ -16,7 +16,7 @@ SHAPES = [(op, tokens, d) for d in (4096, 7168) for tokens in (16384, 4096, 128,
 SHAPES += [("head", tokens, 4096) for tokens in (128, 1)]
 SHAPES += [("mix and collapse", tokens, d) for d in (4096, 7168) for tokens in (16384, 4096, 128, 1)]
 PROBED = [(op, 128, 4096) for op in ("collapse", "expand", "mix and collapse")]
-_SIZES = {  # per token: rows of D bf16 channels and fp32 numbers that are read and written
+_SIZES = {  # per token: number of rows of D bf16 channels, and of fp32 numbers, that are read and written
     "collapse": (5, OUTPUTS + 20),
     "expand": (9, 20),
     "head": (5, 4),

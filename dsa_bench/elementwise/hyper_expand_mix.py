@@ -8,7 +8,7 @@ from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
 from dsa_bench.harness.case import Case, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
-# tokens, channels of a stream; more than 4 tokens run the two separate kernels
+# tokens, channels of a stream; with more than 4 tokens our op runs the two separate kernels
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 4, 2, 1)]
 PROBED = [(128, 4096)]
 Inputs = tuple[torch.Tensor, ...]
@@ -32,6 +32,6 @@ def case(tokens: int, d: int) -> Case:
         {"dsa": dsa.hyper_expand_mix, "apart": _apart},
         lambda inputs: peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs),
         yardsticks={"apart"},
-        # The peer's second tensor holds partial sums.
+        # The peer's second tensor contains partial sums.
         agree=lambda theirs, ours: agree((theirs[0], theirs[1].sum(0)), ours),
     )

@@ -1,5 +1,5 @@
-"""The projection of the streams, compared with DeepGEMM's in TF32 and with one cuBLAS product by all parts of the
-matrix, whose results are then added.
+"""The projection of the streams, compared with DeepGEMM's in TF32 and with one cuBLAS product with all three bf16 parts
+of the matrix, whose results are then added.
 
 DeepGEMM rounds each weight to 11 bits, leaves partial sums over the channels to the next kernel, and sums the streams'
 squares, which our collapse does.
@@ -24,7 +24,7 @@ def product(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def matrix(parts: torch.Tensor) -> torch.Tensor:
-    """The fp32 matrix [C, n D] from its bf16 parts."""
+    """Return the fp32 matrix [C, n D], the sum of its bf16 parts."""
     return parts.float().sum(0)
 
 
@@ -39,6 +39,6 @@ def case(tokens: int, d: int) -> Case:
         {"dsa": dsa.hyper_mix, "torch": product},
         lambda inputs: peers.project((x, matrix(parts)) for x, parts in inputs),
         baselines={"torch"},
-        # A peer's result may be partial sums, with the sums of the squares.
+        # DeepGEMM's result is (partial sums of the product, partial sums of the squares).
         agree=lambda theirs, ours: agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours),
     )

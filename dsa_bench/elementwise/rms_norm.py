@@ -10,8 +10,8 @@ import dsa
 from dsa.reference.elementwise import rms_norm as reference
 from dsa_bench.harness.case import Case, bf16, bytes_rate, f32, fresh, over
 
-# Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 per
-# token); with gradients V3.2's two, and a small model's.
+# Rows, channels, with weights, with gradients: V3.2's hidden state, its query latent, and V4's query heads (64 per
+# token). With gradients: V3.2's hidden state and query latent, and the hidden state of a small model.
 SHAPES = [
     (16384, 7168, True),
     (4096, 7168, True),
@@ -31,7 +31,7 @@ def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> C
     grad = bf16(rows, channels) if gradients else None
 
     def call(norm: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Return y, or the gradient of x, with which the gradient of the weights is computed."""
+        """Return y or, with gradients, the gradient of x; the gradient of the weights is then computed too."""
         y = norm(x, weight, EPS)
         return torch.autograd.grad(y, (x, weight), grad)[0] if gradients else y
 

@@ -1,5 +1,5 @@
-"""The norm with a cast: bytes per second and their share of the copy bandwidth, compared with separate sum, norm and
-cast."""
+"""The norm with a cast in one kernel: bytes per second and their share of the copy bandwidth, compared with separate
+sum, norm and cast."""
 
 from functools import partial
 

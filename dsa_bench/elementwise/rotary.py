@@ -7,8 +7,8 @@ from dsa.reference.elementwise import rotary as reference
 from dsa_bench.harness.case import Case, angles, bf16, bytes_rate, fresh, over
 
 ROTATED = 64
-# tokens, heads, channels, whether pairs are neighbours, first or last channels, in place: V4's queries and outputs,
-# V3.2's queries and keys, its indexer's queries without FP8
+# tokens, heads, channels, whether the channels of a pair are adjacent, first or last channels, in place: V4's queries
+# and outputs, V3.2's queries and keys, its indexer's queries without FP8
 SHAPES = [
     (4096, 64, 512, True, "last", False),
     (4096, 64, 512, True, "last", True),

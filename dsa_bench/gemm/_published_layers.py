@@ -1,4 +1,4 @@
-"""The sizes of the published models' FP8 linear layers that are one matrix each."""
+"""The sizes of the published models' FP8 linear layers that are one matrix each, so not those of grouped layers."""
 
 from functools import cache
 
@@ -16,8 +16,8 @@ MODELS = {
 
 
 def linear_shapes(model: str) -> list[tuple[int, int]]:
-    """(columns, channels) of the FP8 layers of a model that are one matrix each."""
-    # GLM-5's FP8 release quantises what DeepSeek-V3.2's does.
+    """Return the sorted (columns, channels) of a model's FP8 layers that are one matrix each."""
+    # GLM-5's FP8 release quantises the same layers as DeepSeek-V3.2's.
     modules = list(model_of({"quantization_config": FP8} | published_config(MODELS[model])).modules())
     grouped = {module.matrices for module in modules if isinstance(module, GroupedLinear)}
     layers = (module for module in modules if isinstance(module, BlockFP8Linear) and module not in grouped)
@@ -26,5 +26,5 @@ def linear_shapes(model: str) -> list[tuple[int, int]]:
 
 @cache
 def matrices() -> list[tuple[int, int]]:
-    """(columns, channels) of all models' layers, sorted by their channels."""
+    """Return the (columns, channels) of all models' layers, sorted by channels."""
     return sorted({shape for model in MODELS for shape in linear_shapes(model)}, key=lambda shape: shape[::-1])

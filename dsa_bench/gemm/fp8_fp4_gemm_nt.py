@@ -1,4 +1,5 @@
-"""Grouped products of experts with FP4 weights, compared with DeepGEMM's and ours with the weights widened to FP8."""
+"""Grouped products of experts with FP4 weights, compared with DeepGEMM's and our products with the weights widened to
+FP8."""
 
 from functools import partial
 
@@ -30,7 +31,7 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     m = tokens * top_k
     a = activations(m, channels)
     packed = torch.randint(0, 256, (experts, columns, channels // 2), dtype=torch.uint8, device="cuda")
-    # Scales of 2^-6 to 2^-1 as E8M0 bytes: FP8 holds this range.
+    # Scales of 2^-6 to 2^-1 as E8M0 bytes. e4m3 represents all e2m1 values times these scales over a block's 2^-7.
     exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
     exponents[:, ::128, ::4] = 126  # every block has the same largest scale, so all blocks' FP8 scales are equal
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")
@@ -54,7 +55,10 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
 
 
 def _widened(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """e2m1 [E, N, K / 2] times its scales, over a block's 2^-7, as e4m3 [E, N, K]; one expert at a time."""
+    """Return the e2m1 codes [E, N, K / 2] times their scales, divided by a block's scale of 2^-7, as e4m3 [E, N, K].
+
+    One expert is widened at a time to limit memory.
+    """
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
     pairs = torch.cat((values, -values))
     wide = packed.new_empty(*packed.shape[:2], 2 * packed.shape[2]).view(torch.float8_e4m3fn)

@@ -69,13 +69,13 @@ SHAPES = [
 ]
 FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa, which engines join
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
-SHORT = 512  # up to so many rows a product takes microseconds
-FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # weights of a graph, which exceed the L2 cache
+SHORT = 512  # up to so many rows a product takes microseconds, so it is timed in a CUDA graph
+FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # bytes and largest number of the matrices of a graph (`weights_like`)
 CUBLAS = Library("cuBLASLt", ("torch",))
 
 
 def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
-    """torch's block-scaled product with each of the matrices, where this build of torch has one."""
+    """Return calls of torch's block-scaled product with each of the matrices."""
 
     def make(module: ModuleType, a: Scaled, b: Scaled) -> Call:
         columns = a[1].t().contiguous().t()
@@ -85,27 +85,29 @@ def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
 
 
 def products(a: Scaled, matrices: Sequence[Scaled], builds: Sequence[Library] = deep_gemm.BUILDS) -> Peers:
-    """DeepGEMM's and cuBLASLt's products with each of the matrices."""
+    """Return calls of DeepGEMM's and cuBLASLt's products with each of the matrices."""
     return deep_gemm.product(a, matrices, builds) | cublas(a, matrices)
 
 
 def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
-    """A peer's result may be (padded rows, indices of our rows in them)."""
+    """Compare some rows. A peer's result can be (padded rows, indices of our rows in them or None)."""
     out, rows = theirs if isinstance(theirs, tuple) else (theirs, None)
     compared = some(len(ours))
     close(out[compared] if rows is None else out[rows[compared]], ours[compared])
 
 
 def prepare() -> None:
-    """Compile DeepGEMM's products in parallel. One after the other, they would keep nvcc busy for minutes."""
+    """Compile DeepGEMM's products in parallel, because nvcc would need minutes for them one after the other."""
     deep_gemm.compile_products(shape[:3] for shape in SHAPES if shape[3] is None)
     deep_gemm.compile_products(shape for shape in SHAPES if shape[3] is not None)
 
 
 def weights_like(b: Scaled, rows: int) -> list[Scaled]:
-    """Return b, and for small M more matrices of its size, so that none stays in the L2 cache until its next call.
+    """Return b and, for at most SHORT rows, more matrices of its size, so that a graph's call does not find its matrix
+    in the L2 cache.
 
-    Calls with few rows are shorter than a graph's start. MOST_WEIGHTS small matrices may fit into the cache.
+    MOST_WEIGHTS bounds their number, so small matrices may all fit into the cache. Even of these a graph needs several,
+    because a call with few rows is shorter than the start of a graph.
     """
     if rows > SHORT:
         return [b]
@@ -114,7 +116,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
 
 
 def tuning() -> Tuning:
-    """Search products with one matrix: the published models' linear layers at all numbers of rows that have data."""
+    """Search products with one matrix: the published models' linear layers at the numbers of rows of
+    `fp8_gemm_choice.ROWS`, for which the op can have data."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many

@@ -31,7 +31,8 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     order, _, ends = dsa.sort_by_expert(chosen, experts)
     rows = (order // top_k).to(torch.int32)
     q, s = activations(tokens, channels)
-    # Random bytes with any sign, exponents for 1/4 to 1 and any fraction: Gaussian numbers take long to generate.
+    # Random bytes with a random sign, a magnitude from 1/4 to below 1, and any mantissa, because so many Gaussian
+    # numbers take long to generate.
     w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
     w.add_(w & 0x10, alpha=7).add_(0x28)
     b = (
@@ -52,7 +53,7 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
         f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}",
         {"dsa": [fused], _THREE: [lambda: cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))]},
         plain_rate(size, 2 * len(rows) * 2 * inner * channels),
-        # DeepGEMM's product has padding between the experts' rows, which is cast too.
+        # DeepGEMM's result has padding between the experts' rows, so the cast of its result also casts the padding.
         deep_gemm.grouped_product(gathered(), b, ends)
         .renamed("{}, our cast")
         .then(lambda product: (*cast(product[0]), product[1])),
@@ -64,7 +65,7 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
 
 
 def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: Scaled) -> None:
-    """The peer's third tensor holds the indices of our rows in its padded rows."""
+    """Compare some rows. The peer's third tensor contains the indices of our rows in its padded rows."""
     q, scale, places = theirs
     rows = some(len(ours[0]))
     values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # torch cannot gather rows of e4m3

@@ -1,9 +1,9 @@
 """FP8 products of all linear layers of the published models at all numbers of rows, compared with DeepGEMM 2.8.1 and
 cuBLASLt.
 
-`fp8_gemm_nt` measures some of these shapes for the receipt; the rows of this benchmark are in no receipt. The sizes are
-those of the pinned configurations' layers that `fp8_gemm_nt` multiplies. V4's `wo_a` is a grouped product. `kv_b_proj`
-is one of V3.2's and GLM-5's layers, because prompts expand their keys with it.
+The benchmark `fp8_gemm_nt` measures some of these shapes for the receipt; no receipt has rows of this benchmark. The
+sizes are those of the pinned configurations' layers that the op `fp8_gemm_nt` multiplies. V4's `wo_a`, a grouped
+product, is not one of them. `kv_b_proj` is one of V3.2's and GLM-5's, because prompts expand their keys with it.
 """
 
 import statistics
@@ -24,7 +24,7 @@ _PEERS = (deep_gemm.NEW,)
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """(rows, columns, channels), sorted by matrix."""
+    """Return all (rows, columns, channels), sorted by matrix."""
     return [(rows, *shape) for shape in _published_layers.matrices() for rows in ROWS]
 
 
@@ -55,12 +55,12 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 @lru_cache(1)
 def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
-    """Rows for the largest shape, and matrices for the smallest number of rows."""
+    """Return (rows for the largest number of rows, matrices for the smallest), which all cases of a matrix share."""
     return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """Return a table of the speed-up over the best peer, by the number of rows."""
+    """Return a table, as text, of the speed-up over the best peer by number of rows. rows: of this benchmark."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None:

@@ -1,4 +1,5 @@
-"""Attention's results rotated back and cast for the next product, compared with separate rotation and cast."""
+"""Attention's results rotated back and cast to FP8 for the next product, in one kernel, compared with our separate
+rotation and cast."""
 
 from functools import partial
 

@@ -1,1 +1,1 @@
-"""What all benchmarks share: cases, tables and plots of rows, profiles, and the tuner."""
+"""Modules that all benchmarks share: cases, tables and plots of rows, profiles, and the tuner."""

@@ -10,8 +10,8 @@ import dsa
 from dsa.testing import calc_diff
 
 ROWS = 64  # compared per result
-RECALL = 0.98  # of our selected keys that a peer must have selected
-TOLERANCE = 1e-3  # of `calc_diff`: roundings give 1e-5, another key or scale 0.01 and more
+RECALL = 0.98  # fraction of our selected keys that a peer must have selected
+TOLERANCE = 1e-3  # of `calc_diff`: rounding causes 1e-5, another key or scale 0.01 and more
 
 
 def first(result: Any) -> torch.Tensor:
@@ -20,15 +20,15 @@ def first(result: Any) -> torch.Tensor:
 
 
 def some(rows: int) -> slice:
-    """Select about ROWS of `rows` rows, evenly spaced."""
+    """Return a slice of about ROWS of `rows` rows, evenly spaced."""
     return slice(None, None, max(1, rows // ROWS))
 
 
 def agree(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless all tensors that both return agree on some of their rows.
+    """Raise AssertionError unless all tensors that are in both results agree on some of their rows.
 
-    A peer may have padding at the end of any dimension. Of a cast, e4m3 values and fp32 scales, the products are
-    compared, because a scale may round to another power of two.
+    A peer's tensor may have padding at the end of any dimension. For e4m3 values that are followed by their scales, the
+    products of values and scales are compared, because a scale can round to another power of two.
     """
     pairs = [_rows(*pair) for pair in zip(_tensors(got), _tensors(ours))]
     if not pairs:
@@ -41,8 +41,8 @@ def agree(got: Any, ours: Any) -> None:
 
 
 def agree_attention(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless the outputs agree, and the LSEs, which are the last tensors, where both have the same
-    dimensions. A peer's LSE may have base 2."""
+    """Raise AssertionError unless the outputs agree, and the LSEs, which are the last tensors. LSEs are compared only
+    if the peer's has as many dimensions as ours and no smaller size (it may be padded). It may have base 2."""
     (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
     agree(out, our_out)
     if rest and our_rest and _covers(rest[-1], our_rest[-1]):
@@ -53,7 +53,7 @@ def agree_attention(got: Any, ours: Any) -> None:
 
 
 def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless calc_diff is below the tolerance and non-finite entries are equal."""
+    """Raise AssertionError unless calc_diff is below the tolerance. It is not if non-finite entries differ."""
     if not (diff := calc_diff(got, ours)) < tolerance:
         raise AssertionError(f"differs by {diff:.2g}")
 
@@ -61,9 +61,11 @@ def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -
 def as_reference(
     call: Callable[[], torch.Tensor], tolerance: float, seen: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Callable[[torch.Tensor], None]:
-    """Return a check that raises AssertionError where a result is not the reference's.
+    """Return a check that raises AssertionError unless `calc_diff` of a result and the reference's is below the
+    tolerance.
 
-    call: what the reference computes. seen: the reference's result -> which entries are compared, all by default.
+    call: is run with the backend "reference". seen: the reference's result -> the index of the entries that are
+    compared, by default all.
     """
 
     def check(got: torch.Tensor) -> None:
@@ -81,8 +83,9 @@ def agree_selected(
 ) -> None:
     """Raise AssertionError unless each row of `got` has as many different keys as ours, all below `keys`.
 
-    At least the fraction `least` of them must be ours, in any order. With the scores [rows, keys], they must score at
-    least as high as our lowest: peers break ties arbitrarily, and some compare fewer bits.
+    At least the fraction `least` of the keys must be ours, in any order. With `scores` [rows, keys], this fraction must
+    instead score at least as high as our lowest key of the row, because peers break ties arbitrarily and some compare
+    fewer bits.
     """
     rows = some(len(ours))
     selected, expected = first(got)[rows].long(), ours[rows].long()
@@ -112,7 +115,7 @@ def _covers(got: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select some rows of both, without the peer's padding."""
+    """Return some rows of both tensors, without the peer's padding."""
     if not _covers(got, ours):
         raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
     rows = some(len(ours))
@@ -120,5 +123,5 @@ def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 [*scales.shape, group]: each scale applies to a group of adjacent channels."""
+    """Return values times scales, fp32 [*scales.shape, group]. A scale is for a group of adjacent channels."""
     return values.float().reshape(*scales.shape, -1) * scales.float()[..., None]

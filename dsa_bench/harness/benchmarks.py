@@ -8,7 +8,7 @@ _HERE = Path(__file__).parent.parent
 
 
 def benchmarks() -> dict[str, str]:
-    """{op: the module of its benchmark}, dsa_bench/FAMILY/OP.py with the families of dsa.ops."""
+    """Return {op: the module of its benchmark}, of dsa_bench/FAMILY/OP.py with the families of dsa.ops."""
     (dsa,) = importlib.util.find_spec("dsa").submodule_search_locations
     families = {path.parent.name for path in Path(dsa, "ops").glob("*/__init__.py")}
     paths = (path for path in _HERE.glob("*/[!_]*.py") if path.parent.name in families)
@@ -16,6 +16,6 @@ def benchmarks() -> dict[str, str]:
 
 
 def tunable() -> list[str]:
-    """The ops with tile configurations to search: their benchmark has `tuning`."""
+    """Return the ops with tile configurations to search: those whose benchmark has `tuning`."""
     files = {op: _HERE.parent.joinpath(*module.split(".")).with_suffix(".py") for op, module in benchmarks().items()}
     return [op for op, path in files.items() if re.search(r"^def tuning\(", path.read_text(encoding="utf-8"), re.M)]

@@ -1,4 +1,4 @@
-"""Calls that a benchmark times: of one function over several inputs, and of other libraries."""
+"""Calls that a benchmark times: calls of our functions and of other libraries, each over several inputs."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,32 +14,32 @@ _LINE = 200  # characters of a reason
 
 
 def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]) -> dict[str, list[Call]]:
-    """{name: a call of the function for each of the inputs}."""
+    """Return {name: a call of the function for each of the inputs}."""
     inputs = list(inputs)
     return {name: [partial(function, *one) for one in inputs] for name, function in functions.items()}
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an exception's message, or its type."""
+    """Return the first line of an exception's message, or the name of its type if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0][:_LINE] if lines else type(error).__name__
 
 
 def into(out: object, *calls: Call) -> object:
-    """Make calls that write into given tensors, and return the tensors."""
+    """Run calls that write into `out`, and return `out`."""
     for call in calls:
         call()
     return out
 
 
 def free() -> None:
-    """Free what is no longer referenced, and the GPU memory that torch caches."""
+    """Collect garbage, then free the GPU memory that torch caches."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 class Loadable(Protocol):
-    """A library or a part of one: its name in tables, and its module, which is None where it is not installed."""
+    """A library or a part of one. name: as in tables. load: returns its module, or None if it is not installed."""
 
     name: str
 
@@ -48,7 +48,7 @@ class Loadable(Protocol):
 
 @dataclass
 class Peers:
-    """calls: name -> the calls over a case's inputs. failed: name -> why an installed peer has no calls."""
+    """calls: {peer: its calls over a case's inputs}. failed: {installed peer that has no calls: reason}."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -61,9 +61,10 @@ class Peers:
         name: str = "{}",
         needs: Sequence[Loadable] = (),
     ) -> "Peers":
-        """Call `make(module, *input)` for every input and every installed library.
+        """Make a call, `make(module, *input)`, for every input and every installed library.
 
-        name: {} stands for the library's name. needs: further libraries that must be installed.
+        makes: {library: make}. name: of a peer, with {} for the library's name. needs: further libraries that must be
+        installed.
         """
         found, inputs = cls(), list(inputs)
         for library, make in makes.items():
@@ -79,11 +80,11 @@ class Peers:
         return Peers(self.calls | other.calls, self.failed | other.failed)
 
     def renamed(self, name: str) -> "Peers":
-        """Rename all peers. name: {} stands for the present name."""
+        """Return these peers under other names. name: with {} for the present name."""
         return Peers(*({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed)))
 
     def then(self, step: Callable[[Any], object]) -> "Peers":
-        """Apply `step` to the result of each call."""
+        """Return peers whose calls also apply `step` to their result."""
         calls = {name: [partial(_then, call, step) for call in each] for name, each in self.calls.items()}
         return Peers(calls, self.failed)
 
@@ -91,7 +92,8 @@ class Peers:
 def peer(
     library: Loadable, name: str = "{}", needs: Sequence[Loadable] = ()
 ) -> Callable[[Callable[..., Call]], Callable[[Iterable[tuple]], Peers]]:
-    """Turn a function (module, *input) -> call into a function of inputs that returns `Peers.of` the library."""
+    """Return a decorator that turns a function (module, *input) -> call into a function inputs -> `Peers` of this
+    library."""
 
     def of_inputs(make: Callable[..., Call]) -> Callable[[Iterable[tuple]], Peers]:
         @wraps(make)

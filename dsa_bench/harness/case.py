@@ -1,8 +1,8 @@
 """A benchmark case: our calls of one op at one shape, and the peers' calls over the same inputs.
 
-Benchmark modules import all they share from here, also random inputs (`inputs`) and comparisons (`agreement`).
-`fresh` makes inputs that exceed the L2 cache, `over` makes the calls over them, and `bytes_rate` and `flop_rate` make
-the figure of a memory-bound or compute-bound case.
+Benchmark modules import from here all that they share, also random inputs (`inputs`) and comparisons (`agreement`).
+`fresh` makes inputs that together exceed the L2 cache, `over` makes the calls over them, and `bytes_rate` and
+`flop_rate` return the function that writes the figure of a memory-bound or compute-bound case.
 """
 
 import importlib
@@ -88,36 +88,36 @@ __all__ = [
 OURS = "dsa"
 Figure = Callable[[float], str]
 Input = TypeVar("Input")
-# Measured once per process, when a figure first needs them.
+# These rates are measured once per process, at the first call.
 copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(fp8_gemm_rate)
 
 
 def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
-    """The number of inputs of `size` bytes that a graph reads in turn.
+    """Return the number of inputs of `size` bytes that the calls of a graph read in turn, from `least` to `most`.
 
-    Together they have `total` bytes, within the bounds, so that each call finds its input outside the L2 cache.
+    Within these bounds the inputs together have about `total` bytes, so that no call finds its input in the L2 cache.
     """
     return min(most, max(least, int(total / size)))
 
 
 def fresh(size: float, make: Callable[[], Input], **bounds: float) -> list[Input]:
-    """Make `copies` inputs."""
+    """Make as many inputs as `copies` returns. bounds: least, most and total of `copies`."""
     return [make() for _ in range(copies(size, **bounds))]
 
 
 def fresh_calls(size: float, make: Callable[[], dict[str, Call]], **bounds: float) -> dict[str, list[Call]]:
-    """{name: calls}, where `make` returns a call per name over the same input."""
+    """Return {name: calls}. Each `make()` makes a new input and returns {name: a call over this input}."""
     made = fresh(size, make, **bounds)
     return {name: [calls[name] for calls in made] for name in made[0]}
 
 
 def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
-    """bf16 matrices, as arguments of a call, which together exceed the L2 cache."""
+    """Return [(bf16 matrix,)], the arguments of calls; together the matrices exceed the L2 cache."""
     return [(bf16(rows, columns) / 40,) for _ in range(int(200e6 / (2 * rows * columns)))]
 
 
 def bytes_rate(size: float, us: bool = True) -> Figure:
-    """Bytes per second and their share of a copy's; us: also microseconds."""
+    """Return a figure of bytes per second and their share of the copy bandwidth; us: also microseconds."""
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
@@ -127,7 +127,7 @@ def bytes_rate(size: float, us: bool = True) -> Figure:
 
 
 def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
-    """FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
+    """Return a figure of FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
     name = "bf16" if ceiling is bf16_gemm else "FP8"
 
     def figure(ms: float) -> str:
@@ -138,7 +138,7 @@ def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
 
 
 def nearer_rate(size: float, flops: float) -> Figure:
-    """`bytes_rate` or `flop_rate` of bf16, whichever is nearer its ceiling."""
+    """Return the figure of `bytes_rate` or of `flop_rate` with `bf16_gemm`, whichever is nearer its ceiling."""
 
     def figure(ms: float) -> str:
         compute_bound = flops / bf16_gemm() > size / copy()
@@ -148,7 +148,7 @@ def nearer_rate(size: float, flops: float) -> Figure:
 
 
 def plain_rate(size: float, flops: float = 0, of: str = "") -> Figure:
-    """Microseconds and bytes per second; with `flops` also FLOP per second, and bytes in TB/s."""
+    """Return a figure of microseconds and GB/s, followed by `of`; with `flops`, of microseconds, TFLOP/s and TB/s."""
 
     def figure(ms: float) -> str:
         seconds = ms * 1e-3
@@ -167,21 +167,20 @@ def microseconds(ms: float) -> str:
 
 @dataclass
 class Case:
-    """name       the shape in words
-    calls      "dsa" and others -> calls over different inputs, which run in turn. The calls of `peers` are added
-    figure     our milliseconds -> the rate or bandwidth in words
+    """name       the shape as text
+    calls      {"dsa" or another name: calls over different inputs, which run in turn}. The calls of `peers` are added
+    figure     our milliseconds -> the rate or bandwidth as text
     peers      other libraries' kernels for the same function, some followed by our cast
     graph      whether CUDA graph replays are timed, for calls below 100 us
-    repeats    how often each is timed
+    repeats    how often each entry of `calls` is timed
     baselines  names of calls of the same function in plain PyTorch, which may end in our ops: a cast, a rotation, a
                sort, a write
-    yardsticks names of calls that are not compared with ours: a lower bound, or another way to the same result, such as
-               our separate kernels
-    flops      name -> FLOP of its call, where they differ from ours; the table then shows the rate of this call
-    agree      agree(theirs, ours) raises AssertionError where the first results of a peer or baseline and of ours
-               differ
-    reference  whether the backend "reference" takes our first call
-    check      check(ours) raises AssertionError where our first result is wrong: for the tuner
+    yardsticks names of calls whose results are not compared with ours: a lower bound, or another way to the same
+               result, such as our separate kernels
+    flops      {name: FLOP of a call} of calls that have other FLOP than ours; the table then shows their rate
+    agree      agree(theirs, ours) raises AssertionError if the first results of a peer or baseline and of ours differ
+    reference  whether the backend "reference" can run our first call
+    check      check(ours) raises AssertionError if our first result is wrong; for the tuner
     """
 
     name: str
@@ -209,10 +208,10 @@ class Case:
         return row(self.name, times, self.figure, failed, kinds, self.flops)
 
     def tried(self, expected: object = None) -> dict[str, str]:
-        """{name: reason} of all that cannot be compared with ours.
+        """Return {name: reason} of the peers and baselines that cannot be compared with ours.
 
-        These are peers without a call, calls that raise, also during a graph's capture if graphs are timed, and peers
-        and baselines whose result is not `expected`, by default ours.
+        These are peers without a call, calls that raise, also during a graph's capture if graphs are timed, and calls
+        whose result does not agree with `expected`, by default our result.
         """
         why = dict(self.peers.failed)
         for name in self.calls:
@@ -242,10 +241,10 @@ def bytes_case(
     most: int = 64,
     **options: Any,
 ) -> Case:
-    """A memory-bound case: functions over the same fresh inputs, timed as CUDA graphs.
+    """Return a memory-bound case: functions over the same fresh inputs, timed as CUDA graphs.
 
-    size: bytes that a call moves. make: makes an input. peers: the peers' calls over these inputs. most: the largest
-    number of inputs. options: of the case.
+    size: bytes that a call moves. make: makes an input. peers: inputs -> the peers' calls over them. most: the largest
+    number of inputs. options: further fields of the case.
     """
     inputs = fresh(size, make, most=most)
     found = peers(inputs) if peers else Peers()
@@ -253,7 +252,7 @@ def bytes_case(
 
 
 def _made(calls: Sequence[Call], graph: bool) -> object:
-    """Make all calls, capture the first if graphs are timed, and return the first's result."""
+    """Run all calls and, if graphs are timed, capture the first. Return the first call's result."""
     result = calls[0]()
     for call in calls[1:]:
         call()
@@ -274,12 +273,12 @@ def row(
     flops: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return {"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
-    "baseline_ratio", "yardsticks", "failed"} from milliseconds by name.
+    "baseline_ratio", "yardsticks", "failed"} from times, {name: milliseconds}.
 
     peers, baselines, yardsticks: {name: {"ms", "ratio"}}. ratio is the name's ms / ours; above 1 ours is faster. Names
-    in `flops` also have "tflops", TFLOP/s. peer, peer_ms, ratio: the fastest peer's, or None; baseline, baseline_ms,
-    baseline_ratio: the fastest baseline's. failed: {name: reason} of installed peers that take the shape, and of
-    baselines, that raise or compute something else.
+    in `flops` also have "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None. baseline, baseline_ms,
+    baseline_ratio: of the fastest baseline, or None. failed: {name: reason} of installed peers and of baselines that
+    raise or compute something else.
     """
     ours = times[OURS]
     others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}

@@ -1,8 +1,8 @@
 """Host time per call of each op and of its peers: Python, checks, allocations and launches.
 
-The GPU works asynchronously: nothing waits for it within a block of calls. The inputs are those of an op's benchmark,
-and small ones where the benchmark lists some for peers. Hosts differ by a factor of two and more, so the first row is
-a call of a PyTorch function, for comparisons between machines.
+The GPU works asynchronously: within a block of calls the host does not wait for it. The inputs are those of the first
+shape in the benchmark's PROBED, which are small, or of the first shape in SHAPES if there is no PROBED. Hosts differ by
+a factor of two and more, so the first row is a call of a PyTorch function, for comparisons between machines.
 """
 
 import statistics
@@ -27,9 +27,9 @@ def ops() -> list[str]:
 
 
 def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield a row per op of `names`, by default of all after a row of PyTorch's addition.
+    """Yield a row per op of `names`. By default, yield a row of PyTorch's addition and then a row of every op.
 
-    The fields are those of `case.row`, with the host's milliseconds. Only peers are compared with ours.
+    The fields are those of `case.row`, with the host's milliseconds. Baselines and yardsticks are not timed.
     """
     if not names:
         x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def _row(name: str, case: Case) -> dict[str, Any]:
 
 
 def host_ms(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Return the median host milliseconds per call; the implementations take turns."""
+    """Return {name: median host milliseconds per call}. The calls are timed in turns, a block of CALLS at a time."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(BLOCKS + 1):

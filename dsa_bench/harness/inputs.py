@@ -18,19 +18,19 @@ def e4m3(*shape: int) -> torch.Tensor:
 
 
 def scales(*shape: int) -> torch.Tensor:
-    """fp32, uniform from 0.5 to 1.5."""
+    """Return fp32 numbers, uniform from 0.5 to 1.5."""
     return torch.rand(shape, device="cuda") + 0.5
 
 
 def activations(rows: int, channels: int) -> Scaled:
-    """FP8 rows with a scale per 128 channels."""
+    """Return FP8 rows with a scale per row and 128 channels."""
     return e4m3(rows, channels), scales(rows, -(-channels // 128))
 
 
 def weights(*shape: int) -> Scaled:
-    """FP8 matrices [..., columns, channels] with a scale per 128 x 128 block.
+    """Return FP8 matrices [..., columns, channels] with a scale per 128 x 128 block.
 
-    The values are random bytes without NaN: Gaussian numbers of this size take long to generate.
+    The values are random bytes of non-negative finite numbers, because so many Gaussian numbers take long to generate.
     """
     *leading, columns, channels = shape
     values = torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
@@ -38,17 +38,17 @@ def weights(*shape: int) -> Scaled:
 
 
 def angles(tokens: int, rotated: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosine and sine of random angles, fp32 [tokens, rotated / 2]."""
+    """Return the cosines and sines of random angles, fp32 [tokens, rotated / 2]."""
     x = f32(tokens, rotated // 2)
     return x.cos(), x.sin()
 
 
 def causal_ranges(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [queries]: the first key and the end of the keys of each of the last queries of `keys` tokens."""
+    """Return int32 [queries] (starts, ends): query i sees the keys before token keys - queries + i, from key 0 on."""
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     return torch.zeros_like(ends), ends
 
 
 def selected_keys(queries: int, keys: int, k: int) -> torch.Tensor:
-    """int32 [queries, k]: different random keys per query."""
+    """Return int32 [queries, k]: k different random keys per query."""
     return torch.rand(queries, keys, device="cuda").topk(k, dim=1).indices.int()

@@ -1,4 +1,4 @@
-"""Draw rows of a benchmark: milliseconds per shape of ours, the peers and plain PyTorch."""
+"""Draw rows of a benchmark: per shape, the milliseconds of our op and of all that is timed with it."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from dsa_bench.harness import table
 
 
 def pyplot() -> ModuleType:
-    """Import matplotlib.pyplot for files. Raises RuntimeError where it is not installed."""
+    """Import matplotlib.pyplot with the backend for files. Raises RuntimeError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,6 +1,6 @@
 """Profiles of an op: the torch profiler's table, and percentages of peak that ncu measures.
 
-`python -m dsa_bench.harness.profile OP` calls the op's first case a few times, for ncu.
+ncu profiles `python -m dsa_bench.harness.profile OP`, which calls the op's first case a few times.
 """
 
 import csv
@@ -47,7 +47,8 @@ def _call(case: Case) -> None:
 
 
 def ncu_table(op: str) -> str:
-    """Return percentages of peak of every kernel that the op launches, or a line that says why there are none."""
+    """Return the percentages of peak of every CuTe DSL kernel (its name contains "cutlass") that the op launches, or a
+    line that says why there are none."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"

@@ -15,7 +15,7 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _others(row: dict[str, Any]) -> Iterator[str]:
-    """Yield peers, plain PyTorch, yardsticks, and what could not be timed."""
+    """Yield the texts of peers, baselines, yardsticks, and failures."""
     for kind, label in KINDS.items():
         if row[kind]:
             yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())
@@ -31,20 +31,20 @@ def _figures(other: dict[str, float]) -> str:
 
 
 def everyone(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the names that any row compares with ours, peers first."""
+    """Return all names in the rows except ours: peers, baselines, yardsticks, then failed ones."""
     kinds = [list(row[kind]) for kind in KINDS for row in rows]
     return list(dict.fromkeys(name for names in [*kinds, *(row["failed"] for row in rows)] for name in names))
 
 
 def of(row: dict[str, Any], name: str) -> dict[str, float]:
-    """Return the figures of a name, or {} where it was not timed."""
+    """Return the figures of a name, or {} if it was not timed."""
     return next((row[kind][name] for kind in KINDS if name in row[kind]), {})
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a line per shape, with two columns per peer, baseline and yardstick.
 
-    Cells of a name that was not tried are empty. The cell of a name that failed has the reason.
+    If a row has no such name, its cells are empty. If the name failed, its first cell has the reason.
     """
     names = everyone(rows)
     lines = [["shape", "ms", "figure", *(column for name in names for column in (f"{name} ms", f"{name} ratio"))]]

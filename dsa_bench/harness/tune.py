@@ -19,16 +19,16 @@ from dsa.runtime.op import OPS, forget_calls
 from dsa.testing import bench
 from dsa_bench.harness.case import Call, Case, load
 
-WORTH = 1.01  # a winner is written where the modelled choice is slower by more than this factor
+WORTH = 1.01  # a winner is written if the modelled choice is slower by more than this factor
 
 
 @dataclass(frozen=True)
 class TuningClass:
     """A class of shapes that share a configuration.
 
-    tries     whether a configuration is worth a trial
-    shapes    a shape of the benchmark -> the arguments of the compile function before the configuration
-    modelled  the configuration of a class without a winner, or None where every class needs a winner
+    tries     configuration -> whether it is worth a trial
+    shapes    {a shape of the benchmark: the arguments of the compile function before the configuration}
+    modelled  the configuration that the op chooses without data, or None if every class needs data
     """
 
     tries: Callable[[Any], bool]
@@ -38,7 +38,7 @@ class TuningClass:
 
 @dataclass(frozen=True)
 class Tuning:
-    """An op's search space: all configurations with the functions that compile them, and classes of shapes."""
+    """An op's search space. candidates: {configuration: the function that compiles it}. classes: {name: class}."""
 
     candidates: dict[Any, Callable[..., Any]]
     classes: dict[str, TuningClass]
@@ -46,7 +46,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a configuration on a class: milliseconds per shape, or the failure."""
+    """The outcome of a configuration on a class of shapes: milliseconds per shape, or the failure."""
 
     config: Any
     registers: str
@@ -72,7 +72,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         raise ValueError(f"{op}: has no {arch} kernel, only those for {', '.join(there)}")
     plan: Tuning = module.tuning()
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
-    # Classes may share kernels.
+    # A dict, because classes can share kernels.
     todo = {
         (*arguments, config): plan.candidates[config]
         for name, shapes in plan.classes.items()
@@ -81,7 +81,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     }
     jobs = jobs or len(os.sched_getaffinity(0))
     print(f"{op}: compiling {len(todo)} kernels in {jobs} processes")
-    # Processes, because the DSL compiles in one thread; spawned, because CUDA does not survive a fork.
+    # Use processes, because the DSL compiles in one thread. Spawn them, because CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         compiled = dict(zip(todo, pool.map(_compile, todo.values(), todo)))
@@ -101,20 +101,22 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
-        # Written after each class: a search takes minutes, and an interrupted search keeps its results.
+        # Write after each class, so that an interrupted search, which takes minutes, keeps its results.
         tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
-    """Return the fastest configuration, or None where the modelled choice is as fast and no data is needed."""
+    """Return the fastest configuration, or None if the modelled choice is as fast within WORTH, so that no data is
+    needed."""
     modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
     within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
     return None if within else trials[0].config
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Compile into the cache. Returns the registers per thread, or "fails" and the last line of the reason."""
+    """Compile into the cache. Return the registers per thread, "-" if they are unknown, or "fails" and the reason's
+    last line."""
     from dsa.runtime.compile_cache import cubin
     from dsa.runtime.sass import disassemble
 
@@ -131,7 +133,7 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
     """Check every configuration on every case, then time the correct ones in turns, so that clocks and heat affect all
     configurations in the same way."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
-    # Per case, because comparing with a correct result is much faster than the reference.
+    # The known correct results per case. A comparison with one of them is much faster than the reference.
     correct_results: list[list[torch.Tensor]] = [[] for _ in cases]
     for config in registers.keys() - failures.keys():
         try:
@@ -156,7 +158,7 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
-    """Make the call run with this configuration. The op's cached choices are cleared before and after."""
+    """Return a call that runs `call` with this configuration. It clears the op's cached choices before and after."""
     from dsa.cute import tuning
 
     caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]

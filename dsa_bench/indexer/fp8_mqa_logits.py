@@ -22,7 +22,7 @@ from dsa_bench.harness.case import (
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import cudnn, deep_gemm
 
-# queries, keys, heads, head dimension, whether pairs out of range become -inf, accumulators; all causal
+# queries, keys, heads, head dimension, whether scores out of range become -inf (cleaned), accumulators; all causal
 SHAPES = [
     (4096, 32768, 64, 128, True),
     (2048, 8192, 64, 128, True),
@@ -53,7 +53,8 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
         return torch.arange(keys, device=ends.device) < ends[rows, None]
 
     def agree(theirs: Any, ours: torch.Tensor) -> None:
-        """Compare the pairs in range: cuDNN's rows see one key more, and DeepGEMM 2.8.1 does not write the others."""
+        """Compare only the pairs in range of some rows, because cuDNN's rows see one key more than ours, and DeepGEMM
+        2.8.1 does not write scores out of range."""
         rows = some(queries)
         theirs = first(theirs).reshape(queries, keys)[rows]
         close(theirs[seen(rows)], ours[rows][seen(rows)])

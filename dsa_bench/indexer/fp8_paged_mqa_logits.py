@@ -1,5 +1,5 @@
-"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM, and fp16 accumulators with
-fp32 ones. Also the time of the plan, `get_paged_mqa_logits_metadata`."""
+"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM. Scores with fp16 accumulators
+are also compared with ours with fp32 accumulators. Also the time of the plan, `get_paged_mqa_logits_metadata`."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from dsa_bench.harness.case import (
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 
-# batch, queries per sequence, mean context, heads, accumulators; a context of 0: only the plan
+# batch, queries per sequence, mean context, heads, accumulators. With a mean context of 0 only the plan is timed.
 SHAPES = [
     (128, 1, 32768, 64),
     (64, 1, 8192, 64),
@@ -81,7 +81,7 @@ def _plan_case(batch: int) -> Case:
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        """Libraries split the work differently; every plan has a row per SM."""
+        """Compare only the shapes, because libraries split the work differently."""
         if theirs.shape != ours.shape:
             raise AssertionError(f"differs: shape {list(theirs.shape)}, where ours is {list(ours.shape)}")
 
@@ -108,7 +108,7 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     keys = sum(int(lengths.sum()) for *_, lengths, _, _ in inputs) / len(inputs)
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        """Compare the keys that a row sees."""
+        """Compare the scores of the keys that a row sees, of some rows."""
         *_, lengths, _, columns = inputs[0]
         rows = some(len(ours))
         visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]

@@ -1,5 +1,5 @@
-"""The indexer's queries and keys to FP8 in one kernel, compared with separate operations (torch, then our
-cast)."""
+"""The indexer's queries and keys rotated and cast to FP8 in one kernel, compared with separate operations: our rotation
+and cast, for keys after torch's layer norm and before our write."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """Scores and selection in one op: TFLOP/s of the pairs in range, compared with two separate ops, ours and the peers'.
 
-The separate ops write up to 4 GiB of scores at a time; our layers' prefill writes 260 MiB. The peers accumulate scores
-in fp32, also where ours accumulate in fp16. The peers promise no order among equal scores.
+The separate ops write up to 4 GiB of scores at a time; our layers' prefill writes 260 MiB. The peers always accumulate
+scores in fp32, even in the cases with our fp16 accumulators. The peers promise no order among equal scores.
 """
 
 from functools import partial
@@ -32,7 +32,8 @@ TWO_OPS = "dsa, two ops"
 
 
 def _scales(keys: int, kind: str) -> torch.Tensor:
-    """Scales of keys. On a plateau most scores are zero, and the lists of candidates overflow."""
+    """Return the keys' scales for a kind of scores. With "plateau" most scores are zero, so the lists of candidates
+    overflow."""
     if kind == "ascending":
         return torch.arange(1, keys + 1, device="cuda").float()
     scale = scales(keys)
@@ -43,7 +44,7 @@ def _scales(keys: int, kind: str) -> torch.Tensor:
 
 def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accumulators: str = "float32") -> Case:
     q, kv, weights = e4m3(queries, heads, dim), (e4m3(keys, dim), _scales(keys, kind)), f32(queries, heads)
-    if kind == "ascending":  # only the scales order the keys
+    if kind == "ascending":  # all keys are equal and weights are not negative, so scores only grow with the scales
         kv[0][:] = kv[0][0].clone()
         weights.abs_()
     starts, ends = causal_ranges(queries, keys)

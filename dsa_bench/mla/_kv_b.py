@@ -1,4 +1,4 @@
-"""The FP8 weights kv_b of several layers, used in turn so that none is in the L2 cache."""
+"""The FP8 weights kv_b of several layers, which calls use in turn so that they do not find them in the L2 cache."""
 
 import torch
 
@@ -10,7 +10,8 @@ _LAYERS = 8
 
 
 def layers(heads: int, rows: int, part: slice) -> tuple[list[Scaled], list[torch.Tensor]]:
-    """FP8 matrices [heads * rows, LATENT], and the bf16 values [heads, part, LATENT] of a part of each head's rows."""
+    """Return (FP8 matrices [heads * rows, LATENT] with scales, bf16 values [heads, rows of part, LATENT]), a list per
+    layer. part: slice of each head's rows."""
     weights = [dsa.per_block_cast_to_fp8(f32(heads * rows, LATENT) * LATENT**-0.5) for _ in range(_LAYERS)]
     values = [dsa.dequantize_per_block(*w, torch.bfloat16).unflatten(0, (heads, rows))[:, part] for w in weights]
     return weights, values

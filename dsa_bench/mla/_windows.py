@@ -1,4 +1,5 @@
-"""Prompts for V4's attention: one sequence whose tokens attend to windows, and some to selected compressed entries."""
+"""A prompt for V4's attention: one sequence, whose tokens attend to windows and, in some cases, also to selected
+compressed entries."""
 
 from typing import NamedTuple
 
@@ -12,9 +13,10 @@ SCALE = D**-0.5
 
 
 class Prompt(NamedTuple):
-    """packed: (q, kv, cu_q, cu_k, window), the arguments that our ops share. near: the windows as lists. compressed,
-    indices: the entries and their selection, None without selection. listed: (q, keys, lists, scale), the same
-    attention for FlashMLA. pairs: pairs of a query and a key that it attends to, per head."""
+    """packed: (q, kv, cu_q, cu_k, window), the arguments that our ops share. near: the windows' keys as lists of
+    indices. compressed, indices: the entries and the selected ones of each token, None without selection. listed: (q,
+    keys, lists, scale), arguments of the same attention for FlashMLA. pairs: number of pairs of a query and a key to
+    which it attends, per head."""
 
     packed: tuple
     near: torch.Tensor
@@ -25,7 +27,7 @@ class Prompt(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, heads: int, selected: int) -> "Prompt":
-        """Each token attends to `selected` of tokens / 4 entries."""
+        """Make a prompt. Each token attends to its window and to `selected` of tokens / 4 entries."""
         q, kv, ends = bf16(tokens, heads, D) / 10, bf16(tokens, 1, D) / 10, torch.tensor([0, tokens]).int().cuda()
         near = dsa.window_indices(ends, ends, tokens, WINDOW)
         packed, pairs = (q, kv, ends, ends, WINDOW), tokens * WINDOW - WINDOW * (WINDOW - 1) // 2 + tokens * selected

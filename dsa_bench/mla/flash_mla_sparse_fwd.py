@@ -1,6 +1,6 @@
-"""Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not take are padded outside the
-timing. With up to 16 heads our kernel for single queries is a yardstick, on random selections and on selections that
-overlap like those of neighbouring tokens.
+"""Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not accept are padded outside the
+timing. With up to 16 heads our kernel that attends per query is a yardstick. Selections are random, or with up to 16
+heads also overlap like those of adjacent tokens.
 """
 
 from functools import partial
@@ -14,9 +14,10 @@ from dsa_bench.harness.case import Case, agree_attention, bf16, bf16_gemm, flop_
 from dsa_bench.peers import flash_mla
 
 # Two fractions, measured in the two layers of an earlier shipped model: the fraction of a selection's keys that not all
-# neighbours share, and the fraction of these keys that changes from one token to the next. The union of 4 and of 8
-# neighbours' selections is then 1.38 and 1.57 selections, or 2.17 and 3.10 (docs/explanation/kernels.md). In the
-# current shipped model it is 1.46 and 1.90, or 2.11 and 3.11.
+# of NEIGHBOURS adjacent tokens share, and the fraction of these keys that changes from one token to the next. The
+# selections of 4 and of 8 adjacent tokens together then have 1.38 and 1.57 times as many different keys as one
+# selection in layer 0, and 2.17 and 3.10 times in layer 1 (docs/explanation/kernels.md). In the current shipped model
+# the figures are 1.46 and 1.90, and 2.11 and 3.11.
 OVERLAPS = {"layer 0": (0.22, 0.75), "layer 1": (0.525, 0.86)}
 NEIGHBOURS = 64
 # keys, d, heads, selected keys; queries, overlap
@@ -56,7 +57,7 @@ def _indices(keys: int, selected: int, queries: int, overlap: str) -> torch.Tens
 def _one_by_one(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend per query, whatever keys the selections share."""
+    """Attend per query, also if adjacent queries' selections share keys."""
     max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     out = q.new_empty(*q.shape[:2], D_V)
     attend(q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)

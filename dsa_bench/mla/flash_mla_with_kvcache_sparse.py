@@ -1,7 +1,7 @@
 """MLA decoding over selected keys of an FP8 cache (656 bytes per token) compared with both builds of FlashMLA, which
-take 64 and 128 heads. Other head counts are padded outside the timing.
+accept 64 and 128 heads. Other head counts are padded outside the timing.
 
-Each sequence selects random keys of its part of one cache, and every call of a graph uses other parts.
+Each sequence has a part of one cache and selects random keys of this part. Every call of a graph uses other parts.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ D, D_V, PAGE, BYTES = 576, 512, 64, 656
 
 
 def _cache(rows: int) -> torch.Tensor:
-    """A cache that repeats 65536 random latents."""
+    """Return a cache of `rows` latents, in which 65536 random latents repeat."""
     block = torch.empty(65536 // PAGE, PAGE, 1, BYTES, dtype=torch.uint8, device="cuda")
     dsa.write_kv_cache(bf16(65536, D) / 10, block, torch.arange(65536, device="cuda"))
     return block.repeat(-(-rows // 65536), 1, 1, 1)[: rows // PAGE]
@@ -39,7 +39,7 @@ def _cache(rows: int) -> torch.Tensor:
 def _inputs(
     kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int
 ) -> tuple[torch.Tensor, ...]:
-    """Inputs of the sequences whose parts of the cache have the numbers from `first` on."""
+    """Return (q, kv, indices) of `batch` sequences. Sequence i has part first + i of the cache, of `keys` keys."""
     chosen = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
     indices = (chosen + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
     return bf16(batch, queries, heads, D) / 10, kv, indices

@@ -15,7 +15,7 @@ from dsa_bench.peers.package import Library
 V32, GLM5 = (128, 192, 128), (64, 256, 256)
 TOP_K = 2048
 CUDNN, ABSORBED = Library("cuDNN", ("torch",)), "absorbed, 2048 keys"
-# sequences, tokens per sequence, new tokens of these; heads, d, dv; whether keys are selected
+# sequences, tokens per sequence, new tokens per sequence; heads, d, dv; whether keys are selected
 SHAPES = [
     *((*sizes, *V32, selecting) for sizes in ((1, 4096, 4096), (1, 8192, 8192)) for selecting in (False, True)),
     *((*sizes, *V32, False) for sizes in ((64, 512, 512), (256, 100, 100), (16, 2000, 2000))),
@@ -32,9 +32,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 def _cudnn(module: ModuleType, *arguments: torch.Tensor | float) -> Call:
-    """Attend q, k, v [B, H, S, .]. All sequences have the same length, and all their tokens are new.
+    """Return a call of cuDNN's attention of q, k, v [B, H, S, D]. All sequences have the same length, and all their
+    tokens are new.
 
-    Raises RuntimeError where this build of torch has no such kernel.
+    Raises RuntimeError if this build of torch has no such kernel.
     """
     call = partial(_attend, *arguments)
     call()
@@ -79,7 +80,7 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """int32 [T, TOP_K]: random visible keys of each query, all of them where there are fewer, followed by -1."""
+    """Return int32 [T, TOP_K]: different random visible keys of each query. If fewer are visible, -1 follows them."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")

@@ -1,4 +1,4 @@
-"""Selections written as bits: bytes read and written per second."""
+"""Selections converted from indices to bits: bytes read and written per second."""
 
 from functools import partial
 

@@ -1,10 +1,10 @@
 """Attention to windows of 128 latents, compared with FlashMLA over the same keys as lists: prefill, prefill with
 selected keys in the same softmax, decoding from V4's cache.
 
-FlashMLA's lists are made outside the timing, ours inside. With selected keys FlashMLA gets windows and entries in one
-tensor. Yardsticks are torch's flash attention with the same window, and our two branches merged. Flash attention's
-heads have at most 256 channels, all of which it scores and sums. Compare rates: they count the FLOP of the pairs inside
-the window with the channels of each kernel.
+FlashMLA's lists are made outside the timing, ours inside. With selected keys, FlashMLA gets the windows' keys and the
+entries in one tensor. The yardstick is our two branches merged with selected keys, and otherwise torch's flash
+attention with the same window. Flash attention accepts heads of at most 256 channels, ours have 512. So compare its
+rate with ours, not the times: a rate counts the FLOP of the pairs inside the window with the kernel's channels.
 """
 
 from functools import partial
@@ -29,8 +29,8 @@ YARDSTICKS = {FLASH, MERGED}
 
 
 def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> dict[str, list[Call]]:
-    """Calls with one key head, expanded, because the heads share latents. No calls where this build of torch has no
-    such kernel."""
+    """Return {FLASH: calls}, or {} if this build of torch has no such kernel. All heads share the latents, so k and v
+    are one head expanded to all."""
     calls = []
     for _ in range(count):
         q, kv = bf16(batch, queries, heads, FLASH_D) / 10, bf16(batch, keys, 1, FLASH_D) / 10

@@ -1,4 +1,5 @@
-"""Router, gate and sort in one, compared with the product and our two separate kernels, over fresh matrices.
+"""Router's product, gate and sort in one op, compared with PyTorch's product and our two separate kernels. Every call
+of a graph reads another matrix.
 
 The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
 as in a model, the prefetch gains less.
@@ -11,7 +12,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, f32, fresh_matrices, over, plain_rate
 
-# tokens, channels, experts, top_k, groups, groups that stay, scores: V3.2's, V4-Flash's and V4-Pro's
+# tokens, channels, experts, top_k, groups, chosen groups, scores: V3.2's, V4-Flash's and V4-Pro's
 SHAPES = [
     (tokens, *model)
     for model in (

@@ -1,4 +1,4 @@
-"""Peers, other libraries' kernels for the same functions: how each is imported, called and compared with ours.
+"""Peers, other libraries' kernels for the functions of our ops: how each is imported and called.
 
-`python -m dsa_bench.peers` calls each peer once and prints which agree.
+`python -m dsa_bench.peers` calls each peer once and prints which agree with our results.
 """

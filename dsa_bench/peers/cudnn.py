@@ -14,8 +14,8 @@ CUDNN = Library("cuDNN-FE", ("cudnn",))
 
 @peer(CUDNN)
 def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
-    """Causal, cleaned scores of the last len(q) of len(kv[0]) tokens, of (q, kv, weights). A row sees one key more than
-    the previous row."""
+    """Return calls for causal, cleaned scores of the last len(q) of len(kv[0]) tokens, of inputs (q, kv, weights). Row
+    i sees the first len(kv[0]) - len(q) + i + 1 keys."""
     tokens, heads, _ = q.shape
     return partial(
         module.DSA.indexer_forward_wrapper,
@@ -25,7 +25,7 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
         ratio=1,
         qhead_per_kv_head=heads,
         precision="fp8",
-        # The op takes scales of queries, and the position of the first query.
+        # Unlike ours, the op also has scales of queries, and the position of the first query.
         q_scale=torch.ones(1, tokens, heads, device=q.device),
         k_scale=kv[1][None, :, None],
         q_causal_offsets=torch.full((1,), len(kv[0]) - tokens, dtype=torch.int32, device=q.device),
@@ -33,7 +33,8 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
 
 
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Indices of (scores, lengths, k), with arbitrary ties and with ties to the lowest index."""
+    """Return calls for the indices of (scores, lengths, k): a variant that breaks ties arbitrarily, and a deterministic
+    variant that breaks ties to the lowest index."""
     inputs = list(inputs)
     return Peers.of({CUDNN: partial(_topk, False)}, inputs) | Peers.of(
         {CUDNN: partial(_topk, True)}, inputs, "{} deterministic"
@@ -46,7 +47,8 @@ def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> C
 
 @peer(CUDNN)
 def attention_backward(module: ModuleType, q, kv, indices, scale: float, sink, out, lse, dout) -> Call:
-    """(dq, dkv, dsink) of sparse attention, of (q, kv, indices, scale, sink, out, lse, dout)."""
+    """Return calls for the gradients (dq, dkv, dsink) of sparse attention, of inputs (q, kv, indices, scale, sink, out,
+    lse, dout)."""
     return partial(
         module.DSA.sparse_attention_backward_wrapper,
         *(q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1)),

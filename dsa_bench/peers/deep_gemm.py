@@ -1,13 +1,14 @@
 """DeepGEMM: 2.8.1, as vLLM ships it, and the older build that SGLang ships, whose index scores can be cleaned.
 
 Facts, on Hopper:
-- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 takes the queries as (q, None) and returns
+- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 gets the queries as (q, None) and returns
   compressed rows that are not cleaned: column j of a row is key start + j, and columns after the end are not written.
-  `max_seqlen_k` bounds a row and must be positive
-- paged scores: pages of 64 keys, lengths [B, next_n], next_n 1 or 2. 2.8.1 also takes 4; its plan is then for half the
-  number of SMs, because two SMs share a task
-- products: rows' scales fp32, column-major, matrices' scales [n / 128, k / 128], results bf16. Groups' rows begin at
-  multiples of 128, or all groups have the same number of rows and a count (masked)
+  `max_seqlen_k` bounds the keys of a row and must be positive
+- paged scores: pages of 64 keys, lengths [B, next_n], next_n 1 or 2. 2.8.1 also accepts next_n 4; its plan is then for
+  half the number of SMs, because two SMs share a task
+- products: scales of rows fp32, column-major; scales of matrices [n / 128, k / 128]; results bf16. In grouped products
+  each group's rows begin at a multiple of 128 (contiguous), or all groups have the same number of rows and a count of
+  valid rows (masked)
 - nvcc compiles at the first call, 10 s and more per kernel. A product has a kernel per columns, channels, groups and
   tile, and the tile also depends on the rows. Kernels stay in the folder DG_JIT_CACHE_DIR. Their keys are the source,
   the compiler and its options with the package's path, so another machine can use the folder if it has the package at
@@ -30,16 +31,16 @@ from dsa_bench.peers.package import Library, launch_programmatically
 NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
 OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
-ALIGNMENT = 128  # of a group's first row
+ALIGNMENT = 128  # the index of a group's first row is a multiple
 _PROCESSES = 16
-_MEMORY = 0.8  # of the GPU's free memory, for compiling processes, which hold all groups' weights
+_MEMORY = 0.8  # fraction of the GPU's free memory for compiling processes, which allocate all groups' weights
 _ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
-    """`fp8_mqa_logits` of both builds. starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never
-    cleans."""
+    """Return calls of both builds' op for `fp8_mqa_logits`. starts must be 0, so that compressed rows are equal to rows
+    of all keys. 2.8.1 never cleans."""
 
     def old(module: ModuleType, *arguments) -> Call:
         return partial(module.fp8_mqa_logits, *arguments, clean_logits=clean)
@@ -54,8 +55,8 @@ def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
-    """`fp8_paged_mqa_logits` of (q, pages, weights, lengths [B], block_table, columns). Plans are made outside the
-    timing."""
+    """Return calls of both builds' op for `fp8_paged_mqa_logits`, of inputs (q, pages, weights, lengths [B],
+    block_table, columns). Plans are made outside the timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
     makes = {NEW: _new_paged_mqa_logits} if next_n in (1, 2, 4) else {}
@@ -77,22 +78,23 @@ def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table,
 
 
 def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
-    """The number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths [B]."""
+    """Return the number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths
+    [B]."""
     return lengths[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
-    """The plan of paged scores with one query per sequence, `copies` times."""
+    """Return `copies` equal calls that make the plan of paged scores with one query per sequence."""
     return Peers.of(dict.fromkeys(BUILDS, _plan), [(lengths[:, None].contiguous(), page)] * copies)
 
 
 def _plan(module: ModuleType, visible: torch.Tensor, page: int, tasks_of_two: bool = False) -> Call:
-    """tasks_of_two: two SMs share a task."""
+    """Return a call that makes the plan of paged scores. tasks_of_two: two SMs share a task."""
     return partial(module.get_paged_mqa_logits_metadata, visible, page, module.get_num_sms() // (1 + tasks_of_two))
 
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
-    """`fp8_gemm_nt` with each of the weights. Results are (out, None)."""
+    """Return calls of `fp8_gemm_nt` with each of the weights. Results are (out, None)."""
     return Peers.of(dict.fromkeys(builds, _product), [(a, b) for b in weights])
 
 
@@ -103,8 +105,8 @@ def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
 
 
 def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[Library] = BUILDS) -> Peers:
-    """`m_grouped_fp8_gemm_nt_contiguous`, and with few rows also 2.8.1's masked product. Results are (out, indices of
-    our rows in out)."""
+    """Return calls of `m_grouped_fp8_gemm_nt_contiguous` and, if no group has more than ALIGNMENT rows, of 2.8.1's
+    masked product. Results are (out, indices of our rows in out)."""
     peers = Peers.of(dict.fromkeys(builds, _contiguous), [(a, b, ends)])
     if NEW in builds and int(sizes_of(ends).max()) <= ALIGNMENT:
         peers |= Peers.of({NEW: _masked}, [(a, b, ends)], "{}, masked")
@@ -112,7 +114,7 @@ def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[L
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
-    """Rows of each group."""
+    """Return the number of rows of each group, from the ends of their rows."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
@@ -140,14 +142,14 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The index of each of our rows where the groups begin at `starts`."""
+    """Return the new index of each of our rows if the groups begin at the indices `starts`."""
     sizes = sizes_of(ends)
     moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
     return torch.arange(len(moved), device=ends.device) + moved
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Copy rows and their scales to these indices of `count` rows. Other rows are 0, with scales of 1."""
+    """Copy the rows of `a` and their scales to the indices `rows` of `count` rows. Other rows are 0, with scales 1."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)
@@ -156,13 +158,14 @@ def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
 
 
 def compile_products(shapes: Iterable[tuple], device: str = "cuda", builds: Sequence[Library] = BUILDS) -> None:
-    """Compile the products of these (rows, columns, channels), or the grouped products of these (rows before routing,
-    columns, channels, experts, top k), in parallel processes, because each takes nvcc seconds.
+    """Compile products of shapes (rows, columns, channels), or grouped products of shapes (rows before routing,
+    columns, channels, experts, top k), in parallel processes, because nvcc needs seconds for each.
 
-    Each process holds the weights of all groups, so the GPU's memory bounds the number of processes. Failures are
+    Each process allocates the weights of all groups, so the GPU's memory bounds the number of processes. Failures are
     ignored: they occur again in the benchmark, which reports them.
     """
-    # Sorted by rows first: matrices of different sizes share no kernel, so no two processes compile the same kernel.
+    # Sort by rows first, so that successive shapes have matrices of different sizes. Such shapes share no kernel, so
+    # two processes seldom compile the same kernel at the same time.
     shapes = sorted(set(shapes))
     if not shapes or not Peers.of(dict.fromkeys(builds, lambda module: None), [()]).calls:
         return
@@ -183,7 +186,7 @@ def _compile(
 ) -> None:
     a = _unset((rows * top_k,), channels, 1, device)
     b = _unset((experts, columns) if experts else (columns,), channels, 128, device)
-    for library in builds:  # one library at a time to limit memory: each makes padded rows
+    for library in builds:  # one library at a time to limit memory, because each allocates padded rows
         if experts:
             peers = grouped_product(a, b, routed(rows, experts, top_k, device), [library])
         else:
@@ -198,17 +201,17 @@ def _compile(
 
 
 def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
-    """Uninitialised e4m3 values [*shape, channels], and scales of 1 for blocks of `block` rows and 128 channels."""
+    """Return uninitialised e4m3 values [*shape, channels], and scales of 1 per `block` rows and 128 channels."""
     q = torch.empty(*shape, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     return q, torch.ones(*shape[:-1], -(-shape[-1] // block), channels // 128, device=device)
 
 
 def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.Tensor:
-    """int32 [experts]: the ends of the experts' rows, where each of `rows` rows goes to `top_k` random experts."""
+    """Return int32 [experts]: the ends of the experts' rows, if each of `rows` rows goes to `top_k` random experts."""
     chosen = torch.rand(rows, experts, device=device).argsort(-1)[:, :top_k].flatten()
     return torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
 
 
 def used(ends: torch.Tensor) -> int:
-    """The number of experts with rows."""
+    """Return the number of experts that have rows."""
     return int((sizes_of(ends) > 0).sum())

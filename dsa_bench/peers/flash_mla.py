@@ -1,8 +1,10 @@
 """FlashMLA as SGLang maintains it (sgl-flash-mla, whose Hopper kernels need `use_legacy=True`) and as vLLM ships it.
 
-Facts of both, on Hopper: dense pages have 64 keys and d 576 or 512. Sparse attention takes 64 and 128 heads, vLLM's
+Facts of both, on Hopper: dense pages have 64 keys and d 576 or 512. Sparse attention accepts 64 and 128 heads, vLLM's
 prefill also 8, 16 and 32. The number of indices is a multiple of 128 in prefill and of 64 in decoding. The first call
-with a plan fills the plan. SGLang's prefill returns a list. Other head counts are padded to 64 outside the timing.
+with a plan fills the plan. SGLang's prefill returns a list.
+
+Heads are padded to a multiple of 64 outside the timing. Head counts of FEW_HEADS also run without padding.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +20,13 @@ SGL = Library("sgl-flash-mla", ("flash_mla",))
 VLLM = Library("flashmla", ("vllm.third_party.flashmla.flash_mla_interface",))
 BUILDS = (SGL, VLLM)  # the newest first
 OPTIONS = {SGL: {"use_legacy": True}, VLLM: {}}
-FEW_HEADS = (8, 16, 32)  # vLLM's prefill takes these without padding
+FEW_HEADS = (8, 16, 32)  # vLLM's prefill accepts these without padding
 D_V = 512
 Inputs = tuple[torch.Tensor, ...]
 
 
 def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]) -> Peers:
-    """`flash_mla_sparse_fwd` of (q [tokens, heads, d], kv, indices, scale)."""
+    """Return calls of `flash_mla_sparse_fwd` of inputs (q [tokens, heads, d], kv, indices, scale)."""
     inputs = list(inputs)
     heads = inputs[0][0].shape[1]
     peers = _both(_sparse_prefill, [_padded(i, 1) for i in inputs], heads)
@@ -32,18 +34,18 @@ def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def dense_decode(inputs: Iterable[Inputs]) -> Peers:
-    """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages, block_table, lengths), causal."""
+    """Return calls of causal `flash_mla_with_kvcache` of inputs (q [B, s_q, heads, d], pages, block_table, lengths)."""
     return _both(partial(_decode, causal=True), inputs)
 
 
 def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
-    """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages of bytes, indices)."""
+    """Return calls of `flash_mla_with_kvcache` of inputs (q [B, s_q, heads, d], FP8 pages as bytes, indices)."""
     inputs = list(inputs)
     return _both(_sparse_decode, [_padded(i, 2) for i in inputs], inputs[0][0].shape[2])
 
 
 def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) -> Peers:
-    """Make the calls of both builds. heads: before padding."""
+    """Return the calls of both builds. heads: the number before padding; it decides the peers' names."""
     return Peers.of(
         {library: partial(make, library) for library in BUILDS}, inputs, "{}, padded to 64" if heads % 64 else "{}"
     )

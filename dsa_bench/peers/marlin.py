@@ -4,15 +4,16 @@ The operators are in `torch.ops._moe_C` (vllm/_moe_C_stable_libtorch.abi3.so), t
 (vllm/_C_stable_libtorch.abi3.so). Both files must be installed.
 
 Facts:
-- weights: int32 [E, K / 16, 2 N], for N rows of K channels. In a tile of 16 channels and 64 rows, a word holds the 8
+- weights: int32 [E, K / 16, 2 N], for N rows of K channels. In a tile of 16 channels and 64 rows, a word contains the 8
   codes that a thread multiplies: rows n and n + 8, channels k, k + 1, k + 8 and k + 9 (`pack` has the order). The
   wheel's operator for this layout, `torch.ops._C.gptq_marlin_repack`, is PTX for sm_80, which a library with only sm_90
   code lacks. `pack` does the same with PyTorch, once per layer
 - scales: e8m0 [E, K / 32, N]. Within 64 rows, scales with equal n % 8 are adjacent, in the order in which a thread
   reads them. A scale of 2^-127 counts as 0
 - moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size, which is
-  8, 16, 32, 48 or 64: the smallest of which the mean expert fills less than 0.9. An entry is a row's index among the
-  T k rows, or T k for padding. Entries after the last block are ignored. All sizes depend only on T and k
+  8, 16, 32, 48 or 64: the smallest size of which an expert's mean number of rows fills less than 0.9, or 64. An entry
+  is a row's index among the T k rows, or T k for padding. Entries after the last block are ignored. All sizes depend
+  only on T, k and the number of experts
 - moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
   order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer encodes the fields of
   the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. Its locks, four int32 per SM, are zero
@@ -32,7 +33,7 @@ from dsa_bench.peers.package import Operators
 
 MARLIN = Operators("marlin", "vllm", ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"))
 _BLOCKS = (8, 16, 32, 48, 64)
-_FULL = 0.9  # of a block
+_FULL = 0.9  # largest filled fraction of a block
 _LOCKS = 4  # per SM
 # e2m1: bits of the exponent and of the fraction, a sign, no bias, no infinities, no NaN.
 _E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
@@ -68,18 +69,21 @@ def pack(weight: torch.Tensor, scale: torch.Tensor) -> Packed:
 
 
 def _words(matrix: torch.Tensor) -> torch.Tensor:
-    """Bytes [N, K / 2] -> [K / 16, N / 64, column, row, warp, low, half]. Four bytes are a word, and each byte has two
-    channels whose distance is 8. n = 64 tile + 16 warp + 8 half + column; k = 16 tile + 8 high + 2 row + low."""
+    """Reorder bytes [N, K / 2] to [K / 16, N / 64, column, row, warp, low, half]. Four bytes are a word, and each byte
+    has the codes of channels k and k + 8. Row n = 64 tile + 16 warp + 8 half + column; channel k = 16 tile + 8 high + 2
+    row + low."""
     tiles = matrix.unflatten(0, (-1, 4, 2, 8)).unflatten(4, (-1, 2, 4))  # [tile, warp, half, column, tile, high, row]
-    first, second = tiles.permute(5, 4, 0, 3, 6, 1, 2)  # by high
+    first, second = tiles.permute(5, 4, 0, 3, 6, 1, 2)  # high 0 and 1
     return torch.stack((first & 15 | second << 4, first >> 4 | second & 240), -2)
 
 
 def experts_sum(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: Packed, down: Packed, limit: float | None
 ) -> torch.Tensor:
-    """sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]), bf16 [T, hidden], of x bf16, experts int64 and weights fp32
-    [T, k]. limit: clamps SwiGLU's halves."""
+    """Return sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]), bf16 [T, hidden].
+
+    x: bf16 [T, hidden]. experts: int64 [T, k]. weights: fp32 [T, k]. limit: clamps SwiGLU's halves.
+    """
     tokens, top_k = experts.shape
     blocks = _blocks(experts, len(down.weight))
     halves = _product(x, gate_up, blocks, weights, top_k, weighted=False)
@@ -95,7 +99,7 @@ def experts_sum(
 
 
 def block_size(rows: int, count: int) -> int:
-    """The rows of a block, where `count` experts have `rows` rows in all."""
+    """Return the number of rows of a block, if `count` experts have `rows` rows in all."""
     return next((size for size in _BLOCKS if rows / count / size < _FULL), _BLOCKS[-1])
 
 
@@ -112,7 +116,8 @@ def _blocks(experts: torch.Tensor, count: int) -> Blocks:
 def _product(
     a: torch.Tensor, b: Packed, blocks: Blocks, weights: torch.Tensor, top_k: int, *, weighted: bool
 ) -> torch.Tensor:
-    """Multiply: bf16 [top_k * rows of a, N]. weighted: multiply by the router's weights, too."""
+    """Multiply row r / top_k of a by its expert's matrix. Return bf16 [top_k * rows of a, N]. weighted: also multiply
+    by the router's weights."""
     (rows, channels), columns = a.shape, b.scale.shape[2]
     out = torch.empty(rows * top_k, columns, dtype=a.dtype, device=a.device)
     unused = (None, None, None)  # scales of FP8 activations, a global scale, zero points

@@ -1,6 +1,7 @@
-"""Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): the FP8 cast, the merge of branches.
+"""Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): the FP8 cast, and the merge of attention
+branches.
 
-The operators write into given tensors, which a call returns. Either engine may be installed without the other.
+The operators write into given tensors, which a call returns. Each engine can be installed without the other.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ BUILDS = (VLLM, SGLANG)
 
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
-    """(e4m3, scales of 128 channels) of (x, whether scales are powers of two)."""
+    """Return calls for (e4m3 values, a scale per 128 channels) of inputs (x, whether scales are powers of two)."""
     makes = {
         VLLM: partial(_cast, "_C.per_token_group_fp8_quant", (False, False)),
         SGLANG: partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ()),
@@ -35,14 +36,15 @@ def _cast(operator: str, flags: tuple, module: ModuleType, x: torch.Tensor, use_
 
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
-    """(out, lse [tokens, heads]) of two branches; vLLM's LSEs are [heads, tokens]."""
+    """Return calls for (out, lse [tokens, heads]) of inputs (outs, lses) of two branches. vLLM's LSEs are [heads,
+    tokens], so they are transposed outside the timing."""
     return Peers.of({VLLM: _merge_vllm, SGLANG: _merge_sglang}, inputs)
 
 
 def _merge_vllm(module: ModuleType, outs, lses) -> Call:
     (a, b), (log_a, log_b) = outs, [x.T.contiguous() for x in lses]
     out, lse = torch.empty_like(a), torch.empty_like(log_a)
-    # None: all tokens have both branches.
+    # The last argument None says that all tokens have both branches.
     return partial(into, (out, lse.T), partial(torch.ops._C.merge_attn_states, out, lse, a, log_a, b, log_b, None))
 
 

@@ -1,4 +1,4 @@
-"""Peers' packages, and single files of packages that are not imported."""
+"""How a peer is loaded: its package is imported, or only single files of the package are loaded."""
 
 import functools
 import importlib.util
@@ -12,8 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class Library:
-    """name: as in the tables. modules: the first that is installed is taken. set_up: is called with the module after
-    the import, to set the options that engines set.
+    """A package that is imported.
+
+    name: as in the tables. modules: names, of which the first that is installed is imported. set_up: is called with the
+    module after the import, to set the options that engines set.
     """
 
     name: str
@@ -21,12 +23,12 @@ class Library:
     set_up: Callable[[ModuleType], None] | None = None
 
     def load(self) -> ModuleType | None:
-        """Import the module. Returns None where it is not installed; raises what the import raises."""
+        """Import the module. Return None if none is installed; raise what the import raises."""
         for name in self.modules:
             try:
                 module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                # The peer is installed and lacks another module.
+                # Another module is missing that the installed peer needs.
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise
                 continue
@@ -53,7 +55,7 @@ class SourceFile:
     file: str
 
     def load(self) -> ModuleType | None:
-        """Execute the file as a module. Returns None where it is not installed; raises what its code raises."""
+        """Execute the file as a module. Return None if it is not installed; raise what its code raises."""
         path = _installed(self.package, self.file)
         return None if path is None else _executed(path)
 
@@ -71,8 +73,7 @@ class Operators:
     files: tuple[str, ...]
 
     def load(self) -> ModuleType | None:
-        """Load the files and return `torch.ops`, which then has the operators. Returns None where a file is not
-        installed.
+        """Load the files and return `torch.ops`, which then has the operators. Return None if a file is not installed.
 
         Raises OSError with the loader's message for a file that cannot be loaded.
         """
@@ -81,9 +82,9 @@ class Operators:
             return None
         for path in paths:
             try:
-                torch.ops.load_library(str(path))  # does nothing for a loaded library
+                torch.ops.load_library(str(path))  # does nothing if the library is already loaded
             except OSError as error:
-                # The message only has the path; its cause has the reason.
+                # The message of the error has only the path, the message of its cause has the reason.
                 raise OSError(str(error.__cause__ or error)) from error
         return torch.ops
 
@@ -94,7 +95,7 @@ def _installed(package: str, file: str) -> Path | None:
     return next((path for folder in folders if (path := Path(folder, file)).is_file()), None)
 
 
-@functools.cache  # the module caches compiled kernels
+@functools.cache  # executed once per process, because the module caches compiled kernels
 def _executed(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

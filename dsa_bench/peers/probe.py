@@ -1,7 +1,7 @@
-"""Call every peer once: does it run, and does it agree with the reference?
+"""Call every peer once and report whether it runs and agrees with the reference.
 
-The cases are the benchmarks' cases with the small shapes that they list as PROBED, so benchmarks make the same calls.
-Libraries that are not installed are named first.
+The cases are those of the benchmarks, with the small shapes that a benchmark lists as PROBED, so benchmarks make the
+same calls. The report begins with the libraries that are not installed or cannot be imported.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ LIBRARIES = (
 
 
 def probed() -> dict[str, list[tuple]]:
-    """{op: shapes of its benchmark's cases} of every benchmark with peers."""
+    """Return {op: PROBED of its benchmark} of every benchmark with peers."""
     modules = {op: cases.load(op) for op in cases.benchmarks()}
     return {op: module.PROBED for op, module in modules.items() if hasattr(module, "PROBED")}
 
@@ -44,7 +44,7 @@ def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
         for shape in shapes[op]:
             try:
                 yield from _of(op, shape)
-            except Exception as error:  # our call or the inputs fail; the other cases go on
+            except Exception as error:  # our call or the inputs fail; continue with the next case
                 yield op, str(shape), cases.OURS, f"failed: {reason(error)}"
             free()
 

@@ -1,11 +1,13 @@
-"""Top-k of vLLM, SGLang and TokenSpeed: alone, after DeepGEMM's index scores, and in whole passes.
+"""Top-k of vLLM, SGLang and TokenSpeed: alone, and after DeepGEMM's index scores.
 
-They select from rows whose keys start in the first column, write indices in any order, and write into a given tensor.
+The calls here select from rows whose keys start in the first column, and write the indices into a given tensor. The
+indices of a row have any order.
 
 TokenSpeed's kernel is its CuTe DSL port of DeepSelect for Hopper. Facts: scores are fp32 with rows at multiples of 16
-bytes, lengths and indices int32, k at most 2048. A row of at most k keys yields all keys in order, then -1. The kernel
-also writes the selected scores. It breaks ties arbitrarily but always in the same way, and never selects a NaN. A
-cluster of up to 8 CTAs splits a row. Each of the 11 pairs of capacity and cluster size is compiled at its first call.
+bytes, lengths and indices int32, k at most 2048. If a row has at most k keys, all are selected in order, followed by
+-1. The kernel also writes the selected scores. It breaks ties arbitrarily but always in the same way, and never selects
+a NaN. A cluster of up to 8 CTAs splits a row. Each of the 11 pairs of capacity and cluster size is compiled at its
+first call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,21 +22,22 @@ from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.operators import SGLANG, VLLM
 from dsa_bench.peers.package import Operators, SourceFile
 
-SELECTED = (512, 1024, 2048)  # keys that vLLM's cooperative and persistent top-k select
-COOPERATIVE_ROWS = 64  # at most
-WORKSPACE_BYTES = 1 << 20  # of these two; only they may write to it
+SELECTED = (512, 1024, 2048)  # the k that vLLM's cooperative and persistent top-k accept
+COOPERATIVE_ROWS = 64  # largest number of rows of the cooperative top-k
+WORKSPACE_BYTES = 1 << 20  # of the cooperative and the persistent top-k; only they may write to it
 SCORES = 4 << 30  # bytes of scores at a time; most engines have room for less
-CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # take only contiguous scores
-_SGLANG_K = 2048  # SGLang's top-k takes no other k
+CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # accept only contiguous scores
+_SGLANG_K = 2048  # the only k that SGLang's top-k accepts
 DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
 _DEEPSELECT_K = 2048  # at most
 Selector = Operators | SourceFile
 TopK = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # scores, lengths, out
-Make = Callable[[torch.Tensor], TopK]  # makes a call from lengths, for at most as many rows
+Make = Callable[[torch.Tensor], TopK]  # lengths -> a top-k of at most len(lengths) rows
 
 
 def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Indices of (scores, lengths, k). Libraries that need contiguous scores get copies, made outside the timing."""
+    """Return calls for the indices of (scores, lengths, k). Kernels that need contiguous scores get copies, which are
+    made outside the timing."""
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
     for name, (library, make) in those_for(len(scores), k).items():
@@ -44,7 +47,7 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
 
 
 def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
-    """{name: (library, function that makes a call)} of all that take this number of rows and k."""
+    """Return {name: (library, function that makes a top-k)} of all kernels that accept this number of rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
         "vllm prefill": (VLLM, lambda lengths: partial(_prefill, torch.zeros_like(lengths))),
         "vllm decode": (VLLM, lambda lengths: _decode),
@@ -69,7 +72,7 @@ def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: tor
 
 
 def _prefill(starts: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-    """starts: zeros, at least as many as rows."""
+    """Call vLLM's top-k for prefill. starts: zeros, at least as many as there are rows."""
     sizes = len(scores), scores.stride(0), 1, out.shape[1]
     torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
 
@@ -97,7 +100,8 @@ def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: tor
 
 
 def select_scored(q, kv, weights, starts, ends, k: int) -> Peers:
-    """Indices [S, k] of all queries, in any order, from scores of a part of the queries at a time. starts must be 0."""
+    """Return calls for the indices [S, k] of all queries, in any order. A call computes DeepGEMM's scores of a part of
+    the queries at a time and selects from them. starts must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in those_for(min(len(q), _queries(kv)), k).items():
         of_both = f"{deep_gemm.NEW.name}, {name}"
@@ -117,8 +121,8 @@ def _in_parts(make: Make, module: ModuleType, q, kv, weights, starts, ends, k: i
 
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
-    """Indices [B next_n, k], in any order, of (q, pages, weights, lengths [B], block_table, columns). The scores' plan
-    is made outside the timing."""
+    """Return calls for the indices [B next_n, k], in any order, of inputs (q, pages, weights, lengths [B], block_table,
+    columns). The plan of DeepGEMM's scores is made outside the timing."""
     inputs, name = list(inputs), deep_gemm.NEW.name
     next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
     peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})
@@ -132,7 +136,7 @@ def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
 
 
 def _selecting(make: Make, k: int, scores: Sequence[Call], lengths: torch.Tensor, size: int) -> Call:
-    """Select from the scores of `size` rows at a time, into one tensor."""
+    """Return a call that computes the scores of `size` rows at a time and selects from them, into one tensor."""
     out, select = torch.empty(len(lengths), k, dtype=torch.int32, device=lengths.device), make(lengths)
     parts = [*zip(scores, lengths.split(size), out.split(size))]
 

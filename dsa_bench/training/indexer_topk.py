@@ -20,7 +20,7 @@ def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
     arguments = q, k, w, top_k, bounds, bounds, length, length
     calls, flops = {"dsa": [partial(dsa.indexer_topk, *arguments)]}, tokens * (length + 1) * heads * dim
-    if heads * length <= 64 * 2048:  # larger products of all heads do not fit in memory
+    if heads * length <= 64 * 2048:  # the formula's scores of all heads would not fit in memory otherwise
         calls["formula"] = [partial(reference.indexer_topk, *arguments)]
 
     return Case(

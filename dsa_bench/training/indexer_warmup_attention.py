@@ -1,7 +1,8 @@
-"""The warm-up of the indexer; the yardstick is PyTorch's flash attention (FA2), which does a part of this work.
+"""The warm-up of the indexer. The yardstick is PyTorch's flash attention (FA2), which does a part of this work.
 
-Forward, as CUDA graphs: attention, loss and the indexer's gradients, and FA2's forward pass. Backward: the backward
-pass of the loss's sum, or of a weighted sum ("weighted"), and FA2's backward pass. Ratios are FA2's time over ours.
+Forward, as CUDA graphs: our op computes attention, the loss and the indexer's gradients; FA2 computes its forward pass.
+Backward: the backward pass of the sum of our loss, or of a weighted sum ("weighted"); of FA2 its backward pass. Ratios
+are FA2's time / ours.
 """
 
 from functools import partial
@@ -50,18 +51,18 @@ class _Inputs:
         return dsa.indexer_warmup_attention(*tensors, *self.sequences, self.scale, True)
 
     def fa2(self) -> tuple[Call, Call]:
-        """FA2's forward and backward, with values padded to the keys' channels."""
+        """Return calls of FA2's forward and backward pass, with values padded to the keys' channels."""
         v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
         forward = partial(
             *(torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False),
             scale=self.scale,
         )
         out, lse, *_ = forward()
-        # The result serves as its gradient: another tensor of this size would not fit in 80 GB.
+        # Pass the result as its own gradient, because another tensor of this size would not fit in 80 GB.
         return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
-        """The peak memory of forward and backward without the inputs, over the memory of the inputs."""
+        """Return the peak memory of forward and backward without the inputs / the memory of the inputs."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -87,7 +88,8 @@ def case(which: str, batch: int, *model: int) -> Case:
     def figure(ms: float) -> str:
         if which != "forward":
             return f"{ms * 1e3 / batch / SEQUENCE:.3f} us a token"
-        # The loss needs, besides attention, the scores of all heads and of the indexer, and two products with dI.
+        # Products: the scores of all heads twice (for the attention and for the loss), the heads' outputs, the
+        # indexer's scores, and two products with their gradient dI.
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 

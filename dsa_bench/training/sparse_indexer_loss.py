@@ -1,4 +1,5 @@
-"""The sparse stage's loss. No peer publishes times, so the yardstick is the forward attention to the same keys."""
+"""The loss of the indexer's sparse stage, and its gradients. No peer publishes times, so the yardstick is the forward
+attention to the same keys."""
 
 from functools import partial
 

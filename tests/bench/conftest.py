@@ -1,4 +1,4 @@
-"""Stubs of the peers' packages, benchmark cases on a CPU, and small stacks."""
+"""Fixtures: stubs of the peers' packages and libraries, recorded calls, and benchmark cases on a CPU."""
 
 import concurrent.futures
 import importlib.machinery
@@ -17,7 +17,7 @@ from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
 MODULES += ("deep_gemm", "sgl_kernel", "cudnn", "tile_kernels", "tokenspeed_kernel")
-# Paths in the wheels, and the namespaces of torch.ops that the libraries register.
+# {path of a shared library in its wheel: the namespace of torch.ops that the library registers}
 SHARED_LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "_C",
     "vllm/_moe_C_stable_libtorch.abi3.so": "_moe_C",
@@ -34,7 +34,8 @@ def no_peers(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
-    """Install every shared library and source file in a folder. Loading a library registers its stub operators."""
+    """Make empty files for every shared library and source file, and return their folder. Loading a shared library
+    registers its stub operators in torch.ops. Executing the source file returns its stub."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
@@ -62,7 +63,7 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
 
 @pytest.fixture
 def peers(monkeypatch, installed):
-    """Install all peers. Returns {name: stub} of those that are imported."""
+    """Install stubs of all peers. Returns {module: stub} of the modules that are imported."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),
@@ -80,7 +81,8 @@ def peers(monkeypatch, installed):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """recorded(owner, name) returns the list of positional arguments of all later calls of this function."""
+    """Returns a function: recorded(owner, name) returns a list to which each later call of the attribute appends its
+    positional arguments."""
 
     def record(owner, name):
         calls, function = [], getattr(owner, name)
@@ -97,7 +99,8 @@ def recorded(monkeypatch):
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """Process pools work in a thread of this process. Returns the numbers of processes."""
+    """Process pools run in one thread of this process. Returns the list of the numbers of processes that were asked
+    for."""
     counts = []
 
     class Pool(concurrent.futures.ThreadPoolExecutor):
@@ -111,7 +114,7 @@ def in_threads(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Commands believe that there is a GPU with kernels."""
+    """Commands run as if there were a GPU with kernels."""
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
 
 
@@ -121,9 +124,9 @@ def two_matrices(rows, columns):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Build and call cases on the CPU, with the fewest inputs."""
+    """Cases are built and called on the CPU, with the fewest inputs."""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
-    product = torch.mm  # has no out_dtype on a CPU
+    product = torch.mm  # on a CPU torch.mm has no out_dtype
     monkeypatch.setattr(
         torch, "mm", lambda a, b, out_dtype=None: product(*(x.to(out_dtype or x.dtype) for x in (a, b)))
     )

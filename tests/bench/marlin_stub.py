@@ -1,7 +1,7 @@
-"""Stubs of Marlin's operators, which need a GPU: the same arguments, computed by plain products.
+"""Stubs of Marlin's operators, which need a GPU. They have the operators' arguments and compute plain products.
 
-Their assertions are the checks of the operators' host code. Tables undo the layouts here. They follow from the order in
-which a warp's threads hold a tensor core's operands; `pack` computes the layouts in another way.
+The stubs assert what the operators' host code checks. They undo Marlin's layouts with tables, which follow from the
+registers in which a warp's threads hold the operands of an MMA. `marlin.pack` computes the layouts in another way.
 """
 
 import types
@@ -14,12 +14,12 @@ from tests.bench.peer_stubs import SMS
 INT = torch.int32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_ID = 0x2000000010102
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the index among a thread's eight codes, per nibble
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word: its index among the thread's eight codes
 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """The flat index (tile, channel, row) of every nibble, in 16 channels by 64 rows as 4 tiles of 16 x 16."""
+    """Return, per nibble of 16 channels by 64 rows, the flat index of its code in 4 tiles of 16 channels by 16 rows."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
@@ -31,13 +31,13 @@ def _codes_order() -> torch.Tensor:
 
 @lru_cache
 def _scales_order() -> torch.Tensor:
-    """The rows of 64 adjacent scales: every eighth row, with the middle two of each four exchanged."""
+    """Return the rows of 64 adjacent scales: every eighth row, with the middle two of each four exchanged."""
     by_thread = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     return by_thread.view(-1, 4)[:, [0, 2, 1, 3]].flatten()
 
 
 def unpacked(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """fp32 [E, N, K]."""
+    """Return the weights times their scales, fp32 [E, N, K], from Marlin's layout."""
     count, tiles, words = weight.shape
     rows = words // 2
     bits = torch.arange(0, 32, 4, dtype=INT)
@@ -61,7 +61,7 @@ def _align(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num
     experts_ids.fill_(-1)
     end = 0
     for expert in range(num_experts):
-        rows = (chosen == expert).nonzero().flatten().flip(0)  # the operator guarantees no order
+        rows = (chosen == expert).nonzero().flatten().flip(0)  # reversed, because the operator guarantees no order
         sorted_token_ids[end : end + len(rows)] = rows.to(INT)
         blocks = -(-len(rows) // block_size)
         experts_ids[end // block_size : end // block_size + blocks] = expert
@@ -130,12 +130,12 @@ def _sum(input, output, topk_ids, expert_map):
 
 
 def operators() -> types.SimpleNamespace:
-    """`torch.ops._moe_C`."""
+    """Return the stub of `torch.ops._moe_C`."""
     return types.SimpleNamespace(moe_align_block_size=_align, moe_wna16_marlin_gemm=_gemm, moe_sum=_sum)
 
 
 def silu_and_mul(result, input):
-    """`torch.ops._C`'s."""
+    """Replaces `torch.ops._C.silu_and_mul`."""
     _swiglu(result, *input.float().chunk(2, -1))
 
 

@@ -1,4 +1,4 @@
-"""The ranks of `dsa_bench.e2e.parallel` on a CPU: small models, gloo, and a host's clock."""
+"""The command that runs the ranks of `dsa_bench.e2e.parallel` on a CPU: small models, gloo, and a host's clock."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ranks of the benchmark of several GPUs on a CPU, with a host's clock and the smallest stacks."""
+"""Functions that ranks of the benchmark of several GPUs run on a CPU, with a host's clock and the smallest stacks."""
 
 import dataclasses
 import gc
@@ -12,8 +12,9 @@ from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench import small_stacks
 
-# Prompts of whole rows, of shared rows, and one that is computed once, in two passes. Ranks share rows from fewer
-# tokens on than in production: a CPU takes three times as long for a pass over four times as many.
+# Of the prompts (tokens: repeats), in the first every rank has all rows, in the second ranks share the rows, and the
+# third is computed once, in two passes. In production ranks share rows from 256 tokens on; here from SHARED_ROWS on,
+# because a CPU needs three times as long for a pass over four times as many tokens.
 SHARED_ROWS = 64
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
@@ -59,9 +60,9 @@ def layers_that_fit(name, gpus, memory, tokens):
 
 
 def make_small():
-    """Make all stacks and cases of this process small, and profile nothing."""
-    gc.freeze()  # collections between runs need not visit what was imported
-    # Four experts: two per rank.
+    """Make all stacks and cases of this process small, and replace the profiler."""
+    gc.freeze()  # so that collections between runs do not visit the objects of imported modules
+    # Four experts, which are two per rank.
     small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
     for name, (file, fields) in stacks.STACKS.items():
         stacks.STACKS[name] = (file, fields | stacks.with_layers(name, 3))
@@ -72,7 +73,7 @@ def make_small():
 
 
 def rows(ranks, options):
-    """Return (rows, what was told) of a rank."""
+    """Return (rows, told steps) of a rank."""
     make_small()
     told = []
     return [*parallel.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
@@ -85,7 +86,7 @@ def rows_of_a_part(ranks, options):
 
 
 def error_of_other_weights(ranks, options):
-    """Return the error where the ranks' generators give different numbers."""
+    """Return the error that is raised if the ranks fill a weight that is not split with different numbers."""
     make_small()
     fill = stacks._fill
 
@@ -99,7 +100,7 @@ def error_of_other_weights(ranks, options):
 
 
 def error_of_other_logits(ranks, options):
-    """Return the error where one rank computes different logits."""
+    """Return the error that is raised if one rank computes different logits."""
     make_small()
     prefill = parallel.prefill
 
@@ -120,9 +121,10 @@ def _error(ranks, options):
 
 
 def clock_of_stubs(ranks, _):
-    """Time two calls, with a counter in place of the GPUs' events that runs faster on later ranks.
+    """Time two calls. In place of the GPU's time, events record how many actions of the clock came before, multiplied
+    by rank + 1.
 
-    Returns the times, the peak and free memory, and the order of the clock's actions.
+    Returns (times, peak memory, free memory, the clock's actions in order).
     """
     done = []
 

@@ -1,4 +1,4 @@
-"""The memory that a call's tensors would take, counted on the meta device."""
+"""Count the memory that a call's tensors would need, on the meta device."""
 
 import weakref
 

@@ -1,6 +1,7 @@
-"""Stubs of the peers' packages, which need a GPU: the same names and arguments, computed by our references.
+"""Stubs of the peers' packages, which need a GPU. They have the packages' names and arguments, and compute the results
+with our references.
 
-Their assertions are the checks of the libraries' host code on Hopper.
+The stubs assert what the libraries' host code checks on Hopper.
 """
 
 import functools
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-# Imported by name: while a model runs on the peers' kernels, the attributes of `dsa` are the peers' ops.
+# Import by name, because the attributes of `dsa` are the peers' ops while a model runs on the peers' kernels.
 from dsa import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
@@ -28,7 +29,10 @@ SMS = 132
 
 
 def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.ModuleType:
-    """SGLang's build, which needs `use_legacy=True`, or vLLM's, which has no such parameter."""
+    """Return the stub of SGLang's build, which needs `use_legacy=True`, or of vLLM's, which has no such parameter.
+
+    heads: head counts that sparse prefill accepts besides 64 and 128.
+    """
     module, expected_legacy = types.ModuleType("flash_mla"), {"use_legacy": True} if use_legacy else {}
 
     class Plan:
@@ -106,7 +110,7 @@ def _plan(context_lens, block_kv, num_sms, indices=None):
 def _paged(q, cache, weights, lengths, table, columns):
     plan = get_paged_mqa_logits_metadata(lengths[:, -1].contiguous(), cache.shape[1], SMS)
     scores = fp8_paged_mqa_logits(q, cache, weights, lengths[:, -1].contiguous(), table, plan, columns)
-    return torch.where(scores == -torch.inf, torch.nan, scores)  # the library does not write there
+    return torch.where(scores == -torch.inf, torch.nan, scores)  # scores that the library does not write are NaN
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
@@ -119,7 +123,7 @@ def _check_product(a, b, d) -> None:
     assert a[0].dtype == b[0].dtype == FP8 and a[0].is_contiguous() and b[0].is_contiguous()
     assert d.dtype == torch.bfloat16 and d.stride(-1) == 1 and d.shape == (*a[0].shape[:-1], b[0].shape[-2])
     assert a[1].shape == (*a[0].shape[:-1], a[0].shape[-1] // 128) and a[1].dtype == torch.float32
-    # Row-major, which the library converts in every call, or already column-major.
+    # Scales are row-major, and the library converts them in every call, or they are already column-major.
     assert a[1].is_contiguous() or (a[1].stride(-2) == 1 and a[1].stride(-1) % 4 == 0)
     assert b[1].shape == (*b[0].shape[:-2], -(-b[0].shape[-2] // 128), b[0].shape[-1] // 128) and b[1].is_contiguous()
 
@@ -144,7 +148,7 @@ def _contiguous(a, b, d, grouped_layout):
     matrices = _matrix(b)
     for group in grouped_layout.unique().tolist():
         rows = grouped_layout == group
-        if group < 0:  # padding, which the library does not write
+        if group < 0:  # the library does not write results of padding rows
             d[rows] = torch.nan
             continue
         d[rows] = (_numbers((a[0][rows], a[1][rows])) @ matrices[group].mT).bfloat16()
@@ -168,7 +172,7 @@ def _products(module: types.ModuleType) -> types.ModuleType:
 
 
 def deep_gemm() -> types.ModuleType:
-    """The older build of DeepGEMM."""
+    """Return the stub of the older build of DeepGEMM."""
     module = _products(types.ModuleType("deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):
@@ -185,7 +189,7 @@ def deep_gemm() -> types.ModuleType:
 
 
 def deep_gemm_2_8() -> types.ModuleType:
-    """DeepGEMM 2.8.1, with compressed rows of index scores."""
+    """Return the stub of DeepGEMM 2.8.1, whose rows of index scores are compressed."""
     module = _products(types.ModuleType("vllm.third_party.deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, max_seqlen_k, schedule_meta=None):
@@ -241,7 +245,7 @@ def tile_kernels() -> types.ModuleType:
 
 
 def deepselect() -> types.SimpleNamespace:
-    """TokenSpeed's port, whose file is loaded without its package."""
+    """Return the stub of the file of TokenSpeed's port, which is loaded without its package."""
 
     def topk(scores, ends, topk, *, capacity, cluster_size, indices):
         assert scores.stride(1) == 1 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
@@ -299,7 +303,7 @@ def sglang_operators() -> types.SimpleNamespace:
 
 
 def _topk(scores, lengths, k, starts=None):
-    """Our top-k in reverse order."""
+    """Return our indices in reverse order, because the libraries guarantee no order."""
     return topk_indices(scores, k, lengths=lengths, starts=starts).flip(1)
 
 
@@ -329,7 +333,7 @@ def cudnn() -> types.ModuleType:
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """Makes tensors for "cuda" on the CPU, so that a benchmark's case can be built without a GPU."""
+    """Within the block, tensors of the device "cuda" are made on the CPU, so that cases need no GPU."""
 
     def __torch_function__(self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None):
         options = dict(options or {})

@@ -1,4 +1,4 @@
-"""Stacks with the published fields and sizes for a CPU, which two ranks can share."""
+"""Stacks that have the published models' fields but sizes for a CPU, and which can be split over two ranks."""
 
 from dsa_bench.e2e.stacks import stack
 from dsa_layers.families.model import CheckpointModel
@@ -19,6 +19,6 @@ def small_stack(name: str, device: str = "cpu", **options) -> CheckpointModel:
 
 
 def make_small(stacks: dict, **fields) -> None:
-    """Change the fields of all `stacks`, a dict of dsa_bench.e2e.stacks, to small ones."""
+    """Set small sizes in all entries of `stacks`, which is STACKS or LONG_STACKS. fields: replace further fields."""
     for name, (file, published) in stacks.items():
         stacks[name] = (file, published | SMALL | FEWER[name] | fields)

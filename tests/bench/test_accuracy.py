@@ -1,4 +1,5 @@
-"""The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU with stand-ins for peers."""
+"""The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU, with our kernels in place of
+the peers'."""
 
 import json
 import shutil
@@ -14,7 +15,7 @@ from dsa_layers import SHIPPED_MODEL, Tokenizer
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """The shipped model with a context of 32 tokens and two held-out files, one of which this machine does not have."""
+    """The shipped model with a context of 32 tokens and two held-out files, of which this Python has only the first."""
     folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
     data = {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}
     (folder / "metrics.json").write_text(json.dumps({"data": data}))
@@ -46,7 +47,7 @@ def test_intervals_of_a_ratio_are_paired():
 
 
 def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
-    """The peers are our kernels, and then fail."""
+    """The peers' kernels are ours at first, and fail at the second call of `rows`."""
     peers = Replaced(ops={"fp8_mqa_logits": "a library"})
     monkeypatch.setattr(accuracy, "replacement", lambda: peers)
     half, single, theirs = accuracy.rows([checkpoint], most=2, device="cpu")

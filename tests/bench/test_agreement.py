@@ -1,4 +1,4 @@
-"""Which results of peers agree with ours."""
+"""Results of peers that count as equal to ours, and results that do not."""
 
 from functools import partial
 
@@ -32,17 +32,17 @@ def pad(x, *sizes):
         (agree, (torch.cat((OUT, OUT), 1), "lse"), (OUT, "other")),  # padding at the end
         (agree, {"out": OUT, "lse": LSE, "none": None}, (OUT, LSE)),
         (agree, (OUT,), (OUT, LSE)),
-        # Casts with other powers of two, and with other roundings.
+        # Casts whose scales are other powers of two or no powers of two.
         (agree, ((Q.float() / 2).to(Q.dtype), SCALE * 2), CAST),
         (agree, dsa.per_token_cast_to_fp8(X, False), CAST),
-        # LSEs with base e or 2, with padding, in other dimensions, or absent.
+        # LSEs with base e, with base 2 and with padding; LSEs of another shape, and missing ones, are not compared.
         (agree_attention, [OUT, MOST, LSE], (OUT, MOST, LSE)),
         (agree_attention, [OUT, LSE / torch.tensor(2.0).log()], (OUT, MOST, LSE)),
         (agree_attention, [pad(OUT, 0, 0, 0, 2), pad(LSE, 0, 2)], (OUT, MOST, LSE)),
         (agree_attention, [OUT, LSE.T], (OUT, MOST, LSE)),
         (agree_attention, OUT, (OUT, MOST, LSE)),
         (gradients, {"dq": DQ, "dkv": DKV[:, 0], "d_sink": DSINK}, GRADIENTS),
-        # Selections in another order, and up to ties and 2% of the keys.
+        # A selection in another order, and one with a wrong key among 100, as up to 2% are allowed.
         (selected, {0: SELECTED.flip(1)}, SELECTED),
         (selected, torch.cat((SELECTED[:, :99], ORDER[:, 100:101].int()), 1), SELECTED),
     ],

@@ -1,4 +1,5 @@
-"""The command of whole passes: calls that it refuses, a line per row, and the kernels that it compiles."""
+"""The command of whole passes: the calls that it rejects, the lines that it prints, and the kernels that it
+compiles."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The benchmark of decoding with drafts: small stacks on a CPU with a fake clock, and the computed figures."""
+"""The benchmark of decoding with drafts: rows of small stacks on a CPU with a fake clock, the timed passes, and the
+figures that are computed."""
 
 import json
 
@@ -28,7 +29,8 @@ by_stack = pytest.mark.parametrize("name", STACKS)
 
 @pytest.fixture
 def drafted(monkeypatch, recorded):
-    """A fake clock: a pass takes 1 ms and another per layer and token, the drafter DRAFT_MS. Returns the drafts."""
+    """Times are fake: 1 ms plus 1 ms per layer and token for a pass, and DRAFT_MS for the drafter's passes. Returns a
+    list to which each run of the drafter appends its drafts."""
     layers, found = recorded(drafts, "first_layers"), []
 
     def bench(calls, repeats, graph):
@@ -86,8 +88,8 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
 
 @by_stack
 def test_timed_passes_are_passes_of_generation(name, drafted, monkeypatch):
-    """A pass runs over the last token and the drafts of each sequence, all different, up to the same length as without
-    drafts. The drafter's passes follow."""
+    """A pass computes the last token and the drafts of each sequence, which all differ. Sequences with and without
+    drafts have the same length. The drafter's passes follow."""
     model = small_stack(name, drafter=True)
     seen, inputs = [], []
     states, draft = model.states, DraftStep._run
@@ -116,7 +118,7 @@ def test_a_stack_without_its_last_layers_goes_from_the_remaining_layers_to_the_h
     model = small_stack(name, drafter=True)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)
-    # Mixtures of the drafter are not counted. Two tokens go to two experts each.
+    # MoE layers of the drafter are not counted. Two tokens go to two experts each.
     mixtures = [key for key, layer in model.named_modules() if isinstance(layer, Experts) and "drafter" not in key]
     assert len(run.touched) == len(mixtures) and all(2 <= touched <= 4 for touched in run.touched)
     assert depths(model) == (0, 1, len(before))
@@ -141,7 +143,7 @@ COSTS |= {"sliding_attention": 2.0, "compressed_sparse_attention": 8.0, "heavily
 
 @by_stack
 def test_full_depth_counts_every_layer_by_its_kind(name):
-    """In a stack with a cost per kind of layer, and a cost of 5 for the ends."""
+    """A kind of layer has a cost (COSTS), and embedding and head together cost 5."""
 
     def cost(model, count):
         kinds = getattr(model.config, "layer_types", None) or [type(layer.mlp).__name__ for layer in layers_of(model)]
@@ -150,13 +152,13 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
     model, layers = skeleton(name), published_layers(name)
     found = [cost(model, count) for count in depths(model)]
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
-    # V4 has 21 layers of ratio 4 and 20 of ratio 128, which count as 20.5 of each.
+    # V4 has 21 layers of ratio 4 and 20 of ratio 128. `full_depth` counts 20.5 of each, which cost 1 less.
     assert full_depth(name, *found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 
 @by_stack
 def test_a_pass_reads_all_weights_of_its_layers_and_experts_with_tokens(name):
-    """At real sizes; neither the embedding nor the drafter counts."""
+    """The sizes are real. Neither the embedding nor the drafter counts."""
     model = skeleton(name, drafter=True)
     tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
     every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))
@@ -190,7 +192,7 @@ def test_experts_with_tokens_are_counted_whichever_op_sorts_the_tokens():
 
 def test_gain_is_tokens_of_a_round_over_its_time():
     assert tokens_a_round(1) == 1.85 and tokens_a_round(3, 0.5) == 1.875
-    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)  # a round takes as long as its tokens without drafts
+    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)  # a round's 1.85 tokens take 18.5 ms, as without drafts
     assert gain(10.0, 10.0, 0.0, 2, 1.0) == 3.0
 
 

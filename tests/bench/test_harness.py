@@ -1,4 +1,4 @@
-"""Rows of cases, tables, host times and profiles, without a GPU."""
+"""The harness of benchmarks without a GPU: rows of cases, tables and pictures, host times, and ncu's report."""
 
 import csv
 import json
@@ -14,7 +14,8 @@ from dsa_bench.harness.table import print_table
 
 @pytest.fixture
 def timed(monkeypatch):
-    """timed(name=ms, ...) makes each name take these milliseconds, and returns the names that are timed later."""
+    """Returns a function: timed(name=ms, ...) sets the milliseconds of each name, and returns a list to which the names
+    that are timed later are added."""
 
     def takes(**ms):
         names = []
@@ -30,7 +31,7 @@ def timed(monkeypatch):
 
 
 def a_case(*names, failed=None, **options):
-    """A case in which every call returns 0, 1, ..., 9."""
+    """Return a case with a call per name that returns 0, 1, ..., 9."""
     calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
     return case.Case("shape", calls, lambda ms: f"{ms} ms", Peers(failed=failed or {}), **options)
 
@@ -136,7 +137,7 @@ def test_a_reason_is_one_line():
 
 
 def test_host_times_are_of_ours_and_peers_in_turn_at_a_small_shape(monkeypatch):
-    """By a clock that calls set forward by 1 and 3 ms."""
+    """Calls set the clock forward: "dsa" by 1 ms, "a peer" by 3 ms, and "plain" by 9 s."""
     called = []
 
     def call(name):
@@ -157,7 +158,7 @@ def test_host_times_are_of_ours_and_peers_in_turn_at_a_small_shape(monkeypatch):
     (row,) = host.rows(["rms_norm"])
     assert (row["shape"], row["ms"], row["peer"], row["peer_ms"]) == ("rms_norm, 7 rows", 1.0, "a peer", 3.0)
     assert row["figure"] == "1000.0 us" and row["baselines"] == {}
-    # Calls that compare results come before.
+    # Earlier entries are the calls whose results are compared.
     assert called[-6 * (host.BLOCKS + 1) :] == (["dsa"] * 3 + ["a peer"] * 3) * (host.BLOCKS + 1)
 
 

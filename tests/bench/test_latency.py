@@ -26,11 +26,11 @@ def test_rows_are_of_the_second_run_and_of_all_models(monkeypatch, recorded):
         assert row["ms"] <= row["ms_max"] and row["alone_ms"] <= row["alone_ms_max"]
     for (first, *_, warm), (second, *_, timed) in zip(runs[::2], runs[1::2]):
         assert first is second and (warm.steps, timed.steps) == (1, 2)
-        assert first.cache.state_slots.free == 3  # the cache is free afterwards
+        assert first.cache.state_slots.free == 3  # all slots are free again
 
 
 def test_figures_follow_from_the_passes(monkeypatch):
-    """By a clock on which each token of a prompt takes a second and a decoding pass two."""
+    """On the fake clock each token of a prompt takes one second, and a decoding pass two seconds."""
     now, chunks = 0.0, []
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now)
     generator, *call = latency._call(small_stack("V3.2"), 10, sizes := latency.Sizes(30, 2, 5, 3))
@@ -49,6 +49,6 @@ def test_figures_follow_from_the_passes(monkeypatch):
 
     passes.prefill, passes.extend = partial(prefill, passes.prefill), partial(extend, passes.extend)
     row = latency._timed(generator, *call, sizes)
-    assert chunks == latency._work(10, sizes)  # for which kernels are compiled
+    assert chunks == latency._work(10, sizes)  # the passes whose kernels are compiled in advance
     expected = {"ms": 12e3, "ms_max": 12e3, "alone_ms": 2e3, "alone_ms_max": 2e3, "first_token_s": 3 * 10 + 3 * 2.0}
     assert {figure: row[figure] for figure in FIGURES} == expected

@@ -1,4 +1,4 @@
-"""Which products of the published models are measured, and the summary of all products."""
+"""The products of the published models that benchmarks measure, and the summary of `linear_layers`."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_layers_are_those_of_the_configurations():
     indexer, mlp = {(64 * 128, 1536), (128, hidden)}, {(18432, hidden), (hidden, 18432), (2048, hidden), (hidden, 2048)}
     assert {*linear_shapes("V3.2")} == attention | indexer | mlp
     assert (28672, 512) in linear_shapes("GLM-5") and len(linear_shapes("GLM-5")) == 10
-    # wo_a, 8 matrices of 1024 rows, is a grouped product.
+    # wo_a (8192, 4096), which is 8 matrices of 1024 rows, is a grouped product, so it is left out.
     flash = linear_shapes("V4-Flash")
     assert (4096, 8192) in flash and (8192, 4096) not in flash and len(flash) == 7
     assert (65536, 1536) in linear_shapes("V4-Pro")

@@ -29,7 +29,8 @@ def test_packed_weights_are_the_weights(rows, columns):
 
 
 def test_the_places_of_codes_and_scales():
-    """By hand: the word of lane 5, which has row 1 and the channels 2, 3, 10 and 11, in the second warp's 16 rows."""
+    """The expected values are computed by hand. Lane 5 multiplies rows 1 and 9 of a warp's 16 rows, at channels 2, 3,
+    10 and 11. In the second warp these are rows 17 and 25. All eight codes are in one word."""
     weight, scale = torch.zeros(1, 64, 8, dtype=torch.int8), torch.zeros(1, 64, 1, dtype=torch.uint8)
     for nibble, (row, channel) in enumerate(
         [(17, 2), (17, 10), (25, 2), (25, 10), (17, 3), (17, 11), (25, 3), (25, 11)]

@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs, which starts processes."""
+"""The processes that the benchmark of several GPUs starts, and the rows that it reads from them."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tests.bench import parallel_command
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Sets the number of GPUs that torch sees, by default two."""
+    """torch sees two GPUs. Returns a function that sets another number."""
 
     def found(count):
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)

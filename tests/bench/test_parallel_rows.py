@@ -1,4 +1,5 @@
-"""The benchmark of models on several GPUs: two processes on a CPU, with a host's clock."""
+"""The benchmark of models on several GPUs: rows of two processes on a CPU with a host's clock, the layers that fit, the
+kernels that are compiled, the share of collectives, and parts without collectives."""
 
 import json
 import re
@@ -80,7 +81,8 @@ def test_cases_are_prompts_within_the_context_and_steps():
 
 
 def test_layers_that_fit():
-    """All of V4-Flash fits on two GPUs of 141 GB. A layer's memory makes room for a layer."""
+    """All layers of V4-Flash fit on two GPUs of 141 GB. In exactly the memory that 9 layers need, 9 layers fit; with
+    one byte less, 8 layers fit."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
     model = skeleton("V3.2", **with_layers("V3.2", 9))
@@ -93,7 +95,7 @@ def test_layers_that_fit():
 
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
-    """Every pass of every part reaches its launches, with the sizes of 2 and of 8 GPUs."""
+    """Every pass reaches its launches with the sizes of a part of 2 and of 8 GPUs."""
     of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
@@ -103,7 +105,8 @@ def test_kernels_that_are_asked_for():
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
-    """The cast after attention exists only for more than 32 heads."""
+    """The kernel of attention followed by a cast exists only for more than 32 heads. If the split is by queries, each
+    rank has all heads."""
     functions = {}
     for way in WAYS:
         with split_by(way):
@@ -126,7 +129,7 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives_share(events) == collectives_share(events[::-1]) == 3 / 10
-    # Computation at the same time does not count as a collective, whichever starts and ends first.
+    # Time in which a collective and a GEMM run does not count, whichever starts or ends first.
     meanwhile = [
         kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0),
         kernel("gemm", 79, 2000.0),
@@ -160,7 +163,7 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
     before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
-        # The rank's rows replace all rows, and nothing is added to them.
+        # The rank's rows also replace the other rank's rows, and a sum adds nothing.
         (whole,) = rows.gather(rows.own(tokens))
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))

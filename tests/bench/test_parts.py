@@ -1,4 +1,4 @@
-"""The part of the model to which a kernel's time belongs."""
+"""The time of the GPU's work by part of the model."""
 
 import json
 
@@ -20,13 +20,13 @@ def launch(correlation, ts, kind="cuda_runtime"):
 
 
 def kernel(correlation, ms, kind="kernel"):
-    """Kernels with higher correlations start later."""
+    """Return a kernel's event. Kernels with higher correlations start later."""
     ts = 10**6 * correlation
     return {"cat": kind, "name": "k", "ts": ts, "dur": 1000 * ms, "args": {"correlation": correlation}}
 
 
 def test_the_wait_for_the_previous_kernel_is_not_a_kernels_time():
-    """A kernel that ends before the previous kernel has no time."""
+    """A kernel that ends before an earlier kernel has no time."""
     spans = [(0, 10), (8, 14), (9, 13), (14, 15), (20, 26)]
     work = [{"cat": "kernel", "name": str(i), "ts": a, "dur": b - a} for i, (a, b) in enumerate(spans)]
     assert [(e["name"], us) for e, us in in_turn(work[::-1])] == [("0", 10), ("1", 4), ("2", 0), ("3", 1), ("4", 6)]
@@ -47,7 +47,7 @@ def test_a_kernel_belongs_to_the_innermost_range_around_its_launch():
 
 
 def test_glue_is_not_a_part_of_the_model():
-    """Only traces with glue have it."""
+    """Only traces with a range of glue have the part GLUE."""
     experts = [range_of("part: MoE", 10, 50), launch(1, 15), kernel(1, 2), launch(2, 25), kernel(2, 4)]
     assert by_part(experts) == dict.fromkeys(PARTS, 0.0) | {"MoE": 6}
     with profile(activities=[ProfilerActivity.CPU]) as recorded, glue():

@@ -1,4 +1,4 @@
-"""Models on the peers' kernels: which ops are replaced, and that they compute the same."""
+"""Models on the peers' kernels: the ops that are replaced, and results that stay the same."""
 
 import sys
 import types
@@ -36,7 +36,7 @@ def test_peers_replace_our_ops_within_the_block(peers):
     ours, lengths = current(), ([4096], [4096], 2048, HeadSizes(128, 128, 64, 128, 512))
     assert attention.multi_head_is_faster(*lengths)
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
-        assert not attention.multi_head_is_faster(*lengths)  # attention to selected keys takes the absorbed form
+        assert not attention.multi_head_is_faster(*lengths)  # attention to selected keys runs in the absorbed form
         assert {*replaced.ops, "form", "many keys"} == ours.keys() | {"FP4 experts"} and replaced.failed == {}
         assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "torch", "vllm"]
         assert all(op is not ours[name] for name, op in current().items())
@@ -89,7 +89,7 @@ def either_top_k(request, installed):
 
 
 def same_with_peers(call):
-    """Assert that the call returns the same numbers with the peers' kernels, up to rounding."""
+    """Assert that the call returns the same numbers with the peers' kernels as with ours, up to rounding."""
     expected = call()
     with peer_ops.peer_kernels():
         got = call()
@@ -106,7 +106,7 @@ def bf16(*shape):
 
 @pytest.mark.parametrize(("paged", "most"), [(False, 0), (True, 7)])
 def test_selections_of_packed_sequences(paged, most, either_build, either_top_k):
-    """Rows of DeepGEMM 2.8.1 begin with their first key; either selection accounts for it."""
+    """Rows of DeepGEMM 2.8.1 begin with their first key. Both vLLM's and our selection account for this."""
     q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
     sequences = torch.arange(12) % 3
     starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
@@ -179,7 +179,7 @@ def test_the_fastest_of_vllms_top_k_kernels_is_taken(rows, columns, k, prompt, n
     assert len(calls) == 1 and torch.equal(found.long().sort().values, scores.topk(k).indices.sort().values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # the peers' results are bf16 only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # the peers have only bf16; fp32 stays ours
 def test_products(dtype, either_build):
     a, b = (fp8(5, 256), torch.rand(5, 2) + 0.5), (fp8(192, 256), torch.rand(2, 2) + 0.5)
     same_with_peers(lambda: dsa.fp8_gemm_nt(a, b, dtype))
@@ -209,7 +209,7 @@ def test_windows(either_build):
 
 
 def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug, *, scale):
-    """Replaces PyTorch's kernel, which a CPU does not have."""
+    """Replaces PyTorch's kernel, which exists only on GPUs."""
     assert q.shape[1:] == k.shape[1:] == v.shape[1:] and (dropout, debug) == (0.0, False)
     assert most_q >= cu_q.diff().max() and most_k == cu_k.diff().max()
     return *reference.mha_varlen_fwd(q, k, v, cu_q, cu_k, most_k, scale, causal), None, None, None
@@ -217,7 +217,8 @@ def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug,
 
 @pytest.mark.parametrize("first", [2, 7])
 def test_attention_to_all_keys_of_prompts(first, either_build, monkeypatch):
-    """Prompts of two lengths take FlashAttention. Prompts of one length take cuDNN, on a CPU PyTorch's attention."""
+    """Prompts of two lengths run on FlashAttention. Prompts of one length run on cuDNN; on a CPU, on PyTorch's math
+    kernel."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     q, k, v, rope = bf16(first + 7, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, first, first + 7], [0, 7, 14]))
@@ -257,14 +258,14 @@ def test_dense_decoding_stays_ours(peers):
     indirect=["either_build"],
 )
 def test_whole_passes_have_the_same_logits_up_to_ties(name, either_build, monkeypatch):
-    """Dense and sparse prompts and steps, with 64 heads and latents of 512, which FlashMLA takes."""
+    """Prompts that attend to all keys and to selected keys, and steps. FlashMLA accepts 64 heads and latents of 512."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 100)
     heads = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
     model = small_stack(name, **heads)
-    # The first prompts are longer than the selection, and the second of them is cut.
+    # The prompts of the first run are longer than the selection, and the second of them is computed in two passes.
     for run in (prefill(model, 2, 160, 200), prefill(model, 3, 40, 400), decode(model, 2, 300)):
         expected = run.launched()
         with peer_ops.peer_kernels():
@@ -278,7 +279,7 @@ def fp4_experts():
 
 
 def of_experts(tokens):
-    """(x, two experts per token, their weights); no token has the last of five experts."""
+    """Return (x, two experts per token, their weights). No token has the last of five experts."""
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])
     return bf16(tokens, 256), chosen, torch.rand(tokens, 2)
 
@@ -291,7 +292,8 @@ def of_experts(tokens):
     ],
 )
 def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts, peers, monkeypatch, recorded):
-    """layouts: the numbers of passes with padded rows, with slots and on Marlin, whose activations are bf16."""
+    """layouts: the numbers of calls with padded rows, with slots and of Marlin. Marlin has a larger tolerance, because
+    its activations are bf16 and ours are FP8."""
     experts = Experts(5, 256, 128, fp8=True, fp4=fp4, limit=0.5 if fp4 else None)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
     shared, residual = bf16(2, tokens, 256)
@@ -310,7 +312,7 @@ def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts,
     [
         ({"dtype": torch.bfloat16}, torch.bfloat16),
         ({"fp8": True, "fp4": True}, torch.float32),
-        ({"fp8": True}, torch.bfloat16),  # more tokens than an expert has slots
+        ({"fp8": True}, torch.bfloat16),  # the 129 tokens are more than the slots of an expert
     ],
 )
 def test_other_experts_are_ours(experts, dtype, peers):
@@ -335,6 +337,6 @@ def test_padded_rows_of_experts_begin_at_multiples_of_128():
     assert places.tolist() == [[128, 256], [257, 129], [130, 0]]
     assert [sources[i].item() for i in (0, 128, 129, 130, 256, 257)] == [2, 0, 1, 2, 0, 1]
     assert groups.view(-1, 128).unique(dim=1).flatten().tolist() == [0, 1, 3, -1, -1] and len(groups) == 5 * 128
-    # Few tokens have few groups, however many experts there are.
+    # The number of rows is bounded by the tokens' experts, however many experts the layer has.
     places, _, groups = padded(torch.tensor([[200, 3]]), 256)
     assert places.tolist() == [[128, 0]] and groups.view(-1, 128)[:, 0].tolist() == [3, 200]

@@ -1,4 +1,4 @@
-"""Every peer is called as its library demands, and agrees with ours; what the probe reports."""
+"""The calls of every peer, which must be as its library demands and agree with ours, and what the probe reports."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ from dsa_bench.peers.package import Library
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
 
-# Small enough for a CPU; every peer and every kind of argument.
+# Shapes that are small enough for a CPU and together reach every peer and every kind of argument.
 SHAPES = {
     "flash_mla_sparse_fwd": [(256, 576, 64, 128, 64), (256, 512, 16, 128, 64)],
     "flash_mla_with_kvcache": [(2, 128, 16, 2)],
@@ -86,7 +86,7 @@ def small(monkeypatch, on_cpu):
 
 
 def probe_only(monkeypatch, shapes):
-    """Probe only these ops, with these shapes."""
+    """Probe only the ops of `shapes`, {op: PROBED}."""
     for op in probe.probed():
         if op in shapes:
             monkeypatch.setattr(cases.load(op), "PROBED", shapes[op])
@@ -118,13 +118,13 @@ def test_every_peer_is_called_as_it_demands_and_agrees(op, shapes, monkeypatch, 
 
 
 def test_every_benchmark_with_peers_says_what_is_probed():
-    """A case has peers where its module imports from dsa_bench.peers."""
+    """A benchmark has peers if its module imports from dsa_bench.peers."""
     sources = {op: Path(cases.load(op).__file__).read_text() for op in cases.benchmarks()}
     with_peers = {op for op, source in sources.items() if "from dsa_bench.peers import " in source}
     assert probe.probed().keys() == with_peers
     for op, shapes in probe.probed().items():
         assert len({len(shape) for shape in shapes}) == 1, op
-    # Ops without a reference of their first call cannot run on a CPU.
+    # A case whose first call the backend "reference" cannot run needs a GPU.
     without_reference = {op for op, source in sources.items() if "reference=False" in source}
     assert SHAPES.keys() == with_peers - without_reference and without_reference == {"sparse_mla_attention"}
 
@@ -164,7 +164,7 @@ def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
 
 
 def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
-    """Rows of index scores are padded."""
+    """Rows of index scores are padded, so the scores are not contiguous."""
     padded, lengths = torch.randn(3, 2600)[:, :2500], torch.full((3,), 2500, dtype=torch.int32)
     found = topk.select([(padded, lengths, 2048)])
     whole = topk.select([(padded.contiguous(), lengths, 2048)])
@@ -174,7 +174,8 @@ def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
 
 
 def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeypatch, in_threads):
-    """In grouped products each expert has padded rows, or 128 rows. Failures are ignored."""
+    """In grouped products each expert's rows are padded to a multiple of 128, or are 128 (masked). Failures are
+    ignored."""
     called = []
 
     def refuse(build, a, b, d, *rest):

@@ -1,4 +1,4 @@
-"""Rows of prompts and steps, with a stand-in for the GPU and the model."""
+"""Rows of prompts and steps, with fake times and logits in place of a GPU and a model."""
 
 import json
 from functools import partial
@@ -17,7 +17,7 @@ OURS, THEIRS = torch.tensor([4.0, 5.0]), torch.tensor([4.0, 5.5])
 
 
 class Machine:
-    """Replaces a GPU and a model: a pass takes 2 ms, with the peers' kernels 3."""
+    """Replaces a GPU and a model. A pass takes 2 ms, and 3 ms with the peers' kernels."""
 
     def __init__(self, monkeypatch):
         self.theirs, self.error = THEIRS, None
@@ -70,7 +70,7 @@ def test_every_run_but_those_that_do_not_fit_in_memory_has_a_row(machine, no_pee
         ("V3.2 prefill 3 x 4000", 12000, 2.0, 6e6, None, []),
         ("V3.2 decode 1 x 32", 1, 2.0, 500.0, None, []),
     ]
-    # Full passes and the rest of the tokens.
+    # Rows of the products: tokens of a step, of a full pass, and of a prompt's last pass.
     assert sorted(machine.compiled) == [(m, 256, 128) for m in (1, 2, 32, 3808, 8192)]
 
 
@@ -82,7 +82,8 @@ def test_runs_that_are_done_are_left_out_and_models_without_other_runs_are_not_m
 
 
 def test_passes_with_peers_and_ours_are_timed_by_turns(machine, peers):
-    """The peers' pass runs twice before: it compiles, lays out weights and captures outside the timing."""
+    """The peers' run is called three times before the timing: to compile and lay out weights, to capture, and to
+    measure its parts."""
     (row,) = report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[])
     assert json.loads(json.dumps(row)) == row and row["shape"] == "V4-Flash prefill 32"
     assert (row["peer_ms"], row["ratio"], row["peer_parts"]) == (3.0, 1.5, PARTS_MS)

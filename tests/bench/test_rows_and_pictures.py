@@ -1,4 +1,5 @@
-"""Rows of whole passes as lines, CSV and pictures, and what they compute from other rows."""
+"""How rows of whole passes are printed, written as CSV and drawn, and the time on more GPUs that `computed` derives
+from measured rows."""
 
 import csv
 
@@ -64,16 +65,18 @@ EIGHT = {"run": "decode 8 x 8192", "tokens": 8}
 LONG = {"run": "prefill 4096", "tokens": 4096}
 
 
-# 61 layers of a part's 3 ms per 30 layers, and of what 20 layers on four GPUs communicate.
+# A layer's time is SILENT's 3 ms / 30 layers = 0.1 ms plus the communication of the measured row / its 20 layers.
 @pytest.mark.parametrize(
     ("silent", "measured", "ms_of_a_layer"),
     [
-        # The most GPUs count: 0.6 ms. Rows of other models and rows without a comparison do not.
+        # Only the row with the most GPUs counts, FOUR: 4.0 - 3.4 = 0.6 ms of communication. Rows of other models and
+        # rows without shard_ms are ignored.
         (SILENT, [TWO, FOUR, SPLIT, ONCE], 0.1 + 0.6 / 20),
         (SILENT, [TWO], 0.1 + 5.6 / 20),
-        # Eight sequences: 0.6 ms as for one, and 0.3 ms for rows, which come from 7 GPUs instead of 3.
+        # Eight sequences communicate 0.9 ms: the 0.6 ms of one sequence are fixed. The other 0.3 ms transfer rows, from
+        # 3 other GPUs, so from 7 other GPUs they take 7 / 3 as long.
         (SILENT | EIGHT, [TWO, FOUR, FOUR | EIGHT | {"ms": 4.3}], 0.1 + (0.6 + 0.3 * 7 / 3) / 20),
-        # Eight sequences that communicate less than one count as they are.
+        # If eight sequences communicate less than one, their communication is fixed.
         (SILENT | EIGHT, [FOUR, FOUR | EIGHT | {"ms": 3.6}], 0.1 + 0.2 / 20),
         (SILENT | LONG, [FOUR | LONG], 0.1 + 0.03 * (7 / 8) / (3 / 4)),
         (SILENT, [], None),

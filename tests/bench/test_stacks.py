@@ -1,4 +1,5 @@
-"""The stacks of the whole-model benchmark: small stacks with the same fields, on a CPU."""
+"""The stacks of the benchmarks of whole passes: passes of small stacks on a CPU, and the fields and layers of the real
+ones."""
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_prompts_and_steps_have_finite_logits_of_order_one(name):
     with torch.inference_mode():
         logits = model(torch.arange(300), SequenceBatch.without_cache([300]), all_tokens=True)
     assert logits.isfinite().all() and 0.3 < logits.std() < 3
-    assert logits.std(0).mean() > 0.1  # the logits depend on the tokens
+    assert logits.std(0).mean() > 0.1  # logits of different tokens differ
     assert prefill(model, 1, 70, 32).timed().isfinite().all()
     run = decode(model, 3, 300)
     logits = run.timed()
@@ -86,7 +87,7 @@ def test_more_layers_have_the_published_proportions(name):
 @by_stack
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_differ_between_ranks_and_whole_tensors_do_not(name, way):
-    """Both have the magnitude of the unsplit stack's."""
+    """Every rank's tensors have the magnitude of the unsplit stack's."""
     with split_by(way):
         ranks = (Ranks(0, 1), Ranks(0, 2), Ranks(1, 2))
         one, *parts = (small_stack(name, ranks=rank).state_dict() for rank in ranks)
@@ -104,7 +105,7 @@ def test_parts_differ_between_ranks_and_whole_tensors_do_not(name, way):
 
 
 def is_normal(rows):
-    """Finite, of order one, and all rows different."""
+    """Whether the rows are finite, have a standard deviation near 1, and all differ."""
     return rows.isfinite().all() and 0.9 < rows.std() < 1.1 and len(rows.unique(dim=0)) == len(rows)
 
 

@@ -56,7 +56,7 @@ def test_the_search_for_products_is_of_the_published_layers():
         assert of_class.modelled in tried and len(tried) < 15, name
         [shape] = of_class.shapes
         assert fp8_gemm_choice.shape_class(*shape[:3]) == name
-    # The compiling process gets the function and its arguments.
+    # The function is pickled, because another process compiles.
     for config in ONE_OF_EACH:
         compile_function = pickle.loads(pickle.dumps(plan.candidates[config]))
         assert int(tune._compile(compile_function, ("bfloat16", config))) > 32
@@ -91,7 +91,7 @@ def test_an_op_forgets_its_choice_for_a_trial(config):
 
 
 class Gpu:
-    """Replaces the tuner's GPU: a configuration with two stages is the fastest, and wrong."""
+    """Replaces the tuner's GPU. Configurations with fewer stages are faster, but those with two stages are wrong."""
 
     def __init__(self, monkeypatch, folder, arch):
         self.arch, self.checked, self.timed = arch, [], []
@@ -142,7 +142,7 @@ def compile_nothing(compile_function, arguments):
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"], indirect=True)
 def test_the_tuner_keeps_the_fastest_that_is_correct(gpu, monkeypatch, capsys):
-    """The data is that of the GPU's arch."""
+    """The tuner writes the data of the GPU's arch."""
     plan = case.load(OP).tuning()
     plan = dataclasses.replace(plan, classes={CLASS: plan.classes[CLASS]})
     monkeypatch.setattr(case.load(OP), "tuning", lambda: plan)

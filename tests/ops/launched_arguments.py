@@ -71,7 +71,7 @@ def differences(arguments: Sequence[Any], fakes: Sequence[Any]) -> Iterator[str]
 def _same_type(dtype: torch.dtype, element_type: Any) -> bool:
     try:
         return cute_dtype(dtype_name(dtype)) is element_type
-    except KeyError:  # a dtype that only some kernels take
+    except KeyError:  # a dtype that only some kernels accept
         return str(element_type).lower() == dtype_name(dtype)
 
 

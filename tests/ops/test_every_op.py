@@ -163,7 +163,7 @@ def test_tensors_elsewhere_are_refused_by_name(call):
             call.run(call.arguments() | {name: call.arguments()[name].to("meta")})
 
 
-# Calls of ops whose references take float32 but whose kernels do not.
+# Calls of ops whose references accept float32 but whose kernels do not.
 IN_FLOAT32 = [
     *("flash_mla_sparse_fwd", "flash_mla_with_kvcache dense", "flash_mla_with_kvcache sparse"),
     *("sliding_window_attention", "window_sparse_attention", "sliding_window_decode", "window_attention_cast_to_fp8"),

@@ -1,4 +1,5 @@
-"""Python ints passed in place of floats, to every public op that takes a float. torch supports only ints of 64 bits."""
+"""Python ints passed in place of floats, to every public op with a float argument. torch supports only ints of 64
+bits."""
 
 import inspect
 

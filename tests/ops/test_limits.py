@@ -1,4 +1,4 @@
-"""If the kernels of an op do not take an argument, the op raises an error that names it, before it launches
+"""If the kernels of an op do not accept an argument, the op raises an error that names it, before it launches
 anything."""
 
 import math

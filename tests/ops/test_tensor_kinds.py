@@ -57,7 +57,7 @@ def test_only_dense_tensors(call):
                 tried += 1
                 with pytest.raises(ValueError, match=rf"\b{name}\b.*dense"):
                     call.run({**call.arguments(), name: replaced(value, place, other)})
-    assert tried or call.op == "make_v4_cache"  # make_v4_cache takes no tensors
+    assert tried or call.op == "make_v4_cache"  # make_v4_cache has no tensor arguments
 
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)

@@ -1,5 +1,5 @@
-"""From a declaration follow the choice of reference or kernels, the custom op with its gradients, and the check of each
-call, once per signature."""
+"""What is derived from an op's declaration: the choice of reference or kernels, the custom op with its gradients, and
+the check of a call, once per signature."""
 
 from unittest import mock
 
@@ -234,7 +234,7 @@ def test_another_gpu_has_no_kernel(ops, monkeypatch):
 
 @pytest.fixture(scope="module")
 def doubling(ops):
-    """Return an op whose kernels take only float32 and have a backward pass. Its public function has another name."""
+    """Return an op whose kernels accept only float32 and have a backward pass. Its public function has another name."""
     arguments = Arguments(x=Tensor("T", (torch.float32, torch.float64)))
 
     @op(arguments=arguments, reference=lambda x: 2 * x, results=lambda x: torch.empty_like(x), public="test_add_to")

@@ -1,4 +1,4 @@
-"""Views of the MLA cache and of slots with the shapes and dtypes that the kernels take."""
+"""Views of the MLA cache and of slots with the shapes and dtypes that the kernels accept."""
 
 import torch
 
@@ -16,7 +16,7 @@ def layout_name(cache: torch.Tensor) -> str:
 
 
 def check_cache(cache: torch.Tensor) -> None:
-    """Raise ValueError for a cache that the kernels do not take."""
+    """Raise ValueError for a cache that the kernels do not accept."""
     if cache.dtype not in BYTE_DTYPES and cache.shape[3] % CHANNEL_MULTIPLE:
         raise ValueError(
             f"cache: the kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got {cache.shape[3]}"

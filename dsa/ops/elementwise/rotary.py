@@ -102,7 +102,7 @@ def _results(x: torch.Tensor) -> torch.Tensor:
 
 def _check_rows(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
-        out = x  # if x allows groups of 8 channels, a new tensor's rows are aligned for them too
+        out = x  # stands for the new tensor, whose rows are aligned for groups of 8 channels if those of x are
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
     if x.shape[-1] % 2:

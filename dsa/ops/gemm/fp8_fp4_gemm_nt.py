@@ -40,7 +40,7 @@ E8M0 = (torch.float8_e8m0fnu,)
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Up to this many rows per matrix on average, the kernel that widens weights in registers is faster than the kernel that
-# widens them in shared memory. Both take any number of rows.
+# widens them in shared memory. Both accept any number of rows.
 FEW_ROWS = 24
 
 

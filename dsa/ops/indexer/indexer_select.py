@@ -187,7 +187,7 @@ def _select(
         _list_candidates(scored, ranges, lists, heads, top_k, half)
         ends = torch.empty(queries, dtype=torch.int32, device=q.device)
         compile_candidate_select()(*ranges, *lists, ends, *results, keys, page_size or 1, options)
-    else:  # the kernel does not write the rows of queries without keys
+    else:  # candidate_select does not run here, and indexer_select_sm90 does not write the rows of queries without keys
         indices.fill_(-1)
         if values is not None:
             values.fill_(-torch.inf)

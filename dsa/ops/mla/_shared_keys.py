@@ -20,9 +20,10 @@ from dsa.runtime.declare import dtype_name
 # The smallest number of indices for which grouping is tried. If queries share too few keys, the attempt costs 15 us in
 # vain; attention to this many keys takes 600 us.
 LEAST_INDICES = 2**22
-# The largest number of keys for which grouping is tried. To build a group's list, the kernel passes over the group's
-# indices once per 65536 or 131072 keys of the cache, whether selected or not. For a pool of pages with more keys the
-# passes take longer than groups save. The key sample of a group of 8 does not cover more keys either.
+# The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
+# the group's indices once per 65536 or 131072 keys of the cache, whether selected or not. For a pool of pages with more
+# keys the passes take longer than groups save. Its table of sampled keys has no room for more keys either, for groups
+# of 8.
 MOST_KEYS = 2**21
 
 

@@ -25,9 +25,8 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence, in key tiles: OVERHEAD by default (unknown lengths, HALVED to SHORT tiles per part, or
-# sequences that are not split), OVERHEAD_OF_LONG for longer sequences that are split, OVERHEAD_OF_SHORT for at most
-# HALVED tiles per part.
+# Fixed cost per sequence, in key tiles: OVERHEAD_OF_SHORT for at most HALVED tiles per part; OVERHEAD_OF_LONG for more
+# than SHORT tiles per part if sequences are split; OVERHEAD otherwise, also for unknown lengths.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Up to this many tiles per part, decoding on half of the SMs is faster, because the combine kernel can start on the
 # others.
@@ -39,30 +38,32 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     """Return a plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
     New style, without arguments: returns (FlashMLASchedMeta(), None). The first call of `flash_mla_with_kvcache` that
-    gets the object makes a plan and stores it in the object together with the call's shapes; later calls with the same
-    shapes use the plan.
+    gets the object stores the call's shapes in it, and later calls must have the same shapes. The first dense call
+    without enable_batch_invariant also makes a plan and stores it, and later such calls use the plan.
 
     Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
     by position or by name: returns (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
       cache_seqlens            [B] int32, cached keys per sequence, B at most 32768 on Hopper
       num_q_tokens_per_head_k  s_q * h_q / h_k
       num_heads_k              h_k
-      topk                     None, or how many keys every query selects
+      topk                     None, or how many keys every query selects: the plan then has one part, because sparse
+                               decoding does not use it
     A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; the tile of 64 keys
     of this sequence where the work begins; the last sequence; the tile of this sequence where the work ends (2^30: at
     the end of the sequence, also if its length changes later); how many splits of the first sequence belong to earlier
     parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] is the number of splits
     of the split sequences before b.
 
-    A plan only determines where long sequences are split. A plan for other lengths of the same number of sequences also
-    gives right results, but with the work less evenly divided. So a plan that was made outside a CUDA graph serves all
-    replays of the graph. A plan that is made inside a graph is computed at every replay, from the lengths at that time.
-    Before the first replay it contains no numbers, so a call outside the graph with the same FlashMLASchedMeta, or in
-    another graph, makes a new plan. The plan is made on the stream of the first call. A call on another stream must
-    wait for it. Otherwise the call may read numbers that are not a plan yet: its results are then unspecified, but no
-    kernel reads or writes outside its tensors. In the new style, and without a plan, the block table bounds the number
-    of keys, and few keys are split into fewer parts than in the old style. The results of the two styles then differ in
-    rounding.
+    A plan only determines how the sequences are divided among the parts. So a plan for other lengths of the same number
+    of sequences also gives right results, but divides the work less evenly, and a plan that was made outside a CUDA
+    graph serves all replays of the graph. A plan that is made inside a graph is computed at every replay, from the
+    lengths at that time. Before the first replay it contains no numbers, so a call outside the graph with the same
+    FlashMLASchedMeta, or in another graph, makes a new plan. The plan is made on the stream of the call that makes it.
+    A call on another stream must wait for it. Otherwise the call may read numbers that are not a plan yet: its results
+    are then unspecified, but no kernel reads or writes outside its tensors. In the new style, and without a plan, the
+    block table bounds the number of keys. This bound sets the number of parts (fewer for few keys) and the fixed cost
+    per sequence (lower for few keys, and for long sequences that are split). The old style does not know the bound, so
+    results of the two styles may differ in rounding.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """

@@ -90,7 +90,7 @@ def _results(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def check_head_rows(weight: torch.Tensor, heads: int) -> None:
-    """Raise ValueError if the kernels do not take this number of rows of kv_b per head."""
+    """Raise ValueError if the kernels do not accept this number of rows of kv_b per head."""
     if heads and len(weight) // heads % UP_PROJECTION_ROWS:
         raise ValueError(
             f"kv_b[0]: the kernel takes a multiple of {UP_PROJECTION_ROWS} rows a head, got {len(weight)} for {heads} "

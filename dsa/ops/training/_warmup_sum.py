@@ -19,8 +19,8 @@ INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}
 
 @dataclass(frozen=True)
 class Plan:
-    """Q tiles of the packed queries, and for each q tile the number of key tiles before it. A kernel writes both
-    tensors, so the host does not know their contents."""
+    """Q tiles of the packed queries, and for each q tile the sum of the key tiles of all q tiles before it
+    (q_tile_plan_sm90.py). A kernel writes both tensors, so the host does not know their contents."""
 
     q_tiles: torch.Tensor
     key_tiles: torch.Tensor
@@ -34,7 +34,8 @@ class Plan:
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
         each = -(-count // chunks)
-        turn = 2 * workers / (self.max_key_tiles + 1)  # q tiles; on average they have (max_key_tiles + 1) / 2 tiles
+        # q tiles per wave of `workers` tiles, if a q tile has (max_key_tiles + 1) / 2 tiles on average.
+        turn = 2 * workers / (self.max_key_tiles + 1)
         whole = int(each // turn * turn) if turn else 0
         last = count - (chunks - 1) * whole
         begins = range(0, count - last + 1, whole) if whole and 0 < last <= most else range(0, count, each)
@@ -47,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer's tensors in the form that the kernels take: with padded index heads, and w in fp32."""
+    """The indexer's tensors in the form that the kernels need: with padded index heads, and w in fp32."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -1,4 +1,4 @@
-"""Whether `write_mla_cache` launches its kernel: not if there is nothing to write."""
+"""`write_mla_cache` launches its kernel only if there is something to write."""
 
 import dsa
 from dsa.cases import cases_of

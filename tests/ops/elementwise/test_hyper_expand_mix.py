@@ -21,7 +21,7 @@ def test_more_tokens(named_launches, tokens, kernel):
 
 
 def test_more_outputs_than_a_grid_has(named_launches, monkeypatch):
-    """With more outputs than the fused kernel takes, the kernels of the two separate ops run for few tokens, too."""
+    """With more outputs than the fused kernel accepts, the kernels of the two separate ops run for few tokens, too."""
     monkeypatch.setattr(hyper_expand_mix, "MAX_EXPAND_MIX_OUTPUTS", 23)
     CASE.run(CASE.arguments())
     assert [name for name, *_ in named_launches] == ["hyper_expand", "hyper_mix_few_tokens"]

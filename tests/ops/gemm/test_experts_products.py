@@ -132,7 +132,8 @@ def bytes_of(q):
 
 
 def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
-    """If the op copies the rows first, scheduling is dynamic."""
+    """The kernel gathers up to 4096 rows. More rows are copied first and, because there are two matrices, scheduled
+    dynamically."""
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)

@@ -1,4 +1,4 @@
-"""Arguments that kernels do not take although the specs allow them, and wrong combinations of an op's arguments, one
+"""Arguments that kernels do not accept although the specs allow them, and wrong combinations of an op's arguments, one
 module per family: (name of a valid call, function from the call's arguments to the changed ones, error message)
 each."""
 

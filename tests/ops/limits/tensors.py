@@ -1,4 +1,4 @@
-"""Tensors for tests of limits. Large tensors take no memory."""
+"""Tensors for tests of limits. A large tensor is a view of a single number."""
 
 import math
 

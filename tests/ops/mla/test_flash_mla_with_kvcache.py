@@ -67,7 +67,7 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
     assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
-    # Without a FlashMLASchedMeta every call makes a plan; with a plan of the old style no call does.
+    # Without a plan every call makes one. With a plan of the old style only get_mla_metadata launches the plan kernel.
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
@@ -114,8 +114,8 @@ WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False
 
 @pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
 def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
-    """Sequences are not split if, for equal lengths, the plan allows a part as many unsplit sequences as each part must
-    have."""
+    """With equal lengths, no sequence is split if the most tiles that the plan gives a part are enough for `batch /
+    parts` whole sequences, rounded up."""
     monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
     parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
     assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)

@@ -1,4 +1,4 @@
-"""The largest number of entries that the sort by expert takes."""
+"""The largest number of entries that the sort by expert accepts."""
 
 import math
 
