@@ -68,8 +68,8 @@ def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_toget
 
 
 def test_chunks_are_right(monkeypatch, record_error):
-    """The workspace is limited to three q tiles of 128 queries, so the op computes the loss in chunks. A q tile has 5 key
-    tiles of 128 keys, and a score takes 5 bytes: fp32, and a bit for each of 8 heads."""
+    """The workspace is limited to three q tiles of 128 queries, so the op computes the loss in chunks. A q tile has 5
+    key tiles of 128 keys, and a score takes 5 bytes: fp32, and a bit for each of 8 heads."""
     monkeypatch.setattr(_warmup_sum, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
     monkeypatch.setattr(_warmup_sum, "SHARE", 0)
     verify(CASE, {}, record_error)
