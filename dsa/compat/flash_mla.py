@@ -37,6 +37,10 @@ __all__ = [
 _LOG2_E = math.log2(math.e)
 
 
+def __getattr__(name: str) -> None:
+    raise AttributeError(f"{__name__} has no {name!r}. It has FlashMLA's {', '.join(__all__)}")
+
+
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
     """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both on unchanged."""
     return FlashMLASchedMeta(), None

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     first = next(iter(found.values()))  # one GPU always holds a whole model
     size = f"{first.whole / GB:.1f} GB of weights{drafters}"
     print(f"{args.checkpoint}: {size}, {_cache(first)}; GPUs of {memory / GB:.0f} GB")
-    print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "context, tokens"))
+    print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "tokens cached at most"))
     fits = False
     for gpus, one in found.items():
         if isinstance(one, ValueError):

@@ -40,3 +40,10 @@ def test_a_position_has_the_same_meaning_in_all_builds(function, names):
 @pytest.mark.parametrize("name", ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"])
 def test_a_product_has_two_names(name):
     assert getattr(deep_gemm, name.replace("fp8_", "fp8_fp4_")) is getattr(deep_gemm, name)
+
+
+@pytest.mark.parametrize(("module", "name"), [(deep_gemm, "bf16_gemm_nt"), (flash_mla, "flash_attn_varlen_func")])
+def test_a_name_that_is_missing_is_answered_with_those_that_there_are(module, name):
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=rf"has no '{name}'. It has .*{module.__all__[0]}, {module.__all__[1]}"):
+        getattr(module, name)

@@ -68,3 +68,7 @@ __all__ = [
 fp8_gemm_nt = fp8_fp4_gemm_nt
 m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
 m_grouped_fp8_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
+
+
+def __getattr__(name: str) -> None:
+    raise AttributeError(f"{__name__} has no {name!r}. It has DeepGEMM's {', '.join(__all__)}")
