@@ -290,7 +290,7 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Make lengths of sequences, or with next_n of queries; some lengths are 0 or negative. By default two
+    """Make lengths per sequence, or, with next_n, per query. Some lengths are 0 or negative. By default there are two
     sequences."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}

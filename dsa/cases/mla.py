@@ -539,7 +539,8 @@ def plan_numbers(x: torch.Tensor) -> list[Any]:
 
 
 def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
-    """Apply `kept`, which selects rows, to out [T, H, d] and to the transposed lse [H, T]."""
+    """Return a function like `kept`, which selects rows, for out [T, H, d] and lse [H, T]: lse is transposed to [T, H]
+    first, so that its rows are queries, too."""
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 

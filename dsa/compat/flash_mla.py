@@ -38,7 +38,8 @@ _LOG2_E = math.log2(math.e)
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both on unchanged."""
+    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both results on
+    unchanged."""
     return FlashMLASchedMeta(), None
 
 

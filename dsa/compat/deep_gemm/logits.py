@@ -37,8 +37,8 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """`dsa.fp8_mqa_logits`, compressed and not cleaned: [S, max_seqlen_k], where column j of row t is the score of key
-    ks[t] + j; values after the row's keys are unspecified. With max_seqlen_k = 0, [S, Skv] and cleaned, as in 2.8.0 and
-    earlier builds.
+    cu_seq_len_k_start[t] + j. Values after the row's keys are unspecified. With max_seqlen_k = 0, [S, Skv] and cleaned,
+    as in 2.8.0 and earlier builds.
 
     q              ([S, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
     schedule_meta  must be None: the op plans itself
