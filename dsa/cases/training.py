@@ -205,8 +205,8 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return {argument: absolute tolerance of its gradient}. Gradients need it because the kernels compute delta = out
-    . upstream from the rounded out.
+    """Return {argument: absolute tolerance of its gradient}. Gradients need it because the kernels compute delta, the
+    dot product of out and upstream, from the rounded out.
 
     The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
     are a few times the effect of random errors of half a unit in the last place of out.
