@@ -87,7 +87,8 @@ def _window(
     window: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the boundaries, and return the indices of each query's window, with at most one column per row of kv."""
+    """Check the boundaries, and return `indices` if it is given. Otherwise return the indices of each query's window,
+    with at most one column per row of kv."""
     for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
         values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:
