@@ -348,7 +348,7 @@ def paged(
 ) -> Given:
     """Make sequences of these lengths; by default two sequences.
 
-    per_query  context_lens has a length per query. None: only in the default call
+    per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
     num_sms    the number of SMs that the plan is for; with 0 the op makes the plan
     """
     if lengths:
@@ -457,8 +457,8 @@ def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hos
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of context_lens and block_table: with one query per sequence, with four, and with a
-    length per query."""
+    """Return hostile contents of context_lens and block_table: for one query per sequence, for four queries per
+    sequence, and for a length per query."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,

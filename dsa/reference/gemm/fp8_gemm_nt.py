@@ -19,7 +19,7 @@ def fp8_gemm_nt(
 ) -> torch.Tensor:
     """y[m, n] = sum_g (sum_{k in block g} q[m, k] w[n, k]) * s[m, g] * ws[n // 128, g], g over blocks of 128 channels.
 
-    Returns [..., M, N]. N and K may be any number; then the last block of rows or channels is smaller (the 576 rows of
+    Returns [..., M, N]. N and K may be any numbers: the last block of rows or channels may be smaller (the 576 rows of
     `kv_a_proj_with_mqa` have 5 rows of scales, the last for 64 rows). Scales are any fp32 numbers. The products of a
     block are summed in fp32, and the sum is multiplied by the scales. The blocks are added in order of g in fp32, and
     the sum is rounded to out_dtype once. NaN follows IEEE rules. Arguments as in `dsa.fp8_gemm_nt`.
