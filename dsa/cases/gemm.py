@@ -419,8 +419,8 @@ def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 def check_product(a: Given, found: Results) -> float:
     """Compare with float64. Rows of no expert are not checked.
 
-    Tensor cores add the products of a block of 128 channels with about 14 bits, relative to the largest product. The
-    sum of all blocks is rounded to the result's dtype once.
+    Tensor cores add the products of a block of 128 channels with a precision of about 14 bits, relative to the largest
+    product. The sum of all blocks is rounded to the result's dtype once.
     """
     expected, size = sums(a)
     y = found[0][: len(expected)]

@@ -85,8 +85,8 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) by a stable sort in float64. A score of -inf ranks before NaN and before columns outside
-    the range, which are never selected."""
+    """Return (indices, values) by a stable sort in float64. NaN and columns outside the range are never selected; a
+    score of -inf ranks before them."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]

@@ -347,7 +347,8 @@ def topk(
     top_k: int = 50,
     causal: bool = True,
 ) -> Given:
-    """Make small integers, so that scores are exact and many are equal. By default random numbers of two sequences."""
+    """Make small integers, so that scores are exact and many are equal. By default, make random numbers for two
+    sequences."""
     if not lengths:
         return {**small_indexer(new), "top_k": 3, **packed(new, ((3, 5), (2, 2))), "causal": True}
     queries, keys = (sum(side) for side in zip(*lengths))

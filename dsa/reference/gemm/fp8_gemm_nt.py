@@ -57,8 +57,8 @@ def grouped_fp8_gemm_nt(
     Row m of the product uses row rows[m] of `a`, or row m of `a` if `rows` is None. The fp32 sum is multiplied by
     weights[m] and then rounded. Rows from ends[E - 1] on belong to no expert and are not read. Their results, which are
     undefined in general, are NaN here, so that a use of them is visible. Raises ValueError for ends that do not ascend
-    from at least 0 to at most M, and for a rows[m] of an expert's row that is not a row of `a`. `expected_rows` has no
-    effect. Arguments as in `dsa.grouped_fp8_gemm_nt`.
+    from at least 0 to at most M, and for rows[m] outside `a` in a row m of an expert. `expected_rows` has no effect.
+    Arguments as in `dsa.grouped_fp8_gemm_nt`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index per row.
     """
     w, ws = b
