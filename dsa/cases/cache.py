@@ -284,7 +284,8 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """Return the rows before the cache rounds them: the `out` of a call with an fp32 cache. This cache has no pages."""
+    """Return the rows before the cache rounds them: the `out` of a call with an fp32 cache. The cache of this call has
+    no pages, because only `out` is used."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})

@@ -513,7 +513,7 @@ def branches(
 
 
 def check_merge(a: Given, found: Results) -> float:
-    """Allow half a unit in the last place of the result, or for fp32 the rounding of the intermediate steps."""
+    """Compare with float64, within half a unit in the last place, or for fp32 the rounding of intermediate steps."""
     logs = torch.stack([x.double() for x in a["lses"]])
     empty = logs.isinf()
     logs = logs.masked_fill(empty, -INF)
