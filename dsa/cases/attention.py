@@ -101,8 +101,8 @@ def attend_lists(
 
 
 def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices [..., K] as int64, with -1 for those outside [0, n) and for those from position counts [...]
-    on."""
+    """Return the indices [..., K] as int64, with -1 in place of indices outside [0, n). With `counts` [...], indices at
+    position counts[...] and later positions are -1, too."""
     there = (indices >= 0) & (indices < n)
     if counts is not None:
         there &= torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]

@@ -284,7 +284,8 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """Return the rows before the cache rounds them: the `out` of a call with an fp32 cache. This cache has no pages."""
+    """Return the rows before the cache rounds them: the `out` of a call with an fp32 cache. The cache of this call has
+    no pages, because only `out` is used."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
@@ -426,8 +427,8 @@ def check_mapped(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keep the cache's bytes outside these slots, whether its padding was written, and the other results outside the
-    rows `states` (state slots)."""
+    """Keep the cache's bytes outside these slots, and the flag that says whether its padding was written. Of each other
+    result, keep the rows that are not in `states` (state slots)."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -481,8 +482,8 @@ def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
 
 
 def latent_cases() -> list[Case]:
-    """Return the cases of the ops that read and write latents, for the bf16, V3.2 and V4 layouts; hostile slots of
-    write_kv_cache also for fp32."""
+    """Return the cases of the ops that read and write latents, for the bf16, V3.2 and V4 layouts. `write_kv_cache` also
+    gets hostile slots with an fp32 cache."""
     found = []
     for name, layout in (("float", "bfloat16"), ("v32", "v32"), ("v4", "v4")):
         rows, slots, kv = (partial(make, layout=layout) for make in (latent_rows, latent_slots, projection))

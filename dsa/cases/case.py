@@ -99,8 +99,8 @@ class Case:
              CPU
     check    (arguments, results) -> the largest error; raises AssertionError if a result is wrong. None if another case
              of the op already checks what this case computes
-    sizes    sizes for `check` and for GPU tests: with every kind of row, and with full and partial tiles of the kernels
-    more     further sizes for `check` and for GPU tests of strides: options and sizes that select other kernels
+    sizes    sizes for `check` and for GPU tests. They give every kind of row, and full and partial tiles of the kernels
+    more     further sizes for `check`, and for GPU tests of strides: options and sizes that select other kernels
     written  names of arguments that the op writes in place
     hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
              has several entries, further words after its name distinguish them

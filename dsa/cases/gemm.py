@@ -150,7 +150,7 @@ def check_scatter(a: Given, found: Results) -> float:
 
 
 def other_places(given: Given, place: tuple[int, int]) -> Kept:
-    """Keep all rows except the row that the number at `place` named before."""
+    """Keep all rows except the row that the number at `place` names in the valid call."""
     row = int(given["places"][place])
     return lambda results: [x[[i for i in range(len(x)) if i != row]] for x in results]
 
@@ -333,8 +333,8 @@ def experts(
 ) -> Given:
     """Make a, b, ends and rows of a grouped product.
 
-    sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and a has five rows
-    tokens  the number of rows of a, from which `rows` selects at random; 0: no `rows`
+    sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and `a` has five rows
+    tokens  the number of rows of `a`, from which `rows` selects at random; 0: no `rows`
     after   the number of rows that belong to no expert
     """
     if sizes is None:
@@ -419,8 +419,8 @@ def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 def check_product(a: Given, found: Results) -> float:
     """Compare with float64. Rows of no expert are not checked.
 
-    Tensor cores add the products of a block of 128 channels with about 14 bits, relative to the largest product. The
-    sum of all blocks is rounded to the result's dtype once.
+    Tensor cores add the products of a block of 128 channels with a precision of about 14 bits, relative to the largest
+    product. The sum of all blocks is rounded to the result's dtype once.
     """
     expected, size = sums(a)
     y = found[0][: len(expected)]
@@ -493,14 +493,15 @@ def check_linear(a: Given, found: Results) -> float:
 
 
 def other_experts(given: Given, place: tuple[int]) -> Kept:
-    """Keep the rows of all experts except the one that ends at this end and the one that begins there."""
+    """Keep the rows of all experts except two: the expert whose end is at `place`, and the next expert, which begins at
+    this end."""
     ends, e = [0, *given["ends"].tolist()], place[0]
     kept = [m for m in range(ends[-1]) if not ends[e] <= m < ends[min(e + 2, len(ends) - 1)]]
     return lambda results: [x[kept] for x in results]
 
 
 def other_numbers(given: Given, place: tuple[int]) -> Kept:
-    """Keep the rows of all experts except the row at `place`."""
+    """Keep all rows that belong to an expert, except the row at `place`."""
     kept = [m for m in range(int(given["ends"][-1])) if m != place[0]]
     return lambda results: [x[kept] for x in results]
 

@@ -290,7 +290,7 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Make lengths of sequences, or with next_n of queries; some lengths are 0 or negative. By default two
+    """Make lengths per sequence, or, with next_n, per query. Some lengths are 0 or negative. By default there are two
     sequences."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
@@ -348,7 +348,7 @@ def paged(
 ) -> Given:
     """Make sequences of these lengths; by default two sequences.
 
-    per_query  context_lens has a length per query. None: only in the default call
+    per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
     num_sms    the number of SMs that the plan is for; with 0 the op makes the plan
     """
     if lengths:
@@ -457,8 +457,8 @@ def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hos
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of context_lens and block_table: with one query per sequence, with four, and with a
-    length per query."""
+    """Return hostile contents of context_lens and block_table: for one query per sequence, for four queries per
+    sequence, and for a length per query."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,

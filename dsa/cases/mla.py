@@ -76,8 +76,7 @@ def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> No
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [T, H, d] in float64, adjacent pairs of its last R channels multiplied by cos + i sin; cos, sin: [T, R /
-    2]."""
+    """Return x [T, H, d] in float64; adjacent pairs of its last R channels are multiplied by cos + i sin [T, R / 2]."""
     kept, turned = x.double().split((x.shape[2] - 2 * cos.shape[1], 2 * cos.shape[1]), 2)
     pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous())
     pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
@@ -514,7 +513,7 @@ def branches(
 
 
 def check_merge(a: Given, found: Results) -> float:
-    """Allow half a unit in the last place of the result, or for fp32 the rounding of the intermediate steps."""
+    """Compare with float64, within half a unit in the last place, or for fp32 the rounding of intermediate steps."""
     logs = torch.stack([x.double() for x in a["lses"]])
     empty = logs.isinf()
     logs = logs.masked_fill(empty, -INF)
@@ -539,7 +538,8 @@ def plan_numbers(x: torch.Tensor) -> list[Any]:
 
 
 def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
-    """Apply `kept`, which selects rows, to out [T, H, d] and to the transposed lse [H, T]."""
+    """Return a function like `kept`, which selects rows, for out [T, H, d] and lse [H, T]: lse is transposed to [T, H]
+    first, so that its rows are queries, too."""
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 

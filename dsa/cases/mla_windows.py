@@ -162,7 +162,8 @@ def window_keys(a: Given, queries: int) -> torch.Tensor:
 
 
 def attend_windows(a: Given, near: torch.Tensor | None, d_v: int) -> Attended:
-    """Compute attention to each query's window and, if there are compressed keys, to its selected ones.
+    """Compute attention to each query's window and, if there are compressed keys, to the compressed keys that the query
+    selects.
 
     near  the windows' index lists, or None to compute them from cu_seqlens_q, cu_seqlens_k and `window`
     d_v   channels of the values

@@ -17,7 +17,8 @@ INDEXER = ("q_idx", "k_idx", "w_idx")
 
 @dataclass(frozen=True)
 class Trained(Case):
-    """A case whose results are followed by gradients of the arguments that require them, given `upstream` gradients.
+    """A case whose results are followed by the gradients of all arguments that require gradients. `upstream` makes the
+    gradients of the results.
 
     of  positions of the results through which gradients flow
     """
@@ -52,8 +53,8 @@ def absorbed(dims: tuple[int, int]) -> bool:
 
 
 def upstream(x: torch.Tensor) -> torch.Tensor:
-    """Return pseudo-random gradients that depend only on the shape: from -1 to 1, for a loss per token from 0.5 to
-    1.5."""
+    """Return pseudo-random gradients that depend only on x's shape and dtype. They are from 0.5 to 1.5 if x has one
+    dimension (a loss per token), else from -1 to 1."""
     noise = (torch.arange(x.numel(), dtype=F64, device=x.device) * 12.9898).sin() * 43758.5453
     noise = (noise - noise.floor()).view(x.shape)
     return (noise + 0.5 if x.dim() == 1 else 2 * noise - 1).to(BF16).to(x.dtype)
@@ -109,7 +110,8 @@ def lists(new: Maker, tokens: int, keys: int, k: int, invalid: float) -> torch.T
 
 
 def rows_of(x: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the rows of x [T, K, D], zeros for invalid indices; which indices are valid [T, K])."""
+    """Return (rows [T, K, D], valid [T, K]). rows are the rows of x that `indices` select, zeros for invalid indices.
+    valid says which indices are valid."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < len(x))
     return torch.nn.functional.pad(x, (0, 0, 0, 1))[index.where(valid, len(x))], valid
@@ -174,7 +176,7 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
     softmax weights (`attended`), and at most 1e-2.
 
     of    positions of the results through which gradients flow
-    most  largest relative error of results and of gradients whose terms do not cancel
+    most  largest relative error that is allowed for results and for gradients whose terms do not cancel
     """
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
@@ -203,7 +205,8 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return absolute tolerances of gradients, because the kernels compute delta = out . upstream from the rounded out.
+    """Return {argument: absolute tolerance of its gradient}. Gradients need it because the kernels compute delta, the
+    dot product of out and upstream, from the rounded out.
 
     The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
     are a few times the effect of random errors of half a unit in the last place of out.
@@ -344,7 +347,8 @@ def topk(
     top_k: int = 50,
     causal: bool = True,
 ) -> Given:
-    """Make small integers, so that scores are exact and many are equal. By default random numbers of two sequences."""
+    """Make small integers, so that scores are exact and many are equal. By default, make random numbers for two
+    sequences."""
     if not lengths:
         return {**small_indexer(new), "top_k": 3, **packed(new, ((3, 5), (2, 2))), "causal": True}
     queries, keys = (sum(side) for side in zip(*lengths))

@@ -1,8 +1,8 @@
 """FlashMLA's functions with their names and signatures. They call `dsa.flash_mla_with_kvcache` and
 `dsa.flash_mla_sparse_fwd`, whose docstrings say what they compute.
 
-`import dsa.compat.flash_mla as flash_mla` replaces `import flash_mla` on Hopper, where flash_mla is FlashMLA's own
-package, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
+`import dsa.compat.flash_mla as flash_mla` replaces `import flash_mla` on Hopper. The replaced package can be FlashMLA's
+own, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
 - `get_mla_metadata` returns an empty FlashMLASchedMeta and None, whatever arguments callers of any version pass;
 - the log-sum-exp of sparse decoding is a view of [B, s_q, h_q].
 
@@ -42,7 +42,8 @@ def __getattr__(name: str) -> None:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both on unchanged."""
+    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both results on
+    unchanged."""
     return FlashMLASchedMeta(), None
 
 

@@ -83,8 +83,8 @@ def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
 def _addresses(
     tensors: dict[str, torch.Tensor], arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Return the conditions that the addresses of tensors modulo 16, and whether the two tensors of a pair begin at the
-    same address, are the same as in this call."""
+    """Return two kinds of conditions: each tensor has the same address modulo 16 as in this call; and the two tensors
+    of a pair begin at the same address if, and only if, they do so in this call."""
     rests = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, rest in rests.items() if not rest)
     found = [f"{name}.data_ptr() & 15 == {rest}" for name, rest in rests.items() if rest]

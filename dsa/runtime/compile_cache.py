@@ -240,8 +240,8 @@ def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
 
 
 def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
-    """Return the kernel from the package and the bytes of its object file; None if there is none, or it cannot be
-    loaded."""
+    """Return the kernel from the package and the bytes of its object file; None if the package has no such kernel, or
+    if the kernel cannot be loaded."""
     content = packed_object(function.__module__, stem)
     if content is None:
         return None
@@ -353,7 +353,7 @@ def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
 
 
 def _load(directory: Path, stem: str) -> Any:
-    """Return the kernel from the object file on disk; None if there is none, or it cannot be loaded."""
+    """Return the kernel from the object file on disk; None if there is no file, or if the kernel cannot be loaded."""
     found = _find(directory, stem)
     if found is None:
         return None

@@ -1,6 +1,7 @@
 """Time and bytes of all layers of a published model, computed from its stack at three depths.
 
-The bytes are those that a decoding pass reads: the caches and the weights, of the experts only those with tokens.
+The bytes are those that a decoding pass reads: the caches and the weights, without the weights of experts that have no
+tokens.
 """
 
 import functools

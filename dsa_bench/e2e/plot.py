@@ -61,8 +61,9 @@ def write_parallel(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_million(rows: Sequence[Row], path: Path) -> None:
-    """Draw a column of axes per model. The upper axis has the last pass of each prompt, by the prompt's tokens, the
-    lower axis decoding steps, by the number of sequences. Bars are stacked by part."""
+    """Draw a column of axes per model. The upper axis has a bar for the last pass of each prompt, labelled with the
+    prompt's tokens. The lower axis has a bar per decoding step, labelled with the number of sequences. Bars are stacked
+    by part."""
     by_model = _by(rows, "model")
     figure, axes = _axes(2, len(by_model), 6, 4)
     for column, (model, of_model) in enumerate(by_model.items()):
@@ -119,8 +120,7 @@ def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], s
 
 
 def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Draw a bar of parts per row. The text above a bar is the time of the whole run, of a prompt that of all its
-    passes."""
+    """Draw a bar of parts per row. The text above a bar is the time of the whole run; for a prompt, of all passes."""
     for place, row in enumerate(rows):
         top = _stack(axis.bar, place, [row["parts"][part] for part in PARTS], 0.7)
         axis.text(

@@ -22,7 +22,7 @@ PROMPTS = (
 COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 CHUNK = 8192
-LONG, LONG_REPEATS = 40000, 3  # passes over more tokens in all are timed only LONG_REPEATS times
+LONG, LONG_REPEATS = 40000, 3  # prompts of more than LONG tokens in all are timed only LONG_REPEATS times
 # `calc_diff` of the peers' logits and ours. Unrelated logits have 1; logits in which one token had other experts had
 # 0.1.
 MOST_DIFFERENCE = 0.3

@@ -46,8 +46,8 @@ class Run:
 
 class Prompts:
     """`count` prompts of `tokens` tokens each, and their cache. Each pass computes `chunk` tokens of the concatenated
-    prompts, the last pass the remaining tokens. As in engines, a prompt can begin in one pass and end in a later
-    one."""
+    prompts; the last pass computes the remaining tokens. As in engines, a prompt can begin in one pass and end in a
+    later one."""
 
     def __init__(self, model: Model, count: int, tokens: int, chunk: int) -> None:
         self._model, self._lengths, self._chunk = model, [tokens] * count, chunk

@@ -1,5 +1,5 @@
-"""The projection of the streams, compared with DeepGEMM's in TF32 and with one cuBLAS product with all three bf16 parts
-of the matrix, whose results are then added.
+"""The projection of the streams, compared with DeepGEMM's projection in TF32, and with one cuBLAS product that
+multiplies the streams by all three bf16 parts of the matrix and whose three results are then added.
 
 DeepGEMM rounds each weight to 11 bits, leaves partial sums over the channels to the next kernel, and sums the streams'
 squares, which our collapse does.

@@ -1,5 +1,5 @@
-"""Grouped products of experts with FP4 weights, compared with DeepGEMM's and our products with the weights widened to
-FP8."""
+"""Grouped products of experts with FP4 weights, compared with grouped products of the same weights widened to FP8,
+DeepGEMM's and ours."""
 
 from functools import partial
 

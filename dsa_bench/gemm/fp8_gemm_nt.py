@@ -116,8 +116,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
 
 
 def tuning() -> Tuning:
-    """Search products with one matrix: the published models' linear layers at the numbers of rows of
-    `fp8_gemm_choice.ROWS`, for which the op can have data."""
+    """Return the search space of products with one matrix: the published models' linear layers at the numbers of rows
+    of `fp8_gemm_choice.ROWS`, for which the op can have data."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many

@@ -41,8 +41,9 @@ def agree(got: Any, ours: Any) -> None:
 
 
 def agree_attention(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless the outputs agree, and the LSEs, which are the last tensors. LSEs are compared only
-    if the peer's has as many dimensions as ours and no smaller size (it may be padded). It may have base 2."""
+    """Raise AssertionError unless the outputs and the LSEs agree. The LSE is the last tensor of a result. LSEs are
+    compared only if the peer's LSE has as many dimensions as ours and no smaller size (it may be padded). The peer's
+    LSE may have base 2."""
     (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
     agree(out, our_out)
     if rest and our_rest and _covers(rest[-1], our_rest[-1]):

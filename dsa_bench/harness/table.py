@@ -44,7 +44,7 @@ def of(row: dict[str, Any], name: str) -> dict[str, float]:
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a line per shape, with two columns per peer, baseline and yardstick.
 
-    If a row has no such name, its cells are empty. If the name failed, its first cell has the reason.
+    If a row lacks one of these names, the name's cells are empty. If a name failed, its first cell has the reason.
     """
     names = everyone(rows)
     lines = [["shape", "ms", "figure", *(column for name in names for column in (f"{name} ms", f"{name} ratio"))]]

@@ -1,5 +1,5 @@
-"""The indexer's queries and keys rotated and cast to FP8 in one kernel, compared with separate operations: our rotation
-and cast, for keys after torch's layer norm and before our write."""
+"""The indexer's queries and keys rotated and cast to FP8 in one kernel, compared with separate operations. For queries
+these are our rotation and cast; for keys they are torch's layer norm and our rotation, cast and write."""
 
 from functools import partial
 

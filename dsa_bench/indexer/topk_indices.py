@@ -51,7 +51,7 @@ def _index_scores(rows: int, cols: int) -> torch.Tensor:
 _SCORES: dict[str, Callable[[int, int], torch.Tensor]] = {
     "normal": f32,
     "indexer": _index_scores,
-    # As with few index heads: most scores are exactly zero, and so is the k-th largest.
+    # Most scores are exactly zero, and so is the k-th largest score, as with few index heads.
     "plateau": lambda rows, cols: (f32(rows, cols) - 2).relu(),
 }
 

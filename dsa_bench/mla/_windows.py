@@ -14,9 +14,9 @@ SCALE = D**-0.5
 
 class Prompt(NamedTuple):
     """packed: (q, kv, cu_q, cu_k, window), the arguments that our ops share. near: the windows' keys as lists of
-    indices. compressed, indices: the entries and the selected ones of each token, None without selection. listed: (q,
-    keys, lists, scale), arguments of the same attention for FlashMLA. pairs: number of pairs of a query and a key to
-    which it attends, per head."""
+    indices. compressed: the entries. indices: the entries that each token selects. Both are None without selection.
+    listed: (q, keys, lists, scale), arguments of the same attention for FlashMLA. pairs: number of pairs of a query and
+    a key to which it attends, per head."""
 
     packed: tuple
     near: torch.Tensor

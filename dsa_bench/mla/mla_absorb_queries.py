@@ -8,7 +8,7 @@ import dsa
 from dsa_bench.harness.case import Case, angles, bf16, plain_rate
 from dsa_bench.mla._kv_b import LATENT, layers
 
-# tokens, heads, nope, rows per head in kv_b: V3.2's, GLM-5's, and one of eight GPUs' part
+# tokens, heads, nope, rows per head in kv_b: V3.2's, GLM-5's, and the part of one of eight GPUs (V3.2)
 V32, GLM_5 = (128, 128, 256), (64, 192, 448)
 SHAPES = [(tokens, *of_model) for of_model in (V32, GLM_5) for tokens in (1, 8, 16, 32, 64)] + [(1, 16, *V32[1:])]
 ROPE = 64

@@ -2,9 +2,10 @@
 selected keys in the same softmax, decoding from V4's cache.
 
 FlashMLA's lists are made outside the timing, ours inside. With selected keys, FlashMLA gets the windows' keys and the
-entries in one tensor. The yardstick is our two branches merged with selected keys, and otherwise torch's flash
-attention with the same window. Flash attention accepts heads of at most 256 channels, ours have 512. So compare its
-rate with ours, not the times: a rate counts the FLOP of the pairs inside the window with the kernel's channels.
+entries in one tensor, and the yardstick is our attention to the window and to the entries in two branches, whose
+results are then merged; otherwise it is torch's flash attention with the same window. Flash attention accepts heads of
+at most 256 channels, ours have 512. So compare its rate with ours, not the times: a rate counts the FLOP of the pairs
+inside the window with the kernel's channels.
 """
 
 from functools import partial

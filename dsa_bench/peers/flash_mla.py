@@ -1,8 +1,8 @@
 """FlashMLA as SGLang maintains it (sgl-flash-mla, whose Hopper kernels need `use_legacy=True`) and as vLLM ships it.
 
-Facts of both, on Hopper: dense pages have 64 keys and d 576 or 512. Sparse attention accepts 64 and 128 heads, vLLM's
-prefill also 8, 16 and 32. The number of indices is a multiple of 128 in prefill and of 64 in decoding. The first call
-with a plan fills the plan. SGLang's prefill returns a list.
+Facts of both, on Hopper: dense pages have 64 keys and d 576 or 512. Sparse attention accepts 64 and 128 heads; vLLM's
+prefill also accepts 8, 16 and 32. The number of indices is a multiple of 128 in prefill and of 64 in decoding. The
+first call with a plan fills the plan. SGLang's prefill returns a list.
 
 Heads are padded to a multiple of 64 outside the timing. Head counts of FEW_HEADS also run without padding.
 """

@@ -116,8 +116,8 @@ def _blocks(experts: torch.Tensor, count: int) -> Blocks:
 def _product(
     a: torch.Tensor, b: Packed, blocks: Blocks, weights: torch.Tensor, top_k: int, *, weighted: bool
 ) -> torch.Tensor:
-    """Multiply row r / top_k of a by its expert's matrix. Return bf16 [top_k * rows of a, N]. weighted: also multiply
-    by the router's weights."""
+    """Multiply row r / top_k of `a` by the matrix of row r's expert, for each row r of the result, bf16 [top_k * rows
+    of `a`, N]. weighted: also multiply by the router's weights."""
     (rows, channels), columns = a.shape, b.scale.shape[2]
     out = torch.empty(rows * top_k, columns, dtype=a.dtype, device=a.device)
     unused = (None, None, None)  # scales of FP8 activations, a global scale, zero points

@@ -1,8 +1,8 @@
 """The warm-up of the indexer. The yardstick is PyTorch's flash attention (FA2), which does a part of this work.
 
 Forward, as CUDA graphs: our op computes attention, the loss and the indexer's gradients; FA2 computes its forward pass.
-Backward: the backward pass of the sum of our loss, or of a weighted sum ("weighted"); of FA2 its backward pass. Ratios
-are FA2's time / ours.
+Backward: our op runs the backward pass of the sum of the losses, or of a weighted sum ("weighted"); FA2 runs its
+backward pass. Ratios are FA2's time / ours.
 """
 
 from functools import partial

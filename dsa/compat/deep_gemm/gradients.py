@@ -121,7 +121,7 @@ def _check_flat(name: str, values: torch.Tensor, scales: torch.Tensor, rows: int
 
 
 def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[str, torch.Tensor]) -> None:
-    """Check d and c. d is written before the operands are read, so it must not overlap them. It may be c."""
+    """Check d and c. d is written before the operands are read, so d must not overlap them. d may be c."""
     q = operands["a[0]"]
     check_result(d, q)
     for name, x in operands.items():

@@ -64,13 +64,13 @@ def _check_device(device: object) -> None:
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
     """Write token t's row into slot slots[t] = page * P + offset of the cache, in place.
 
-    kv         [T, d] bf16, fp16 or fp32, last dimension contiguous: the latent with its 64 rope channels last
+    kv         [T, d] bf16, fp16 or fp32, last dimension contiguous: the latent with its 64 rope channels last. kv and
+               the cache must not share memory
     cache      [pages, P, 1, d] bf16, fp16 or fp32; or bytes (uint8, int8 or float8_e4m3fn), with any page stride:
                [pages, P, 1, 656] (V3.2, d = 576): per token 512 e4m3 | 4 fp32 scales | 64 bf16
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad
-    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot. kv and the cache must not share
-               memory
+    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
     use_ue8m0  V3.2 has a scale per 128 channels. True: max(amax, 1e-4) / 448, rounded up to a power of two. False: not
                rounded up. V4 has a scale per 64 channels, always a power of two, and refuses False. A float cache has
                no scales

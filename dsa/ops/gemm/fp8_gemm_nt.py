@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
-# The small-M kernel of grouped products runs for at most this many rows: in all, or per matrix on average.
+# The small-M kernel of grouped products runs if there are at most FEW_ROWS rows in all, or at most FEW_ROWS_OF_A_MATRIX
+# rows per matrix on average.
 FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]

@@ -36,7 +36,7 @@ def scatter_cast_to_fp8(
 
     x          [T, K] bf16, fp16 or fp32, K a multiple of 128
     places     int32 [T, k]: token t goes to the rows places[t, 0] to places[t, k - 1] of the results; numbers outside
-               [0, T * k) are ignored. `sort_by_expert` returns such numbers as `rows`
+               [0, T * k) are ignored. The result `rows` of `sort_by_expert` can be passed as `places`
     use_ue8m0  True: a scale is max(amax(|x|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
     Returns q [T * k, K] float8_e4m3fn and scale [T * k, K / 128] float32, both contiguous: the activations of

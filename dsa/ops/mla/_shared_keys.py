@@ -22,14 +22,15 @@ from dsa.runtime.declare import dtype_name
 LEAST_INDICES = 2**22
 # The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
 # the group's indices once per 65536 or 131072 keys of the cache, whether selected or not. For a pool of pages with more
-# keys the passes take longer than groups save. Its table of sampled keys has no room for more keys either, for groups
-# of 8.
+# keys the passes take longer than groups save. Also, with groups of 8 queries, the kernel's table of sampled keys has
+# no room for more keys.
 MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether to try groups of queries with at most max(GROUP_SIZES) heads: if there are enough groups for all SMs and
-    not too many keys. Which keys queries share is known only on the GPU, so the kernel decides per group."""
+    """Whether to try groups of queries. They are tried for at most max(GROUP_SIZES) heads, if there are enough groups
+    for all SMs, enough indices, and not too many keys. Which keys queries share is known only on the GPU, so the kernel
+    decides per group."""
     queries, heads, _ = q.shape
     return (
         queries >= group_size(heads) * backends.num_sms(q.device)

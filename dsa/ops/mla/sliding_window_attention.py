@@ -71,8 +71,8 @@ def sliding_window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position among the Lk keys of its sequence. The Lq queries of a sequence have its last positions:
-    query i has p = Lk - Lq + i. A query with p < 0 sees no key.
+    p is the query's position, and j a key's position, among the Lk keys of the query's sequence. The Lq queries of a
+    sequence have its last positions: query i has p = Lk - Lq + i. A query with p < 0 sees no key.
 
     q              [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with
                    a warning on Hopper

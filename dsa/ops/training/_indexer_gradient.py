@@ -35,8 +35,8 @@ def index_scores(
     scores: torch.Tensor,
     active: torch.Tensor,
 ) -> None:
-    """Write scores[t, j] = sum_h w[t, h] relu(q_idx_h[t] . k_idx[j]), and to `active` which of the products are above
-    0.
+    """Write the scores sum_h w[t, h] relu(q_idx_h[t] . k_idx[j]) of queries t and keys j to `scores`, and to `active`
+    which of the products are above 0.
 
     q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
     minus_k_idx  bf16 [Tk, di], -k_idx, so that the sign bit of a product says whether the head is active

@@ -21,7 +21,7 @@ def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [Tq, H, dv], lse [H, Tq]). sequences: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), where
-    cu_seqlens ascend and lie inside the tensors"""
+    both cu_seqlens ascend and lie inside the tensors."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         cu_q, cu_k, _, longest = sequences
         results = _mha_varlen_fwd.launch_on(q.device, q, k, v, cu_q, cu_k, longest, scale, causal, None, None, 0)

@@ -10,10 +10,11 @@ MOST = 2**31 - 1
 
 
 def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], most: int = MOST) -> None:
-    """Fill the rows of tensors [T, ...] that belong to no sequence, and the rows of a sequence after its first `most`
-    rows, with 0 or +inf. The tensors are fp32, or 16-bit if they are filled with 0.
+    """Fill the rows of tensors that belong to no sequence, and the rows of a sequence after its first `most` rows.
 
     bounds  int32 [B + 1], ascending from 0 to T at most: where sequences begin, and where the last one ends
+    filled  pairs of a tensor [T, ...] and a number, 0 or +inf, that is written to these rows. The tensors are fp32, or
+            16-bit if the number is 0
     """
     from dsa.kernels.training.uncovered_rows_sm90 import INFINITY, ZERO, compile_uncovered_rows
 

@@ -12,8 +12,8 @@ from dsa.ops.training._packed_attention import Sequences
 from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
-LEAST_WORKSPACE = 192 << 20  # bytes
-SHARE = 15 / 16
+LEAST_WORKSPACE = 192 << 20  # the smallest budget of the workspace, in bytes
+SHARE = 15 / 16  # the budget of the workspace as a fraction of the inputs' bytes, if that is more
 INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # limits of an `Indexer`
 
 

@@ -121,8 +121,8 @@ def indexer_warmup_attention(
     I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
     kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s
 
-    q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
-                  k and v in q's dtype
+    q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to key head h // (H /
+                  Hk). k and v are in q's dtype
     q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in q's dtype or fp32, of any sign
     cu_seqlens_q  int32 [B + 1], the boundaries of sequences in the queries, from 0 to Tq; cu_seqlens_k likewise for the
                   keys, to Tk

@@ -106,7 +106,7 @@ def _fixed_scale(
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
     scale = torch.ldexp(torch.ones_like(bound), exponent.clamp(-SCALE_BITS, SCALE_BITS)).view(1)
     # Integers cannot be NaN, so the inverse becomes NaN if the bound is NaN or infinite, or if d_scores contain a NaN.
-    # A NaN in a query's d_scores also makes its first one NaN, so the first column suffices.
+    # If any of a query's d_scores is NaN, the first one is NaN, too, so the first column suffices.
     return scale, 1 / scale.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
 
 

@@ -158,9 +158,9 @@ def gradients(
 
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rows, bounds). rows: the rows of `found`, which contains one part of dkv per row, sorted by key; bounds:
-    where the rows of each key begin. `found` has `stride` rows per query; the first top_k of them belong to the query's
-    indices."""
+    """Return (rows, bounds). `rows` lists the rows of `found`, ordered by their key; a row of `found` is one term of a
+    key's dkv. `bounds` says where the entries of each key begin in `rows`. `found` has `stride` rows per query; the
+    first top_k of them belong to the query's indices."""
     top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)

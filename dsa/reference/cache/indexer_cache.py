@@ -26,7 +26,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for slots outside the cache.
 
-    Arguments as in `dsa.read_indexer_cache`.
+    Arguments as in `dsa.read_indexer_cache`, without k and k_scale.
     """
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])

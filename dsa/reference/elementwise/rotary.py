@@ -23,7 +23,7 @@ def apply_rotary(
     """Rotate the first or last R = 2 * cos.shape[-1] channels of x; copy the others.
 
     (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2), in fp32,
-    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as in `dsa.apply_rotary`.
+    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as in `dsa.apply_rotary`, without out.
     """
     rotated = 2 * cos.shape[-1]
     if rotated == 0:

@@ -19,7 +19,7 @@ def fp8_gemm_nt(
 ) -> torch.Tensor:
     """y[m, n] = sum_g (sum_{k in block g} q[m, k] w[n, k]) * s[m, g] * ws[n // 128, g], g over blocks of 128 channels.
 
-    Returns [..., M, N]. N and K may be any number; then the last block of rows or channels is smaller (the 576 rows of
+    Returns [..., M, N]. N and K may be any numbers: the last block of rows or channels may be smaller (the 576 rows of
     `kv_a_proj_with_mqa` have 5 rows of scales, the last for 64 rows). Scales are any fp32 numbers. The products of a
     block are summed in fp32, and the sum is multiplied by the scales. The blocks are added in order of g in fp32, and
     the sum is rounded to out_dtype once. NaN follows IEEE rules. Arguments as in `dsa.fp8_gemm_nt`.
@@ -54,11 +54,11 @@ def grouped_fp8_gemm_nt(
     """`fp8_gemm_nt` of each row with one of E weights: weight 0 for rows before ends[0], weight e for rows ends[e - 1]
     to ends[e] - 1.
 
-    Row m is row rows[m] of a, or row m of a without rows. The fp32 sum is multiplied by weights[m] and then rounded.
-    Rows from ends[E - 1] on belong to no expert and are not read. Their results, which are undefined in general, are
-    NaN here, so that a use of them is visible. Raises ValueError for ends that do not ascend from at least 0 to at most
-    M, and for an expert's row that is not a row of a. `expected_rows` has no effect. Arguments as in
-    `dsa.grouped_fp8_gemm_nt`.
+    Row m of the product uses row rows[m] of `a`, or row m of `a` if `rows` is None. The fp32 sum is multiplied by
+    weights[m] and then rounded. Rows from ends[E - 1] on belong to no expert and are not read. Their results, which are
+    undefined in general, are NaN here, so that a use of them is visible. Raises ValueError for ends that do not ascend
+    from at least 0 to at most M, and for rows[m] outside `a` in a row m of an expert. `expected_rows` has no effect.
+    Arguments as in `dsa.grouped_fp8_gemm_nt`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index per row.
     """
     w, ws = b
@@ -74,7 +74,7 @@ def products_by_weight(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the contents of ends and rows, and compute `grouped_fp8_gemm_nt`.
+    """Check the contents of `ends` and `rows`, and compute `grouped_fp8_gemm_nt`.
 
     weight_of: a function that maps e to (w [N, K], scales). It is called only for experts that have rows.
     """

@@ -25,7 +25,7 @@ def paged_indexer_select(
     accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
-    top_k, lengths=L)`, for slots also with block_table, page_size and row_to_seq.
+    top_k, lengths=L)`. If `slots` is True, `topk_indices` also gets block_table, page_size and row_to_seq.
 
     L is the number of keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The scores are
     fp32 whatever accumulators is. They are computed for a chunk of sequences at a time. From a cache without pages no

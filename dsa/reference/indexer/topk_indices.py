@@ -25,7 +25,7 @@ def topk_indices(
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r.
 
     Of equal scores the lowest index is picked; -0.0 equals 0.0. -inf is the lowest score and can be picked; NaN is
-    never picked. Arguments and results as in `dsa.topk_indices`.
+    never picked. Arguments and results as in `dsa.topk_indices`, without out.
     """
     options = starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
     indices, values = indices_and_values(scores, k, *options)

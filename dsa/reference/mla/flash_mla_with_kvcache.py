@@ -32,8 +32,8 @@ def flash_mla_with_kvcache(
 
     Intermediate results are fp32, and no bit of an FP8 scale is dropped. The result does not depend on the plan, and no
     sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and NaN in a cached row
-    reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`; with fp32 queries, keys may
-    have any float dtype.
+    reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`, without out; with fp32
+    queries, keys may have any float dtype.
     Source: FlashMLA's function of this name, which supports fewer caches, head counts and combinations.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

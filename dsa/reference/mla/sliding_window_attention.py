@@ -22,8 +22,8 @@ def sliding_window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position among its sequence's keys. A sequence's queries are its last tokens: query i of Lq has p =
-    Lk - Lq + i. A query with p < 0 sees no key.
+    p is the query's position, and j a key's position, among the keys of the query's sequence. A sequence's queries are
+    its last tokens: query i of Lq has p = Lk - Lq + i. A query with p < 0 sees no key.
 
     Intermediate results are fp32. A query without keys, including one that belongs to no sequence, has out 0 and lse
     +inf. NaN in kv reaches only the queries whose window contains it. Arguments as in `dsa.sliding_window_attention`;
@@ -87,7 +87,8 @@ def _window(
     window: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the boundaries, and return the indices of each query's window, with at most one column per row of kv."""
+    """Check the boundaries, and return `indices` if it is given. Otherwise return the indices of each query's window,
+    with at most one column per row of kv."""
     for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
         values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:

@@ -33,8 +33,7 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
 def window_slots(
     block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
 ) -> torch.Tensor:
-    """slots[b, i] = the slots of the keys max(0, p - window + 1), ..., p of sequence b in its cache, for query i of
-    s_q.
+    """slots[b, i] = the cache slots of the keys max(0, p - window + 1), ..., p of sequence b, which its query i sees.
 
     p = cache_seqlens[b] - s_q + i, because the queries are the last of the cached tokens. A query with p < 0 sees no
     key.

@@ -57,7 +57,8 @@ def loss_and_score_gradient(
     softmax_scale: float,
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return kl of `sparse_indexer_loss`, and the gradient of kl with respect to I [Tq, K], which is detached."""
+    """Return kl of `sparse_indexer_loss`, and, without autograd history, the gradient [Tq, K] of kl with respect to
+    I."""
     index, valid = selected(indices, len(kv))
     # The rows are gathered in the work dtype, so that the gradients of a key's copies are summed in this dtype.
     scores = index_scores(q_idx, rows_of(k_idx.to(work_dtype(q_idx)), index), w_idx)
