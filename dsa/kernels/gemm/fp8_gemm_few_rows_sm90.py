@@ -228,8 +228,8 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
-        """Return the scales of the stage's blocks, a tensor [SCALES] for each of this thread's rows, which are rows / 8
-        pairs. A scale is the product of the row's scale and the columns' scale."""
+        """Return the scales of the stage's blocks: a tensor [SCALES] for each of this thread's rows. A thread has
+        `rows` / 8 pairs of adjacent rows. A scale is the product of the row's scale and the columns' scale."""
         of_columns = cute.make_rmem_tensor((SCALES,), Float32)
         cute.autovec_copy(s_of_b[None, state.stage], of_columns)
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]

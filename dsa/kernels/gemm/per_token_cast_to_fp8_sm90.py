@@ -13,8 +13,8 @@ Plan
 - Scattered variant: each group of a token is stored in every row of the results that `places` lists for the token.
 Shared memory: none.
 Constraints: K a multiple of 128, innermost stride 1, rows aligned to 16 bytes.
-Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. About 6 instructions per
-channel (8 if scales are not powers of two) leave half of the issue slots idle at copy bandwidth.
+Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 bytes are written. About 6 instructions
+per channel (8 if scales are not powers of two) leave half of the issue slots idle at copy bandwidth.
 """
 
 from dataclasses import dataclass

@@ -46,8 +46,8 @@ class ResultEpilogue:
 
     @cute.jit
     def pieces_in_next_block(self, column):
-        """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after the
-        first piece's."""
+        """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after that
+        of the first piece."""
         before = column // self.piece % self.pieces
         # `before` is the index of the tile's first piece in its block. Piece j of the tile is in the next block if
         # before + j reaches the number of pieces of a block.

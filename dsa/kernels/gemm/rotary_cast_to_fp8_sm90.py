@@ -11,8 +11,8 @@ Plan
 Shared memory: none.
 Constraints: d a multiple of 128, R (the number of rotated channels, the last of a head) a multiple of 8, rows aligned
 to 16 bytes.
-Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. With few tokens, bound by the
-latency of the launch and one round trip to memory.
+Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 bytes are written. With few tokens,
+bound by the latency of the launch and one round trip to memory.
 """
 
 import cutlass

@@ -7,10 +7,10 @@ Plan
   new bound, ties with the bound included, become the list, stored from the front.
 - radix_select.py searches for the rank-th largest number: it counts the numbers in ranges of equal width ("digits").
   For a sample, the search counts maxima instead of scores. A thread has four maxima, each over up to six scores of
-  different tiles. Let x be the least, over the threads, of the largest maximum of a thread. Every thread has a maximum
-  of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The digits
-  begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees little of the
-  sample, or if the rank exceeds the number of threads, the CTA counts all scores.
+  different tiles. Each thread has a largest maximum; let x be the least of these over all threads. Every thread has a
+  maximum of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The
+  digits begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees little of
+  the sample, or if the rank exceeds the number of threads, the CTA counts all scores.
 - The bound is -inf if all keys of a query fit in its list, or if the sample has at most `rank` scores. A list that
   overflowed gets a bound of NaN, which no score reaches, and keeps a length above its capacity.
 - The order of a list's entries is unspecified.
@@ -215,9 +215,9 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store the scores that are not below `low` in the list, this thread's scores from entry `place` on. They first
-        go to `kept` in shared memory. There are few of them, and after that all threads share the computation of their
-        keys evenly."""
+        """Store the scores that are not below `low` in the list. This thread's scores go to the entries from `place`
+        on. The scores first go to `kept` in shared memory. There are few of them, and after that all threads share the
+        computation of their keys evenly."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):

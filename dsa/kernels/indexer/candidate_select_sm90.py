@@ -196,8 +196,8 @@ class CandidateSelectSm90:
                 known = Int32(paging.exists(sequence))
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
                 index = memory.keys[1 + p]
-                # The other keys of the bucket are adjacent. Each larger key before this key lowers its output position
-                # `rank` by one, each smaller key after it raises it by one.
+                # The other keys of the bucket are adjacent. Each larger key before this key lowers this key's output
+                # position `rank` by one. Each smaller key after this key raises `rank` by one.
                 rank, at, other = p, p, memory.keys[p]
                 while other >> shift == index >> shift:
                     if other > index:

@@ -21,8 +21,8 @@ Plan
 - fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
   range, in shared memory, and adjust its weights (fp16_accumulation.py). For this they synchronize once per work tile.
   The producers continue meanwhile.
-Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
-GROUPS x STAGES x 64 x (D + 4).
+Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes of
+queries, GROUPS x STAGES x 64 x (D + 4) bytes of keys.
 Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
 Roofline: bound by memory up to N = 128, and by arithmetic beyond. At D = 128, a key has 132 bytes, and loading a tile
 takes an SM about 450 cycles. The tensor cores take 2 N cycles per tile. The sums over heads take about N + 60 cycles
@@ -497,8 +497,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair, odd lanes
-        the second, or the first if there is no second row."""
+        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair; odd lanes
+        store the second row, or the first if there is no second row."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:
