@@ -309,8 +309,8 @@ class RankMemory:
         tid,
         threads: cutlass.Constexpr,
     ) -> RankFound:
-        """Find a digit that contains the rank-th largest of all orders (1: the largest). If there are fewer numbers,
-        the result begins at `low`.
+        """Find a digit that contains the rank-th largest of all orders (1: the largest). If there are fewer than `rank`
+        numbers, the result begins at `low`.
 
         The search ends at a digit in one of three cases: the digit and all higher digits contain at most rank + slack
         numbers; the digit contains at most `few` numbers; or the digit is a single order.

@@ -1,6 +1,6 @@
 """Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) per KV head.
 
-o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  where r is a row of one sequence and KV head
 
 q and k have 576 channels.
 

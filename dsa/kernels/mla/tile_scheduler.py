@@ -131,7 +131,7 @@ class Queue:
 
     @cute.jit
     def add(self, first, count):
-        """Append the numbers first to first + count - 1; called by one thread."""
+        """Append `count` item numbers, from `first` on; called by one thread."""
         place = cute.arch.atomic_add(self.counts.iterator + self.place, Int32(count), sem="relaxed", scope="gpu")
         for i in cutlass.range(count, unroll=1):
             self.items[place + i] = first + i

@@ -217,7 +217,7 @@ class TopkGather(KvStages):
         """Load 64 rows of Q from first_row on like a tile of keys, then the work tile's keys. Return the state
         after them.
 
-        Iteration first - 1 of the loop loads Q.
+        Iteration `first` - 1 of the loop loads Q.
         """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS

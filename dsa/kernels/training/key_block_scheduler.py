@@ -31,7 +31,7 @@ from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, QTile, load_q_t
 class Span(NamedTuple):
     """The q tiles of one sequence in a launch.
 
-    first, end       the span has q tiles first to end - 1
+    first, end       the span has the q tiles `first` to `end` - 1
     q_tile           the span's first q tile
     columns          number of (query, head) pairs
     column_blocks    number of column blocks

@@ -37,8 +37,8 @@ Registers per consumer thread, of 232:
 - d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
 - d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
 Roofline: bound by L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2
-cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver
-wgmma's operands.
+cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory takes about 6000 cycles
+to deliver wgmma's operands.
 """
 
 import cutlass

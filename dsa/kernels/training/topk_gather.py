@@ -32,8 +32,8 @@ STEPS = CHUNK // 16  # wgmma instructions per chunk
 
 @dataclass(frozen=True)
 class QuerySchedule:
-    """The schedule of a CTA, whose work tiles are the queries first, first + step, ... below `queries`. key_tiles:
-    number of tiles of selected keys per query."""
+    """The schedule of a CTA, whose work tiles are the queries `first`, `first` + `step`, ... below `queries`.
+    key_tiles: number of tiles of selected keys per query."""
 
     first: Int32
     step: Int32

@@ -442,8 +442,8 @@ class WarmupTargetSm90:
 
 @cute.jit
 def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
-    """Return total + 2^(x * scale + more). In inline PTX, because the compiler would move separate instructions after
-    the wait for the wgmma that they should overlap."""
+    """Return total + 2^(x * scale + more). The code is inline PTX, because the compiler would move separate
+    instructions after the wait for the wgmma that they should overlap."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 e; fma.rn.ftz.f32 e, {$r1}, {$r2}, {$r3}; ex2.approx.ftz.f32 e, e; add.ftz.f32 {$w0}, {$r0}, e; }",
         write_only_types=[Float32],
