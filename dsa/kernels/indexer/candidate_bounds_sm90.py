@@ -188,7 +188,8 @@ class CandidateBoundsSm90:
             maxima[j] = orders[j]
             for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
                 maxima[j] = cutlass.max(maxima[j], orders[i])
-        # `above`: every thread has at least one maximum that is not below the least of the threads' largest maxima.
+        # `above` is the least of the threads' largest maxima. Every thread has a maximum that is not below it, so if
+        # the rank is at most the number of threads, the rank-th largest maximum is not below it either.
         largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
         least = cute.arch.warp_redux_sync(largest, "min")
         if tid % WARP == 0:

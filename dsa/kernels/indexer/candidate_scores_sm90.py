@@ -429,7 +429,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         """Return the index of the pass's tile that comes `groups` tiles after v. Except in a sample, multiples of the
         period (1 << log_period) are skipped; the period is longer than `groups`.
 
-        period_mask, late  the period - 1, and the period - `groups`
+        period_mask  period - 1
+        late         period - `groups`
         """
         following = v + self.groups
         if const_expr(not self.sample):
@@ -537,7 +538,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
         """Append a lane's scores of `key` and `key` + 8, where `taken` is 1, to the query's list while there is room.
-        One atomic assigns the entries of both, because its latency is most of the cost of an append."""
+        One atomic assigns the entries of both scores, because its latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",

@@ -179,8 +179,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane):
-        """-> (block of queries of work tile `index`, first and end of the chunk's key tiles that the block's queries
-        see, the chunk's first key tile).
+        """-> (block, first, end, the first key tile of the chunk) of work tile `index`. `block` is the index of the
+        block of queries. Of the chunk's key tiles, the block's queries see those in [first, end).
 
         Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
         same chunk. If they were chunks of the same block, each CTA could get the same chunk of every block, for example

@@ -489,7 +489,8 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return how many keys each of the lane's two rows sees, minus the lane's first column.
+        """Return, for each of the lane's two rows, how many keys the row sees, minus the lane's first column. The
+        caller compares this with column offsets that are the same in all lanes.
 
         The work tile is read again from shared memory to save registers.
         """

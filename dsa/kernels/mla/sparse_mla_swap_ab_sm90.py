@@ -302,7 +302,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
 
 @cached
 def compile_sparse_mla_swap_ab(dtype: str, head_dim: int, head_tile: int, lists: int, with_max_logits: bool):
-    """Compile f, see `SparseMlaKernel`, for h <= head_tile, 16 or 32; max_logits is None unless with_max_logits."""
+    """Compile f, see `SparseMlaKernel`, for h <= head_tile, which is 16 or 32; max_logits is None unless
+    with_max_logits."""
     kind = cute_dtype(dtype)
     return compile_sm90(
         SparseMlaSwapAbSm90(kind, head_dim, head_tile, with_max_logits),

@@ -204,8 +204,8 @@ class KeyBlockScheduler:
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
-        """Return the work tile of a state: column blocks of the state's key block up to the last one, or as many as are
-        left in the range."""
+        """Return the work tile of a state: column blocks of the state's key block, from the state's column block on.
+        They end at the span's last column block, or earlier if the CTA's range ends before."""
         span = self.load_span(q_tiles, state.first, lane)
         first_seen = self.first_column_block(span.q_tile, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block

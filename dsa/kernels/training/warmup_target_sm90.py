@@ -10,9 +10,9 @@ Plan
 - A work tile is the 128 queries of a q tile (q_tiles.py) x 128 keys. The scheduler is static and persistent, over the
   key tiles of all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in
   registers. No other result of a head is kept.
-- Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's
-  wgmma. 192 and 576 channels: one accumulator, and the product is computed in chunks of 64 channels. The wgmma of one
-  warpgroup overlaps the exponentials of the other.
+- With up to 128 channels there are two accumulators. A head's exponentials overlap the next head's wgmma and the other
+  warpgroup's wgmma. With 192 and 576 channels there is one accumulator, and the product is computed in chunks of 64
+  channels. The wgmma of one warpgroup overlaps the exponentials of the other.
 - One producer warp loads by TMA: Q of every head, and K once for all heads that share it. It also prefetches the tile's
   scores into the L2 cache for the epilogue. With up to 128 channels the consumers load the scores during the last
   head's wgmma.
