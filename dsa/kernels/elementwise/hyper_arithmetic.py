@@ -122,7 +122,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
-    """Return factor * mix + base for the four elements 4 * part, ..., 4 * part + 3."""
+    """Return factor * mix + base for the four elements 4 * `part` to 4 * `part` + 3."""
     z, bias = [loaded(cute.local_tile(x, (HYPER_STREAMS,), (part,))) for x in (mix, base)]
     z.store(z.load() * factor + bias.load())
     return z

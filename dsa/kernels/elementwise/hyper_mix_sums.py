@@ -40,8 +40,8 @@ def octet_row(i: Int32) -> Int32:
 
 @cute.jit
 def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Constexpr, first, end, lane):
-    """Prefetch a slice of the matrix to L2: the blocks [first, end) of `outputs` rows, from row column * outputs on, in
-    all three parts. Each lane prefetches one row of one part."""
+    """Prefetch a slice of the matrix to L2: the blocks [first, end) of `outputs` rows, from row `column` * `outputs`
+    on, in all three parts. Each lane prefetches one row of one part."""
     part, row = lane // outputs, column * outputs + lane % outputs
     if part < PARTS and row < parts.shape[1] and first < end:
         of_stream = cute.ceil_div(channels, BLOCK)
@@ -60,7 +60,7 @@ def multiply_add(
     acc           two adjacent columns of a token in the upper octet, then of a token in the lower octet
     upper, lower  this lane's 16 bytes of a token in the upper octet, and of a token in the lower octet
     matrix        this lane's 16 bytes of an output
-    pair          0 or 2: this mma multiplies the words pair and pair + 1 of the 16 bytes
+    pair          0 or 2: this mma multiplies the words `pair` and `pair` + 1 of the 16 bytes
     """
     given = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1], matrix[pair], matrix[pair + 1]]
     made = cute.arch.inline_ptx(

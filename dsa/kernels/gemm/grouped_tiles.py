@@ -239,7 +239,7 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
     """Return the expected number of tiles of `each` rows per matrix, if each of `rows` rows belongs to a random matrix.
-    This is the sum over j of P(a matrix has more than j * each rows), with a Poisson distribution. For many rows per
+    This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For many rows per
     matrix, return the number of tiles of the mean."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:

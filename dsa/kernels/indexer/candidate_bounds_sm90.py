@@ -130,8 +130,8 @@ class CandidateBoundsSm90:
             if const_expr(self.sample):
                 if rank <= self.threads:
                     found = self.bound_of_maxima(orders, low, rank, memory, tid)
-            # Search all scores of a list, of a sample if the rank exceeds the number of threads, and of a sample with
-            # too few maxima, of which the query sees little.
+            # Search all scores: always for a list; for a sample if the rank exceeds the number of threads, or if the
+            # sample has too few maxima because the query sees little of it.
             if found == low:
                 found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
             low = found

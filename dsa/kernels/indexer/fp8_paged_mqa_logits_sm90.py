@@ -367,8 +367,9 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         k_state,
         lane,
     ):
-        """Load a warpgroup's key tiles tile, tile + groups, ... of a work tile. The work tile has `tiles` tiles, from
-        the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile; k_state)
+        """Load a warpgroup's key tiles `tile`, `tile` + groups, ... of a work tile. The work tile has `tiles` tiles,
+        from the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile;
+        k_state)
 
         copies        copy atom, source and target for a page's keys; the same for a page's scales
         valid_pages   [stages]: bit i is set if page i of the tile is in the cache

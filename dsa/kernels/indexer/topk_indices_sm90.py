@@ -328,8 +328,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """For each set bit j of the mask, append number place + j of the tile and its column, column + j, to the list.
-        The first appended number becomes entry `at`."""
+        """For each set bit j of the mask, append the tile's number `place` + j and its column, `column` + j, to the
+        list. The first appended number becomes entry `at`."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))

@@ -137,7 +137,7 @@ class MlaAttention:
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
-        """Set softmax.limits for `apply_mask`: how many keys the lane's rows, tile_row and tile_row + 8, see.
+        """Set softmax.limits for `apply_mask`: how many keys the lane's rows, `tile_row` and `tile_row` + 8, see.
 
         A no-op here. Kernels whose mask needs the limits override it.
         """

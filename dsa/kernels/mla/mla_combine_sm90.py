@@ -174,7 +174,7 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Load up to `unroll` partial results into `values`: those of splits start, start + groups and so on."""
+        """Load up to `unroll` partial results into `values`: those of splits `start`, `start` + groups and so on."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:

@@ -181,7 +181,8 @@ class TopkGather(KvStages):
 
     @cute.jit
     def addresses_of(self, selection: Selection, page, offset):
-        """Return (address of a key, address of its scales). A 16-bit key has no scales: the second is a dummy."""
+        """Return (address of a key, address of its scales). A 16-bit key has no scales: the second address is a
+        dummy."""
         return Int64(selection.cache[page, offset, None].iterator.toint()), Int64(selection.cache.iterator.toint())
 
     @cute.jit

@@ -57,7 +57,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 # (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
 # a tile of keys of one KV head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
-CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # two consumer warpgroups, then one whose first warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 SCORES_READ_BARRIER = 1  # consumer warpgroup i uses named barrier SCORES_READ_BARRIER + i
 TINY = 1.2e-38  # about the smallest normal fp32
