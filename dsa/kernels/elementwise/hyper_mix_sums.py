@@ -10,9 +10,9 @@ CTAs that own the results. The owners add the groups. A pair is two results: two
 CTAs own the same number of pairs.
 
 An mma needs two pairs of adjacent channels from each lane. A lane loads 16 bytes of a row, which are four such pairs:
-the first two are for one mma, the last two for the next mma. The order of channels in an mma does not matter as long as
-it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order `octet_row`, in which
-a quarter-warp reads all banks of shared memory.
+the first two are for one mma, the last two are for the next mma. The order of channels in an mma does not matter as
+long as it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order `octet_row`,
+in which a quarter-warp reads all banks of shared memory.
 """
 
 import cutlass

@@ -186,7 +186,7 @@ def of_fewest_clocks(
 ) -> Config:
     """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
     The work tiles of one matrix run in whole waves. With several matrices, work is assumed to be spread evenly over the
-    SMs, and the number of rows of a matrix to vary randomly about the mean."""
+    SMs, and the number of rows of a matrix is assumed to vary randomly about the mean."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used

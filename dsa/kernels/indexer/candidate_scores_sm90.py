@@ -81,7 +81,8 @@ QUIET_NAN = float("nan")
 class Pass(NamedTuple):
     """The arguments of a pass. starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the
     front and at the back of the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass scores
-    the key tiles that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period)."""
+    the key tiles that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period). For the sample
+    log_period is 0, and the pass scores all multiples of 1 << log_stride."""
 
     starts: cute.Tensor
     ends: cute.Tensor

@@ -6,7 +6,7 @@ Plan
 - A wgmma tile has 64 keys as rows. Its columns are the N = next_n * H (query, head) pairs of one sequence. So the keys
   are read once for all queries of the sequence, and the sum over heads stays in registers except for shuffles over the
   quad.
-- Scheduler: stream-K. A CTA processes one row of the schedule: consecutive splits of 256 keys, which may begin in one
+- Scheduler: stream-K. A CTA processes one row of the schedule: consecutive splits of 256 keys. A row can begin in one
   sequence and end in another. A work tile is the part of these splits that belongs to one sequence.
 - Warp roles: the consumer warpgroups process a work tile's key tiles in turns. Each has its own producer warp in the
   last warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads

@@ -70,7 +70,7 @@ HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half o
 DIGIT_BITS = 8  # bits per digit of a list's orders
 DIGITS = 1 << DIGIT_BITS
 AHEAD = 4  # list entries that a lane loads before it uses the first
-SLACK = 64  # entries beyond k that a cut may keep
+SLACK = 64  # entries beyond k that a cut can keep
 SCORE_ROW = TILE + 8  # stride between two queries' scores, so that a warp's stores have no bank conflicts
 
 

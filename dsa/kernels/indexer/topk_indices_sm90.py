@@ -206,8 +206,8 @@ class TopkIndicesSm90:
     def collect(
         self, row: Row, rank, k, candidates: Candidates, tiles, memory: SelectMemory, loaded: Mbarriers, list_sizes, tid
     ):
-        """List the row's candidates, in a cluster in the shared memory of its first CTA. -> number of candidates. NaN
-        pads the list to a multiple of a vector.
+        """List the row's candidates. With a cluster, the list is in the shared memory of the cluster's first CTA. ->
+        number of candidates. NaN pads the list to a multiple of a vector.
 
         loaded  a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
                 counts synchronizes all threads before the next tile"""
@@ -533,7 +533,7 @@ class TopkIndicesSm90:
     @cute.jit
     def to_slots(self, paging: Paging, sequence, columns: cute.Tensor, found, to_index, tid):
         """Replace columns[:found] by cache slots of the sequence, or by -1 where there is no slot. A thread replaces
-        the columns tid, tid + threads and so on."""
+        the columns `tid`, `tid` + threads and so on."""
         if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
                 index = columns[i] + to_index  # negative if a start far below 0 made the sum overflow

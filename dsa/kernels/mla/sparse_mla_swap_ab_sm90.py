@@ -282,7 +282,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for product in cutlass.range_constexpr(4):
             for n in cutlass.range_constexpr(self.head_tile // 16):
-                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels, half i / 2 of 16 heads.
+                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels and half i / 2 of 16
+                # heads.
                 words = []
                 for i in cutlass.range_constexpr(4):
                     column, j = 4 * n + i // 2 * 2, 2 * product + i % 2

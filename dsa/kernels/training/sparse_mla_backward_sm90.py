@@ -476,8 +476,8 @@ class SparseMlaBackwardSm90:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # In each 32 numbers of a row, a lane adds the first half to the row of its own quad and the second half
-                # to the row of the other quad.
+                # In each 32 numbers of a row, a lane adds the first half to the row of the lane's quad, and it adds the
+                # second half to the row of the other quad.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):
