@@ -11,8 +11,8 @@ to fp32.
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
 digits of equal width. A scan from the largest digit finds the digit of the r-th largest number. The next pass divides
-the orders of that digit, and so on, until all numbers of the digit are accepted, the digit has few numbers, or it is a
-single order. Orders have 32 bits, so three passes are enough for any input.
+the orders of that digit, and so on, until all numbers of the digit are accepted, the digit has few numbers, or the
+digit is a single order. Orders have 32 bits, so three passes are enough for any input.
 """
 
 from dataclasses import dataclass

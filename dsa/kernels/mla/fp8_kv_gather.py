@@ -1,8 +1,8 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key; with d = 512, cp.async
-loads the key's scales. To issue a bulk copy costs a warp 30 cycles, so each of the four warps gathers 16 keys of a
-tile. For an invalid index the warp writes zeros, including a scale of zero, and clears the key's bit in the valid
+The warpgroup gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key; with d = 512,
+cp.async loads the key's scales. To issue a bulk copy costs a warp 30 cycles, so each of the four warps gathers 16 keys
+of a tile. For an invalid index the warp writes zeros, including a scale of zero, and clears the key's bit in the valid
 mask.
 
 Layout of a key in the cache

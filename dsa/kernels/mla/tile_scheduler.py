@@ -139,7 +139,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class QueueScheduler:
-    """The work of worker `worker` of `workers` in a queue: the whole items at positions worker, worker + workers
+    """The work of worker `worker` of `workers` in a queue: the whole items at positions `worker`, `worker` + `workers`
     and so on.
 
     A state's `query` is an item, and the state's `wave` is a position in the queue. queries: an exclusive upper

@@ -4,8 +4,8 @@ P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale *
 dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
 
 The sums run over a query's selected keys j (dQ) and over the heads h of the queries that select j (dKV). l and e
-include the attention sink and the gradient of lse. sparse_mla_backward_sums_sm90.py computes them. It also converts the
-sums of dKV to the result.
+include the attention sink and the gradient of lse. The kernels of sparse_mla_backward_sums_sm90.py compute l and e
+before this kernel, and convert the sums of dKV to the result after it.
 
 Warp roles
 - Two consumer warpgroups alternate key tiles; the warpgroup that computes the scores of a tile is the tile's owner. The
