@@ -15,8 +15,8 @@ Pipelines
 - During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
   cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
 Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A score
-thread needs 32 for S and 16 per chunk of Q. An output thread needs 128 for O. A wgmma with 256 columns does not
-compile in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
+thread needs 32 for S and 16 per chunk of Q. An output thread needs 128 for O. A wgmma with 256 columns does not compile
+in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
 from enum import IntEnum

@@ -19,8 +19,7 @@ three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: bound by shared memory. Per tile of 576 channels, shared memory receives 72 KiB and delivers 136 KiB of keys
 and, for 16 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to
-every
-SM (measured with plain loads).
+every SM (measured with plain loads).
 """
 
 from collections.abc import Callable

@@ -38,9 +38,9 @@ class StreamKScheduler:
     """The work of worker `worker` of `workers`: whole queries in full waves, then stream-K over the rest.
 
     A query has at most `tiles` tiles. In wave w of the `full_waves` waves a worker computes the whole query `worker` +
-    w * `workers`. The remaining queries are the split queries, and their tiles are the split tiles. Each of
-    the first `split_workers` workers gets an equal range of the split tiles, as if every query had `tiles` tiles.
-    split_workers is at most the number of split tiles.
+    w * `workers`. The remaining queries are the split queries, and their tiles are the split tiles. Each of the first
+    `split_workers` workers gets an equal range of the split tiles, as if every query had `tiles` tiles. split_workers
+    is at most the number of split tiles.
 
     So several workers can share a split query. A worker has at most two splits, in the first and the last query of
     the worker's range. A split that contains its query's first tile writes partial result 2 * `worker` + 1; any other
