@@ -96,5 +96,6 @@ def arrive_when_gathered_too(barrier: cute.Pointer):
 
 @cute.jit
 def prefetch_to_l2(source: Int64, size: Int32):
-    """Prefetch `size` bytes from global address `source` to L2. Both are multiples of 16. One thread calls this."""
+    """Prefetch `size` bytes from global address `source` to L2. Size and address are multiples of 16. One thread calls
+    this."""
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, size])

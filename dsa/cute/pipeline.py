@@ -92,7 +92,8 @@ def state_at_of_two(count: Int32) -> PipelineState:
 
 
 def pipeline_storage(stages: int, parts: int = 1) -> type:
-    """Return the type of a @cute.struct field that contains the barriers of a ring of `stages` stages."""
+    """Return the type of a @cute.struct field that contains the barriers of a ring of `stages` stages, with `parts`
+    full barriers per stage."""
 
     @cute.struct
     class PipelineStorage:

@@ -15,8 +15,8 @@ AMAX_MIN = 1e-4
 
 @cute.jit
 def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
-    """v <- 128^-0.5 H128 v, where H128 acts on the group's 128 channels. Element i of v is channel lane * channels + i,
-    with the lane's index in the group."""
+    """v <- 128^-0.5 H128 v, where H128 acts on the group's 128 channels. Element i of v is channel `lane` * `channels`
+    + i, where `lane` is the lane's index in the group."""
     for log in cutlass.range_constexpr(7):
         stride = 1 << log
         if const_expr(stride < channels):
@@ -73,7 +73,7 @@ def ceil_to_ue8m0(scale: Float32) -> Float32:
 
 @cute.jit
 def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """Call `quantize_group` for a group of 128 channels, `channels` per lane."""
+    """Call `quantize_group` for a group of 128 channels, `channels` per lane, and return the scale."""
     return quantize_group(v, GROUP // channels, use_ue8m0)
 
 

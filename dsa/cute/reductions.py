@@ -39,7 +39,7 @@ def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
 def quad_reduce_scatter(a, b, c, d, upper, odd):
     """Return a quad's sum of a in its lane 0, of b in lane 1, of c in lane 2, and of d in lane 3, with three shuffles.
 
-    upper, odd  whether this lane is lane 2 or 3, and lane 1 or 3, of its quad
+    upper, odd  `upper`: whether this lane is lane 2 or 3 of its quad. `odd`: whether it is lane 1 or 3
     """
     even_pair = (c if upper else a) + cute.arch.shuffle_sync_bfly(a if upper else c, offset=2)
     odd_pair = (d if upper else b) + cute.arch.shuffle_sync_bfly(b if upper else d, offset=2)

@@ -2,9 +2,9 @@
 
 Plan
 - A work tile is 16 rows of the matrix (M of the mma) by 8, 16 or 32 tokens. The k-steps of 32 channels are divided into
-  64 slices, and the slices into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes each: a CTA
-  computes a group, and each of its 8 warps a slice, so that all SMs share the loads of a small matrix. If there are
-  enough work tiles to fill the GPU, one CTA computes each, and each of its 8 warps computes a group.
+  64 slices, and the slices are divided into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes each: a
+  CTA computes a group, and each of its 8 warps computes a slice, so that all SMs share the loads of a small matrix. If
+  there are enough work tiles to fill the GPU, one CTA computes each, and each of its 8 warps computes a group.
 - A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane and k-step. These
   registers are the operands of two mma instructions: the order of channels within a k-step does not matter as long as
   both operands have the same order. The loads of up to ROUND k-steps, a round, are all in flight before the round's
@@ -17,13 +17,13 @@ Plan
 - Before a warp waits for the previous kernel, it prefetches its channels of the matrix to L2. It does not load them to
   registers, since the previous kernel may write the matrix. If all CTAs are resident, the CTAs request the whole matrix
   at once, however many rounds of loads follow.
-Shared memory: 512 x tokens bytes, and 64 x tokens more in a cluster.
+Shared memory: 512 x tokens bytes, and 64 x tokens bytes more in a cluster.
 Constraints: channels a multiple of 32; rows aligned to 16 bytes. Without a cluster at least 2048 channels, because a
 warp with several slices expects at least one k-step in each. Loads of a row past the end of x or of the matrix read the
 last row instead.
-Roofline: bound by memory. The matrix is read once per tile of tokens (from L2 after the first tile), the tokens once
-per 16 rows of the matrix. Latency in a cluster: launch, three barriers, and the rounds of loads. One round is enough up
-to 8192 channels, with 32 tokens up to 6144.
+Roofline: bound by memory. The matrix is read once per tile of tokens (from L2 after the first tile). The tokens are
+read once per 16 rows of the matrix. Latency in a cluster: launch, three barriers, and the rounds of loads. One round is
+enough up to 8192 channels. With 32 tokens per tile it is enough up to 6144 channels.
 """
 
 import cutlass

@@ -6,7 +6,7 @@ are three kinds of schedulers:
 
 - static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. Most of these kernels use
   `StaticPersistentScheduler` below. Every warp can compute the order itself, so warps need not exchange it.
-- stream-K: the mainloop steps of all tiles form one sequence, which is divided evenly among the CTAs. A tile may be
+- stream-K: the mainloop steps of all tiles form one sequence, which is divided evenly among the CTAs. A tile can be
   split between adjacent CTAs, which then write partial results. Some schedulers compute full waves of unsplit tiles
   first, so that only the remaining tiles are split.
 - dynamic persistent: a CTA that becomes free takes its next tile from a counter in global memory (tile_counter.py).

@@ -10,15 +10,16 @@ Plan
   over groups of threads. The groups exchange their results through shared memory, and the epilogue's threads merge them
   in a fixed order. So an entry's bits do not depend on which call of the kernel completes the entry.
 - An entry of 8 tokens has two parts, one per block, in one CTA. An entry of 128 tokens is 256 KiB in bf16, more than
-  one SM reads quickly. A cluster of 8 CTAs shares it: each CTA has 64 channels, which share one scale, and eight groups
-  of threads that process two parts each. The CTAs exchange only their sums of squares.
+  one SM reads quickly. A cluster of 8 CTAs computes it: each CTA has 64 channels, which have one common scale, and
+  eight groups of threads that process two parts each. The CTAs exchange only their sums of squares.
 - The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes compute the
-  scale of 64 channels, and a warp computes the Hadamard transform of 128. The epilogue's operands are loaded together
-  with the tokens. In a sequence's first work tile, the other warps meanwhile write the new tokens to the state.
+  scale of 64 channels, and a warp computes the Hadamard transform of 128 channels. The epilogue's operands are loaded
+  together with the tokens. In a sequence's first work tile, the other warps meanwhile write the new tokens to the
+  state.
 - A work tile is one entry. But the first work tile of a sequence is the first two entries that the call completes for
-  this sequence, or fewer if it completes fewer. Only these two read tokens from the state. After that, the same CTA
-  overwrites the state with the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence of
-  its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
+  this sequence, or fewer if it completes fewer. Only these two entries read tokens from the state. After that, the same
+  CTA overwrites the state with the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence
+  of its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
   boundaries are wrong and sequences overlap, a CTA processes several work tiles (static persistent).
 Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and 3 numbers per channel of the CTA
 and group of threads.

@@ -79,7 +79,8 @@ class IndexerCacheSm90:
 @cached
 def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
     """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. With
-    `write`, k is copied to the cache, otherwise the cache to k. Rows and pages start at multiples of 16 bytes."""
+    `write`, f copies k and k_scale to the slots of the cache. Otherwise f copies the slots' keys and scales to k and
+    k_scale. Rows and pages start at multiples of 16 bytes."""
     tokens = cute.sym_int()
     return compile_sm90(
         IndexerCacheSm90(dim, write),

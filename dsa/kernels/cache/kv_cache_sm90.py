@@ -44,7 +44,7 @@ UNROLL = 4  # vectors of a float row per lane in flight
 
 
 def _vector(*types: type[cutlass.Numeric]) -> int:
-    """Return the number of elements of the widest of the types in 16 bytes."""
+    """Return how many elements of the widest of `types` fit in 16 bytes."""
     return 128 // max(t.width for t in types)
 
 

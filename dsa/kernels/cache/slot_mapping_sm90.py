@@ -35,8 +35,9 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 class SlotMappingSm90:
-    """cached_tokens: a sequence has cache_seqlens tokens, of which the packed tokens are the last; otherwise the packed
-    tokens are the whole sequence. ring: a sequence's pages are a ring buffer that contains its last rows."""
+    """cached_tokens: if True, sequence b has cache_seqlens[b] tokens, and its packed tokens are the last of these; if
+    False, its packed tokens are the whole sequence. ring: whether a sequence's pages are a ring buffer that contains
+    its last rows."""
 
     def __init__(self, cached_tokens: bool, ring: bool):
         self.cached_tokens, self.ring = cached_tokens, ring
@@ -122,8 +123,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def search(self, starts: cute.Tensor, t):
-        """Return the sequence of token t, or -1 if no sequence contains t. The boundaries must ascend, so that it is
-        the last sequence that begins at t or before."""
+        """Return the sequence of token t, or -1 if no sequence contains t. The boundaries must ascend, so that the
+        token's sequence is the last one that begins at t or before."""
         low, high = Int32(-1), starts.shape[0] - 1
         while low + 1 < high:
             middle = (low + high) >> 1

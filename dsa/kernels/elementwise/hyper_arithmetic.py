@@ -69,7 +69,8 @@ def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr,
 
 @cute.jit
 def shared_by_shuffles(own: Float32) -> cute.Tensor:
-    """Return the elements of pre, which the warp's first four lanes have in `own`."""
+    """Return the four elements of pre, in all lanes of the warp. The first four lanes have one element each in
+    `own`."""
     pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         pre[k] = cute.arch.shuffle_sync(own, k)
@@ -121,7 +122,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
-    """Return factor * mix + base for the four elements 4 * part, ..., 4 * part + 3."""
+    """Return factor * mix + base for the four elements 4 * `part` to 4 * `part` + 3."""
     z, bias = [loaded(cute.local_tile(x, (HYPER_STREAMS,), (part,))) for x in (mix, base)]
     z.store(z.load() * factor + bias.load())
     return z

@@ -56,7 +56,8 @@ class HyperCollapseSm90:
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
         self.width, self.warps = 128 // dtype.width, threads // WARP
-        # CTAs per SM. A thread with 8 vectors (32 registers) gets 64 registers, a thread with 16 vectors gets 128.
+        # CTAs per SM. A thread with 8 vectors (32 registers) gets 64 registers, and a thread with 16 vectors gets 128
+        # registers.
         self.ctas = 2048 // (threads * steps)
 
     @cute.jit

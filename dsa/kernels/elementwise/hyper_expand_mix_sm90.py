@@ -219,7 +219,7 @@ class HyperExpandMixSm90:
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
         """Load operands of `at_once` tokens from `first` on. -> (the four old streams and y at this lane's vector
         [8, 5, tokens], their weights in new stream `stream` [5, tokens]). For tokens past the end, the last token is
-        loaded. If the vector does not exist, both are zeros."""
+        loaded. If the vector does not exist, all results are zeros."""
         raw = filled((VECTOR, HYPER_STREAMS + 1, self.at_once), 0.0, BFloat16)
         weights = filled((HYPER_STREAMS + 1, self.at_once), 0.0)
         if exists:

@@ -6,13 +6,13 @@ The sum of a slice with each part is one chain of mma instructions of 16 channel
   slice = high + (middle + low)
 The sum of HALF_SLICES slices, added in order from zero, is half a group. The sum of two halves is a group. The result
 is the sum of the CTAS groups, added in order from zero. In a cluster each CTA computes one group and sends it to the
-CTAs that own the results, which add the groups. A pair is two results: two adjacent mma columns of one lane. All CTAs
-own the same number of pairs.
+CTAs that own the results. The owners add the groups. A pair is two results: two adjacent mma columns of one lane. All
+CTAs own the same number of pairs.
 
 An mma needs two pairs of adjacent channels from each lane. A lane loads 16 bytes of a row, which are four such pairs:
-the first two are for one mma, the last two for the next mma. The order of channels in an mma does not matter as long as
-it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order `octet_row`, in which
-a quarter-warp reads all banks of shared memory.
+the first two are for one mma, the last two are for the next mma. The order of channels in an mma does not matter as
+long as it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order `octet_row`,
+in which a quarter-warp reads all banks of shared memory.
 """
 
 import cutlass
@@ -40,8 +40,8 @@ def octet_row(i: Int32) -> Int32:
 
 @cute.jit
 def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Constexpr, first, end, lane):
-    """Prefetch a slice of the matrix to L2: the blocks [first, end) of `outputs` rows, from row column * outputs on, in
-    all three parts. Each lane prefetches one row of one part."""
+    """Prefetch a slice of the matrix to L2: the blocks [first, end) of `outputs` rows, from row `column` * `outputs`
+    on, in all three parts. Each lane prefetches one row of one part."""
     part, row = lane // outputs, column * outputs + lane % outputs
     if part < PARTS and row < parts.shape[1] and first < end:
         of_stream = cute.ceil_div(channels, BLOCK)
@@ -60,7 +60,7 @@ def multiply_add(
     acc           two adjacent columns of a token in the upper octet, then of a token in the lower octet
     upper, lower  this lane's 16 bytes of a token in the upper octet, and of a token in the lower octet
     matrix        this lane's 16 bytes of an output
-    pair          0 or 2: this mma multiplies the words pair and pair + 1 of the 16 bytes
+    pair          0 or 2: this mma multiplies the words `pair` and `pair` + 1 of the 16 bytes
     """
     given = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1], matrix[pair], matrix[pair + 1]]
     made = cute.arch.inline_ptx(

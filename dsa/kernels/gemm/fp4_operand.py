@@ -1,8 +1,8 @@
 """Conversion of FP4 weights (e2m1) to e4m3 operands of wgmma ("widening"). The result is in registers, as wgmma's
 operand A, or in shared memory.
 
-A byte contains two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row, a group, share a
-scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. Let r be
+A byte contains two e2m1 codes; the code of the even channel is in the low nibble. 32 channels of a row, a group, share
+a scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. Let r be
 the ratio of a group's scale to the block scale. An e2m1 number times r is exactly an e4m3 number if the exponent of r
 is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the largest scale of the block's groups.
 `fp4_block_scales` refuses weights with exponents below -8, which would wrap around to other tables.
@@ -11,11 +11,12 @@ a time. The tables for all exponents together are 128 bytes of shared memory; a 
 The tables occupy different banks, so reads of different tables do not conflict. Zero is zero in every table, so a group
 of zeros may have any scale.
 
-For an operand in registers, wgmma expects of each 32 channels the channels 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q in a
-lane, where q = lane % 4. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one word per
-matrix. So lane q gets channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in the same
-way: its words, of four channels each, are stored in the order 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The tensor
-cores align all 32 products of an instruction and add them at once, so the sum has the same bits as in the plain order.
+For an operand in registers, wgmma expects that a lane has, of each 32 channels, the channels 4 q to 4 q + 3 and 16 + 4
+q to 19 + 4 q, where q = lane % 4. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one
+word per matrix. So lane q gets channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in
+the same way: its words, of four channels each, are stored in the order 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The
+tensor cores align all 32 products of an instruction and add them at once, so the sum has the same bits as in the plain
+order.
 """
 
 import cutlass

@@ -8,8 +8,8 @@ Plan
   e4m3 before the consumers multiply it. Work tiles, mainloop, order of sums and epilogues are those of that kernel.
 - Warp roles: one or two consumer warpgroups, with 64 rows per wave; four converter warps; a producer warp, which finds
   the work tiles, passes them to the other warps and loads by TMA. The producer is in a separate warpgroup because of
-  registers: with two consumer warpgroups, a consumer thread has 216 registers, a converter thread 56 and a producer
-  thread 24. A warp that both loads and converts would need more than 56.
+  registers: with two consumer warpgroups, a consumer thread has 216 registers, a converter thread has 56, and a
+  producer thread has 24. A warp that both loads and converts would need more than 56.
 - Pipeline: one ring of STAGES stages of 128 channels. Consumers wait for two barriers of a stage: the pipeline's full
   barrier counts the bytes of TMA, and `widened` counts the converter warps. Consumers release the stage once.
 - Widening is in place. A converter warp widens 32 of the 128 rows of b in a stage, which are 4 KiB of e4m3; TMA writes
@@ -109,8 +109,8 @@ class WidenedPipeline(Pipeline):
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
-        """Wait until the stage is loaded and widened. The `widened` barrier alone says nothing about a, because the
-        converters do not read a."""
+        """Wait until the stage is loaded and widened. The `widened` barrier alone says nothing about `a`, because the
+        converters do not read `a`."""
         Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
 

@@ -22,7 +22,7 @@ Tile = FewRowsConfig | Fp8GemmConfig
 # The numbers of rows for which the fastest tile is searched.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 LAUNCH = 2.8  # microseconds; the models exclude it
-# The models always choose the small-M kernel up to the first number of rows, and may choose it up to the second. The
+# The models always choose the small-M kernel up to the first number of rows, and can choose it up to the second. The
 # measured winners do not follow this: in five classes of up to 32 rows the other kernel is faster.
 OWN_ROWS, MAX_ROWS = 32, 512
 # A measured winner is used unless the cost models say that it is worse here than at the searched number of rows. Let r

@@ -116,12 +116,12 @@ SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # most rows of a work tile with swapped opera
 # tile whose results warps store, overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
 SWAP_AB_CLOCKS = 300  # least cycles of a block of a work tile with swapped operands
-# The cost model in microseconds, for products with one matrix and up to MODEL_ROWS rows, measured on an H200; it does
-# not use BLOCK_CLOCKS. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE: relative
-# slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the end of a work tile. TMA_STORE_RATE,
-# STORE_RATE: results per microsecond of one work tile that TMA stores, and that warps store. UNSHARED: additional
-# microseconds of a block whose part of b no other work tile reads. ALONE: least microseconds of a block that only one
-# of two warpgroups multiplies.
+# The cost model in microseconds, for products with one matrix and up to MODEL_ROWS rows, measured on an H200. This
+# model does not use BLOCK_CLOCKS. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE:
+# relative slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the end of a work tile.
+# TMA_STORE_RATE, STORE_RATE: results per microsecond of one work tile that TMA stores, and that warps store. UNSHARED:
+# additional microseconds of a block whose part of b no other work tile reads. ALONE: least microseconds of a block that
+# only one of two warpgroups multiplies.
 MODEL_ROWS = 1024
 CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
 TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55
@@ -186,7 +186,7 @@ def of_fewest_clocks(
 ) -> Config:
     """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
     The work tiles of one matrix run in whole waves. With several matrices, work is assumed to be spread evenly over the
-    SMs, and the number of rows of a matrix to vary randomly about the mean."""
+    SMs, and the number of rows of a matrix is assumed to vary randomly about the mean."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used

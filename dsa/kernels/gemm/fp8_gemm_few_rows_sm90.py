@@ -23,7 +23,7 @@ Plan
   which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
   of a row.
 - Scheduler: static persistent. Grouped products find their work tiles by prefix sums (grouped_tiles.py).
-- A matrix with few columns has fewer work tiles than there are SMs. For such a matrix split-K may be faster
+- A matrix with few columns has fewer work tiles than there are SMs. For such a matrix split-K can be faster
   (`fp8_gemm_split_channels_sm90`); fp8_gemm_few_rows_config.py decides.
 Shared memory: barriers; prefix sums with several matrices; 32 bytes per row and warp for results; stages x SCALES x
 ((64 + rows) x 128 + 4 x (rows + 1)) bytes.
@@ -228,8 +228,8 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
-        """Return the scales of the stage's blocks, a tensor [SCALES] for each of this thread's rows, which are rows / 8
-        pairs. A scale is the product of the row's scale and the columns' scale."""
+        """Return the scales of the stage's blocks: a tensor [SCALES] for each of this thread's rows. A thread has
+        `rows` / 8 pairs of adjacent rows. A scale is the product of the row's scale and the columns' scale."""
         of_columns = cute.make_rmem_tensor((SCALES,), Float32)
         cute.autovec_copy(s_of_b[None, state.stage], of_columns)
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]

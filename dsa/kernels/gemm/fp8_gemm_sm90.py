@@ -8,7 +8,7 @@ Plan
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
   the end of its matrix; they are not stored, and a warpgroup whose 64 rows are all past the end multiplies nothing.
   If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
-  (swap_ab_tile.py). Boxes of 64 rows of a without any row of the matrix are then not loaded.
+  (swap_ab_tile.py). In kernels with such tiles, no tile loads a box (64 rows of `a`) that has no row of the matrix.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them to the other warps and loads by
   TMA. If `rows` selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A
   consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves.
@@ -22,7 +22,7 @@ Plan
   of 128 x 128 and the products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 64
   or 128 rows by 128 columns of gate and 128 of up: two parts, which are multiplied one after the other. For few rows,
   work tiles are narrow, so that there are enough of them to keep all SMs loading weights; 48-, 96- and 192-wide tiles
-  may straddle two scale blocks. The order of a sum is the same for all tiles.
+  can straddle two scale blocks. The order of a sum is the same for all tiles.
 - Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has shared memory for all results
   of its 16 rows, TMA stores them while the next work tile is multiplied. Otherwise the warps store them, as for
   256 x 128, whose stages leave too little shared memory.

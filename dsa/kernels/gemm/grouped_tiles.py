@@ -8,8 +8,8 @@ The tiles of a matrix are consecutive. Small-M products use the order of `rows_f
 columns are consecutive. The other products use the order of `at`, which has bands of BAND rows. So the tiles that run
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
-same rows are. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two tiles of
-rows and they alternated, a static scheduler would give the short tiles to every second CTA.
+same rows are consecutive. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two
+tiles of rows and they alternated, a static scheduler would give the short tiles to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
 With static scheduling a CTA computes tiles at a fixed distance. If work tiles take different times, as with matrices
@@ -239,7 +239,7 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
     """Return the expected number of tiles of `each` rows per matrix, if each of `rows` rows belongs to a random matrix.
-    This is the sum over j of P(a matrix has more than j * each rows), with a Poisson distribution. For many rows per
+    This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For many rows per
     matrix, return the number of tiles of the mean."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:

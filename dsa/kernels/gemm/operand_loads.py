@@ -26,8 +26,9 @@ def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tu
 
 
 def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e):
-    """Partition a TMA load of the scales of block `block` of b's rows in matrix e, SCALES blocks of channels at a time.
-    -> as `tiles_of`"""
+    """Partition a TMA load of the scales of b. -> (stages in shared memory, boxes [1, SCALES] of x, indexed by the
+    group of SCALES blocks of channels). x [blocks of rows, blocks of channels, matrices] contains the scales; the boxes
+    are those of block `block` of rows of matrix e."""
     scales = cute.domain_offset((block, 0, e), x)[None, None, 0]
     return partition(atom, shared, cute.local_tile(scales, (1, SCALES), (0, None)))
 

@@ -13,8 +13,8 @@ Plan
 - Scattered variant: each group of a token is stored in every row of the results that `places` lists for the token.
 Shared memory: none.
 Constraints: K a multiple of 128, innermost stride 1, rows aligned to 16 bytes.
-Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. About 6 instructions per
-channel (8 if scales are not powers of two) leave half of the issue slots idle at copy bandwidth.
+Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 bytes are written. About 6 instructions
+per channel (8 if scales are not powers of two) leave half of the issue slots idle at copy bandwidth.
 """
 
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ def compile_per_token_cast_to_fp8(
 ):
     """-> f(x [T, K] dtype, places int32 [T, k] if `scattered` or None, q [T, K] e4m3, scale [T, K / 128] fp32); T * K >
     0. The row stride of x is a multiple of 16 bytes. If `scattered`, row t of the cast is written to the rows places[t]
-    of q and scale, which may have any number of rows; places outside them are skipped."""
+    of q and scale. q and scale may have any number of rows; a place that is not one of these rows is skipped."""
     rows, cols = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     results = cute.sym_int() if scattered else rows
     return compile_sm90(

@@ -2,7 +2,7 @@
 stores them.
 
 A warp writes its 16 rows of 16-bit results to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
-last chunk may be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r is at index c ^ (r % 8).
+last chunk can be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r is at index c ^ (r % 8).
 If a warp has shared memory for all chunks of its 16 rows, and all 16 rows belong to the matrix, TMA stores the chunks.
 The warp waits for TMA's reads only before it writes this memory again, in the next work tile, and before it exits.
 Otherwise the warp itself stores the chunks, 128 bytes per row. fp32 results are stored from registers as pairs of
@@ -46,8 +46,8 @@ class ResultEpilogue:
 
     @cute.jit
     def pieces_in_next_block(self, column):
-        """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after the
-        first piece's."""
+        """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after that
+        of the first piece."""
         before = column // self.piece % self.pieces
         # `before` is the index of the tile's first piece in its block. Piece j of the tile is in the next block if
         # before + j reaches the number of pieces of a block.
@@ -136,7 +136,8 @@ class ResultEpilogue:
         for pair in cutlass.range_constexpr(min(4, (self.tile_columns - CHUNK * chunk) // 16)):
             places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
             words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
-            # For stmatrix, lanes 0 to 15 give the addresses of even 16-byte vectors, lanes 16 to 31 of odd vectors.
+            # For stmatrix, lanes 0 to 15 give the addresses of even 16-byte vectors, and lanes 16 to 31 give those of
+            # odd vectors.
             vector = (2 * pair + lane // WARP_ROWS) ^ (own % 8)
             store_matrices(staged + place * CHUNK_BYTES + own * 128 + vector * 16, words)
 

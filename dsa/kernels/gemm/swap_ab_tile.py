@@ -35,8 +35,9 @@ def swap_ab_blocks(
     the tile's blocks.
 
     operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
-    scales    (of_a, of_b, a_slot, b_slot, b_part): addresses in slot 0 of the scales of this lane's first row of a, and
-              of b's first part; bytes per slot of a's scales, and of b's; bytes from one part of b to the next
+    scales    (of_a, of_b, a_slot, b_slot, b_part): of_a, of_b: shared addresses in slot 0 of the scales of this lane's
+              first row of a, and of b's first part. a_slot, b_slot: bytes per slot of a's and of b's scales. b_part:
+              bytes between the scales of two parts of b
     slots     number of slots of scales
     """
     sa, sb, group = operands

@@ -9,7 +9,7 @@ Plan
 - exp is the accurate version (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product.
   The relative error of h before rounding is at most 2^-20. The rest of the arithmetic is that of
   per_token_cast_to_fp8_sm90, bit for bit.
-- NaN stays NaN in the clamps, as in PyTorch's clamp. silu(-inf) is NaN, because -inf * 0 is.
+- NaN stays NaN in the clamps, as in PyTorch's clamp. silu(-inf) is NaN, because -inf * 0 is NaN.
 - Group g of the [T, ceil(I / 128)] grid is in row g // ceil(I / 128); the division uses precomputed numbers. Rows may
   be strided.
 - If the last group of a row has fewer than 128 channels, a variant of the kernel with vectors of 8 channels is used.
@@ -18,8 +18,8 @@ Plan
   has as many CTAs as are resident at once. They read the end of the rows, and then loop over the groups before it.
 Shared memory: none.
 Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
-Roofline: bound by memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 written. A channel takes about 25
-instructions; an SM issues 34 in the time in which memory moves these bytes.
+Roofline: bound by memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 bytes are written. A channel takes
+about 25 instructions; an SM issues 34 in the time in which memory moves these bytes.
 """
 
 import itertools

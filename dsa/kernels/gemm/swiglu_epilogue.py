@@ -30,7 +30,7 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
     """Return silu(gate) * up. The separate cast and this epilogue share the formula, so they give the same bits.
 
     The formula is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The relative error is at most
-    2^-20, or the absolute error at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
+    2^-20, or the absolute error is at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
     whose reciprocal is 0.
 
     limit  if not None, gate is first clamped to at most limit, and up to [-limit, limit]; NaN stays NaN
@@ -97,7 +97,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
-        """Store the rows first to first + count - 1 of shared memory at `staged` to q, 16 bytes per lane. Row 0 at
+        """Store `count` rows of shared memory at `staged`, from row `first` on, to q, 16 bytes per lane. Row 0 at
         `staged` is row `row` of q. Rows of q from `end` on are not stored. `count` is a multiple of 4."""
         for i in cutlass.range_constexpr(0, count * 8, 32):
             r, vector = first + (i + lane) // 8, lane % 8
@@ -163,7 +163,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def finish(self):
-        """Nothing to do: no TMA store is in flight."""
+        """Do nothing: no TMA store is in flight."""
 
 
 @cute.jit

@@ -7,10 +7,10 @@ Plan
   new bound, ties with the bound included, become the list, stored from the front.
 - radix_select.py searches for the rank-th largest number: it counts the numbers in ranges of equal width ("digits").
   For a sample, the search counts maxima instead of scores. A thread has four maxima, each over up to six scores of
-  different tiles. Let x be the least, over the threads, of the largest maximum of a thread. Every thread has a maximum
-  of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The digits
-  begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees little of the
-  sample, or if the rank exceeds the number of threads, the CTA counts all scores.
+  different tiles. Each thread has a largest maximum; let x be the least of these over all threads. Every thread has a
+  maximum of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The
+  digits begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees little of
+  the sample, or if the rank exceeds the number of threads, the CTA counts all scores.
 - The bound is -inf if all keys of a query fit in its list, or if the sample has at most `rank` scores. A list that
   overflowed gets a bound of NaN, which no score reaches, and keeps a length above its capacity.
 - The order of a list's entries is unspecified.
@@ -130,8 +130,8 @@ class CandidateBoundsSm90:
             if const_expr(self.sample):
                 if rank <= self.threads:
                     found = self.bound_of_maxima(orders, low, rank, memory, tid)
-            # Search all scores of a list, of a sample if the rank exceeds the number of threads, and of a sample with
-            # too few maxima, of which the query sees little.
+            # Search all scores: always for a list; for a sample if the rank exceeds the number of threads, or if the
+            # sample has too few maxima because the query sees little of it.
             if found == low:
                 found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
             low = found
@@ -188,7 +188,8 @@ class CandidateBoundsSm90:
             maxima[j] = orders[j]
             for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
                 maxima[j] = cutlass.max(maxima[j], orders[i])
-        # `above`: every thread has at least one maximum that is not below the least of the threads' largest maxima.
+        # `above` is the least of the threads' largest maxima. Every thread has a maximum that is not below it, so if
+        # the rank is at most the number of threads, the rank-th largest maximum is not below it either.
         largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
         least = cute.arch.warp_redux_sync(largest, "min")
         if tid % WARP == 0:
@@ -215,9 +216,9 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store the scores that are not below `low` in the list, this thread's scores from entry `place` on. They first
-        go to `kept` in shared memory. There are few of them, and after that all threads share the computation of their
-        keys evenly."""
+        """Store the scores that are not below `low` in the list. This thread's scores go to the entries from `place`
+        on. The scores first go to `kept` in shared memory. There are few of them, and after that all threads share the
+        computation of their keys evenly."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):

@@ -13,15 +13,15 @@ Plan
   The last warp of the producer warpgroup loads a block's queries and computes their key ranges.
 - Prologue: consumers need not wait at the start of a block. While they score the previous block, each of the four
   producer warps prepares a quarter of the block's columns in shared memory. With fp16 accumulation, the warp scales the
-  queries into fp16's range. With both accumulations, it packs the weights in the layout of the consumers' lanes. Shared
-  memory then contains everything that a consumer needs to know about the block.
+  queries into fp16's range. With fp16 and with fp32 accumulation, it packs the weights in the layout of the consumers'
+  lanes. Shared memory then contains everything that a consumer needs to know about the block.
 - Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies by the key's scale and compares with
   the bound, for each of the lane's queries. One vote for both keys of a lane decides whether the warp has anything to
   append for the query. Only then does the warp check the key ranges.
-- Lists: in a pass, one CTA or two CTAs process all keys of a query. One CTA appends from the front of the list, the
-  other from its end. So a counter in shared memory is enough to assign the entries. An atomic on this counter takes 100
-  cycles, during the next tile's wgmma; on a counter in global memory it takes 700. The order of the entries is
-  unspecified. The set of entries is deterministic unless the list overflows.
+- Lists: in a pass, one CTA or two CTAs process all keys of a query. One CTA appends from the front of the list, and the
+  other CTA appends from the end. So a counter in shared memory is enough to assign the entries. An atomic on this
+  counter takes 100 cycles, during the next tile's wgmma; on a counter in global memory it takes 700. The order of the
+  entries is unspecified. The set of entries is deterministic unless the list overflows.
 - Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
   one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
   The order of the CTAs reverses from one whole block to the next, because in a causal batch later blocks have more
@@ -30,9 +30,9 @@ Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for ea
 bounds and counters.
 Registers: a consumer thread has 8 fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more with two
 consumer warpgroups, and 24 more with three.
-Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads, a warp executes per key tile 2 instructions fewer than in
-fp8_mqa_logits_sm90 with fp16 accumulation, and 12 more with fp32. To append, a warp executes 24 more. A warp appends in
-2 of 3 tiles at 128K keys and k = 2048, and in 1 of 4 tiles at 512K keys.
+Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a warp executes 2 instructions per key
+tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more. To append, a warp
+executes 24 more. A warp appends in 2 of 3 tiles at 128K keys and k = 2048, and in 1 of 4 tiles at 512K keys.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,8 @@ QUIET_NAN = float("nan")
 class Pass(NamedTuple):
     """The arguments of a pass. starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the
     front and at the back of the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass scores
-    the key tiles that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period)."""
+    the key tiles that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period). For the sample
+    log_period is 0, and the pass scores all multiples of 1 << log_stride."""
 
     starts: cute.Tensor
     ends: cute.Tensor
@@ -343,7 +344,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
         """Prepare a producer warp's quarter of a block's columns, after the queries have arrived: with fp16
-        accumulation, scale the queries into fp16's range; with both accumulations, pack the weights."""
+        accumulation, scale the queries into fp16's range; with fp16 and with fp32 accumulation, pack the weights."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
         # Each lane has a pair of heads. If there are fewer pairs than lanes, several lanes have the same pair.
@@ -429,7 +430,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         """Return the index of the pass's tile that comes `groups` tiles after v. Except in a sample, multiples of the
         period (1 << log_period) are skipped; the period is longer than `groups`.
 
-        period_mask, late  the period - 1, and the period - `groups`
+        period_mask  period - 1
+        late         period - `groups`
         """
         following = v + self.groups
         if const_expr(not self.sample):
@@ -537,7 +539,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
         """Append a lane's scores of `key` and `key` + 8, where `taken` is 1, to the query's list while there is room.
-        One atomic assigns the entries of both, because its latency is most of the cost of an append."""
+        One atomic assigns the entries of both scores, because its latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",

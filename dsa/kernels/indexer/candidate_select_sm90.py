@@ -6,9 +6,9 @@ The kernel also reports the queries whose list does not determine the result.
 Plan
 - One CTA per query, with the list in registers. radix_select.py searches for the k-th largest score in ranges of scores
   ("digits"). It divides the digit that contains this score until all candidates of the digit are selected, the digit
-  has few candidates, or it is a single score. If the digit has few candidates, warps compare each of them with the
-  others to find which are selected; ties go to the lowest keys. If it is a single score with many candidates, all of
-  them are ties, and a search bit by bit finds the highest key that is selected.
+  has few candidates, or the digit is a single score. If the digit has few candidates, warps compare each of them with
+  the others to find which are selected; ties go to the lowest keys. If the digit is a single score with many
+  candidates, all of them are ties, and a search bit by bit finds the highest key that is selected.
 - Order: the CTA counts the selected candidates in up to 4096 buckets of keys, all equally wide. The buckets reuse the
   memory of the digit counts, with two 16-bit counts per word. A scan finds where each bucket begins. A thread finds the
   output position of a key by comparison with the other keys of the bucket.
@@ -196,8 +196,8 @@ class CandidateSelectSm90:
                 known = Int32(paging.exists(sequence))
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
                 index = memory.keys[1 + p]
-                # The other keys of the bucket are adjacent. Each larger key before this key lowers its output position
-                # `rank` by one, each smaller key after it raises it by one.
+                # The other keys of the bucket are adjacent. Each larger key before this key lowers this key's output
+                # position `rank` by one. Each smaller key after this key raises `rank` by one.
                 rank, at, other = p, p, memory.keys[p]
                 while other >> shift == index >> shift:
                     if other > index:

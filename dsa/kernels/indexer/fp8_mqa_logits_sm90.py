@@ -18,9 +18,9 @@ Plan
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
   are masked.
-Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys; together at most 225 KiB.
-Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
-fp16 accumulation. The other threads have 40 or 32.
+Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D bytes of keys; together at most 225 KiB.
+Registers: N / 2 accumulators and N / 4 weights per consumer thread, or half as many with fp16 accumulation. A consumer
+thread has 232 registers with two consumer warpgroups and 160 with three; the other threads have 40 or 32.
 Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per
 accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16
 accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of
@@ -179,8 +179,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane):
-        """-> (block of queries of work tile `index`, first and end of the chunk's key tiles that the block's queries
-        see, the chunk's first key tile).
+        """-> (block, first, end, the first key tile of the chunk) of work tile `index`. `block` is the index of the
+        block of queries. Of the chunk's key tiles, the block's queries see those in [first, end).
 
         Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
         same chunk. If they were chunks of the same block, each CTA could get the same chunk of every block, for example

@@ -6,7 +6,7 @@ Plan
 - A wgmma tile has 64 keys as rows. Its columns are the N = next_n * H (query, head) pairs of one sequence. So the keys
   are read once for all queries of the sequence, and the sum over heads stays in registers except for shuffles over the
   quad.
-- Scheduler: stream-K. A CTA processes one row of the schedule: consecutive splits of 256 keys, which may begin in one
+- Scheduler: stream-K. A CTA processes one row of the schedule: consecutive splits of 256 keys. A row can begin in one
   sequence and end in another. A work tile is the part of these splits that belongs to one sequence.
 - Warp roles: the consumer warpgroups process a work tile's key tiles in turns. Each has its own producer warp in the
   last warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads
@@ -21,8 +21,8 @@ Plan
 - fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
   range, in shared memory, and adjust its weights (fp16_accumulation.py). For this they synchronize once per work tile.
   The producers continue meanwhile.
-Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
-GROUPS x STAGES x 64 x (D + 4).
+Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes of
+queries, GROUPS x STAGES x 64 x (D + 4) bytes of keys.
 Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
 Roofline: bound by memory up to N = 128, and by arithmetic beyond. At D = 128, a key has 132 bytes, and loading a tile
 takes an SM about 450 cycles. The tensor cores take 2 N cycles per tile. The sums over heads take about N + 60 cycles
@@ -367,8 +367,9 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         k_state,
         lane,
     ):
-        """Load a warpgroup's key tiles tile, tile + groups, ... of a work tile. The work tile has `tiles` tiles, from
-        the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile; k_state)
+        """Load a warpgroup's key tiles `tile`, `tile` + groups, ... of a work tile. The work tile has `tiles` tiles,
+        from the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile;
+        k_state)
 
         copies        copy atom, source and target for a page's keys; the same for a page's scales
         valid_pages   [stages]: bit i is set if page i of the tile is in the cache
@@ -497,8 +498,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair, odd lanes
-        the second, or the first if there is no second row."""
+        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair; odd lanes
+        store the second row, or the first if there is no second row."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:

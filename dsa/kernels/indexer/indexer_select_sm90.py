@@ -21,7 +21,7 @@ Plan
 - Mainloop: as in fp8_mqa_logits_sm90; the epilogue is a store to shared memory.
 - Scheduler: static persistent; later queries come first.
 - Output: the selecting warps write it from the lists, which are sorted by key.
-Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
+Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D bytes of keys, GROUPS x score_stages x 4 x 72
 scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; together at most 208 KiB.
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
@@ -70,7 +70,7 @@ HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half o
 DIGIT_BITS = 8  # bits per digit of a list's orders
 DIGITS = 1 << DIGIT_BITS
 AHEAD = 4  # list entries that a lane loads before it uses the first
-SLACK = 64  # entries beyond k that a cut may keep
+SLACK = 64  # entries beyond k that a cut can keep
 SCORE_ROW = TILE + 8  # stride between two queries' scores, so that a warp's stores have no bank conflicts
 
 

@@ -11,8 +11,8 @@ to fp32.
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
 digits of equal width. A scan from the largest digit finds the digit of the r-th largest number. The next pass divides
-the orders of that digit, and so on, until all numbers of the digit are accepted, the digit has few numbers, or it is a
-single order. Orders have 32 bits, so three passes are enough for any input.
+the orders of that digit, and so on, until all numbers of the digit are accepted, the digit has few numbers, or the
+digit is a single order. Orders have 32 bits, so three passes are enough for any input.
 """
 
 from dataclasses import dataclass
@@ -199,7 +199,7 @@ def find_floor(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """-> (floor, equal, excess): rank + excess of the numbers are at least floor.
+    """-> (floor, equal, excess): `rank` + excess of the numbers are at least floor.
 
     excess is 0, or at most `slack` if that saves a pass. A larger excess means that more numbers than needed tie with
     (are equal to) the rank-th largest. Then floor is that number, and `equal` of the tied numbers are needed.
@@ -309,13 +309,13 @@ class RankMemory:
         tid,
         threads: cutlass.Constexpr,
     ) -> RankFound:
-        """Find a digit that contains the rank-th largest of all orders (1: the largest). If there are fewer numbers,
-        the result begins at `low`.
+        """Find a digit that contains the rank-th largest of all orders (1: the largest). If there are fewer than `rank`
+        numbers, the result begins at `low`.
 
-        The search ends at a digit in one of three cases: the digit and all higher digits contain at most rank + slack
-        numbers; the digit contains at most `few` numbers; or the digit is a single order.
+        The search ends at a digit in one of three cases: the digit and all higher digits contain at most `rank` +
+        `slack` numbers; the digit contains at most `few` numbers; or the digit is a single order.
 
-        orders  this thread's orders, LOWEST where there is no number. If `count` is at most b * threads, this warp's
+        orders  this thread's orders, LOWEST where there is no number. If `count` is at most b * `threads`, this warp's
                 registers from b on contain no number; b is the first register of a batch
         low     at least the order of -inf, and at most the order of any number
         rank    at least 1

@@ -212,8 +212,8 @@ def thread_index():
 
 def tile_partition(atom: cute.CopyAtom, smem: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], at=(None, 0)):
     """-> (shared memory [rows, columns, stages] partitioned for the TMA `atom`, the blocks [shape] of x at the
-    coordinates `at` partitioned in the same way). The second mode of the first is the stage, of the second the
-    block."""
+    coordinates `at` partitioned in the same way). The second mode of the shared memory is the stage; the second mode of
+    x is the block."""
     source, target = cute.group_modes(cute.local_tile(x, shape, at), 0, 2), cute.group_modes(smem, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), target, source)
 

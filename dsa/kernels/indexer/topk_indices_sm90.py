@@ -206,8 +206,8 @@ class TopkIndicesSm90:
     def collect(
         self, row: Row, rank, k, candidates: Candidates, tiles, memory: SelectMemory, loaded: Mbarriers, list_sizes, tid
     ):
-        """List the row's candidates, in a cluster in the shared memory of its first CTA. -> number of candidates. NaN
-        pads the list to a multiple of a vector.
+        """List the row's candidates. With a cluster, the list is in the shared memory of the cluster's first CTA. ->
+        number of candidates. NaN pads the list to a multiple of a vector.
 
         loaded  a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
                 counts synchronizes all threads before the next tile"""
@@ -328,8 +328,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """For each set bit j of the mask, append number place + j of the tile and its column, column + j, to the list.
-        The first appended number becomes entry `at`."""
+        """For each set bit j of the mask, append the tile's number `place` + j and its column, `column` + j, to the
+        list. The first appended number becomes entry `at`."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
@@ -533,7 +533,7 @@ class TopkIndicesSm90:
     @cute.jit
     def to_slots(self, paging: Paging, sequence, columns: cute.Tensor, found, to_index, tid):
         """Replace columns[:found] by cache slots of the sequence, or by -1 where there is no slot. A thread replaces
-        the columns tid, tid + threads and so on."""
+        the columns `tid`, `tid` + threads and so on."""
         if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
                 index = columns[i] + to_index  # negative if a start far below 0 made the sum overflow

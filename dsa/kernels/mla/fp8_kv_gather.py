@@ -1,16 +1,16 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key; with d = 512, cp.async
-loads the key's scales. To issue a bulk copy costs a warp 30 cycles, so each of the four warps gathers 16 keys of a
-tile. For an invalid index the warp writes zeros, including a scale of zero, and clears the key's bit in the valid
+The warpgroup gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key; with d = 512,
+cp.async loads the key's scales. To issue a bulk copy costs a warp 30 cycles, so each of the four warps gathers 16 keys
+of a tile. For an invalid index the warp writes zeros, including a scale of zero, and clears the key's bit in the valid
 mask.
 
 Layout of a key in the cache
 - d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
 - d = 512: a page has P x (448 e4m3 | 64 bf16), then P x 8 bytes with 7 ue8m0 scales, one per 64 channels.
 A stage of shared memory has the same order, with the tile's 64 keys instead of a page's P keys.
-Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart differ by 8
-banks, keys four apart by 16. So the channels that a warp reads together are in different banks.
+Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart differ by 8 banks, and
+keys four apart differ by 16 banks. So the channels that a warp reads together are in different banks.
 """
 
 from dataclasses import dataclass

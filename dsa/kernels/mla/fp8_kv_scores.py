@@ -5,9 +5,9 @@ channels that share a scale is a separate f16 product, and the scale multiplies 
 channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P is multiplied by a power of
 two per key, whose exponent is that of the key's largest scale (ScaleTable in swap_ab_exchange.py).
 
-The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. They store the part that
-multiplies e4m3 keys as f16, divided by a power of two so that its largest magnitude is about 2^14. The order of
-channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane
+The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. The part of Q that multiplies the
+keys' e4m3 channels is stored as f16. It is divided by a power of two, so that its largest magnitude is about 2^14. The
+order of channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane
 reads a key's channels.
 """
 
@@ -281,8 +281,8 @@ class Fp8KvScores(SwapAbAttention):
         """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
         `p_stage` of P.
 
-        Return (exponents of the lane's two keys, the same exponents as Float32). The second is NaN for a key with a NaN
-        scale.
+        Return (exponents of the lane's two keys, the same exponents as Float32). The Float32 is NaN for a key with a
+        NaN scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

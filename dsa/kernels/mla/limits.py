@@ -43,7 +43,7 @@ SELECTION_KEYS, SELECTION_WORDS = 128, 4
 # Groups of queries that share keys, for models with few heads (selection_union_sm90.py)
 # Queries per group: 8 with up to 8 heads, 4 with up to 16 heads. So a group has at most TILE_M rows.
 GROUP_SIZES = {8: 8, 16: 4}
-MEMBER_SHIFT = 24  # bits 0 to 23 of an entry of a group's list are a key, the bits above the queries that selected it
+MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, higher bits say which queries selected it
 # A group is computed together if the union of its queries' selections has at most this fraction (numerator,
 # denominator) of the keys that the selections have in total. The fraction is below 1 because a tile of a group takes
 # 1.3 times as long as a tile of a single query (2806 and 2140 cycles).

@@ -427,7 +427,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         return rose
 
     def maxima(self, s, words):
-        """Return the highest score of each of the lane's two rows; with `selected`, of the keys whose bits are set."""
+        """Return the highest score of each of the lane's two rows. With `selected`, only keys whose bits are set
+        count."""
         chains = [(), ()]
         for byte, r in itertools.product(range(self.keys // 32), range(2)):
             eight = [s[i] for i in places(byte, r)]
@@ -448,8 +449,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
         for byte in cutlass.range_constexpr(self.keys // 32):
             for r in cutlass.range_constexpr(2):
-                # The mask of byte 0 depends on the row's maximum, that of byte 1 on the row's first exponential,
-                # that of a later byte b on the row sum up to byte b - 2.
+                # The mask of byte 0 depends on the row's maximum. The mask of byte 1 depends on the row's first
+                # exponential. The mask of a later byte b depends on the row sum up to byte b - 2.
                 ready = row_max[r] if byte == 0 else s[2 * r] if byte == 1 else before[r]
                 own[r] = after(words[r] if byte == 0 else own[r], ready, zero)
                 before[r] = row_sum[r]
@@ -488,7 +489,8 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return how many keys each of the lane's two rows sees, minus the lane's first column.
+        """Return, for each of the lane's two rows, how many keys the row sees, minus the lane's first column. The
+        caller compares this with column offsets that are the same in all lanes.
 
         The work tile is read again from shared memory to save registers.
         """

@@ -1,12 +1,12 @@
 """The mainloops of the consumer warpgroups of MLA attention without swap A/B: rows of Q are M of the wgmmas.
 
-o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row: a head of a query
+o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  where r is a row: a head of a query
 
 A CTA has TILE_M rows. Keys have 576 or 512 channels and come in tiles of TILE_N keys.
 
 Warp roles
-- Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in
-  registers (mla_softmax.py); P in 16 bits to shared memory.
+- Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in registers
+  (mla_softmax.py). The warpgroup writes P in 16 bits to shared memory.
 - Output (two warpgroups): each accumulates 64 x 256 of O += P V and writes it (mla_epilogue.py).
 - Load (one warpgroup): the producer of keys (decode_producer.py, topk_gather.py).
 Pipelines
@@ -14,9 +14,9 @@ Pipelines
 - P, from the score warps to the output warps (mla_softmax.py), in two halves of the tile's keys.
 - During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
   cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
-Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A
-score thread needs 32 for S and 16 per chunk of Q, an output thread 128 for O. A wgmma with 256 columns does not
-compile in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
+Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A score
+thread needs 32 for S and 16 per chunk of Q. An output thread needs 128 for O. A wgmma with 256 columns does not compile
+in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
 from enum import IntEnum
@@ -137,7 +137,7 @@ class MlaAttention:
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
-        """Set softmax.limits for `apply_mask`: how many keys the lane's rows, tile_row and tile_row + 8, see.
+        """Set softmax.limits for `apply_mask`: how many keys the lane's rows, `tile_row` and `tile_row` + 8, see.
 
         A no-op here. Kernels whose mask needs the limits override it.
         """

@@ -8,9 +8,9 @@ Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one seque
 and KV head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on. With more than one
 warp per row, the row's warp 0 adds the warps' sums in order, through shared memory. A warp reads its row's LSEs
 while the first partial results are in flight.
-Splits: each `row_blocks` adjacent CTAs combine one sequence or query. In dense decoding with a plan the i-th of
-these is the i-th split sequence of the plan; in batch-invariant decoding it is sequence i. In sparse attention it
-is the i-th query after the full waves, whose splits follow from the StreamKScheduler.
+Splits: each `row_blocks` adjacent CTAs combine one sequence or query. In dense decoding with a plan, the i-th such set
+of CTAs combines the i-th split sequence of the plan; in batch-invariant decoding it combines sequence i. In sparse
+attention it combines the i-th query after the full waves; the query's splits follow from the StreamKScheduler.
 Launch: programmatic dependent launch after the attention kernel. CTAs exit at once if their sequence or query is
 not split.
 Shared memory: sums per row and warp, and weights per warp. Constraints: at most MAX_PARTS splits.
@@ -174,7 +174,7 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Load up to `unroll` partial results into `values`: those of splits start, start + groups and so on."""
+        """Load up to `unroll` partial results into `values`: those of splits `start`, `start` + groups and so on."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
@@ -328,7 +328,8 @@ class SparseMlaCombineSm90(SplitCombine):
 @cached
 def compile_mla_combine(dtype: str, config: MlaCombineConfig):
     """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q],
-    out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits).
+    out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits). For plan,
+    num_splits, capacity and fixed_splits see `DecodeScheduler`.
     """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits, rows = (cute.sym_int() for _ in range(6))
@@ -351,7 +352,9 @@ def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
     """Compile f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial
     [splits, 1, h, 512], lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers).
 
-    Arguments are as in `SparseMlaKernel`; full_waves * workers < T.
+    out_partial and lse_partial are inputs, which `SparseMlaKernel` has written. f writes the rows of split queries in
+    out and lse. `tiles` is that of `StreamKScheduler`; the other arguments are as in `SparseMlaKernel`. full_waves *
+    workers < T.
     """
     kind = cute_dtype(dtype)
     return compile_sm90(

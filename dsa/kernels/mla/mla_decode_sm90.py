@@ -1,6 +1,6 @@
 """Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) per KV head.
 
-o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  where r is a row of one sequence and KV head
 
 q and k have 576 channels.
 
@@ -204,7 +204,7 @@ class MlaDecodeSm90(MlaAttention):
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
-        """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the rest to shared memory.
+        """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the other k chunks to shared memory.
 
         The first instruction that reads a register waits for the register's load. The chunks in shared memory are
         complete after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. The score warps start

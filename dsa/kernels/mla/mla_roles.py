@@ -80,7 +80,7 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class QTile:
-    """The rows of a CTA: first_row to first_row + TILE_M - 1 of the `rows` rows of a KV head.
+    """The rows of a CTA: `first_row` to `first_row` + TILE_M - 1 of the `rows` rows of a KV head.
 
     A subclass adds `coord(batch_idx, row)`, which returns (sequence, query, head) of a row in the results.
     """

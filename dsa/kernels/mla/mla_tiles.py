@@ -1,8 +1,8 @@
 """Tiles of 16-bit latent keys in shared memory: the parts of a tile, and the pipelines of these parts.
 
 A tile has TILE_N keys. The first 512 channels of a key are also its value; they are four v chunks of 128
-channels. The last 64 channels of a key of HEAD_DIM channels are its rope part. There are two rings of stages: a
-stage of one ring contains one v chunk of a tile, a stage of the other ring a tile's rope part. So the load warps
+channels. The last 64 channels of a key of HEAD_DIM channels are its rope part. There are two rings of stages: a stage
+of one ring contains one v chunk of a tile, and a stage of the other ring contains a tile's rope part. So the load warps
 can load the first v chunks of a tile before there is room for the whole tile. A v chunk is two k chunks of 64
 channels. A k chunk has rows of 128 bytes, the swizzle width, and is the unit of S = Q K^T.
 """

@@ -11,7 +11,7 @@ y[t, h] = W_UV[h] attended[t, h]
 - Products: tokens are N of the mma, eight (an octet) at a time. The sums of the four quarters of the latent
   channels are added in a fixed order through shared memory. So the bits of a token do not depend on the other
   tokens.
-- Epilogue: eight warps handle the even octets and the other eight the odd octets. A warp has one token of the
+- Epilogue: eight warps handle the even octets, and the other eight handle the odd octets. A warp has one token of the
   octet, with four channels per lane. It rounds y to bf16 and casts it like `per_token_cast_to_fp8`.
 - Pipeline: octets alternate between two buffers of sums, so one barrier per octet suffices. The products of
   the next octet overlap with the cast. A warp loads the latents of the next octet after it has issued the products
@@ -20,8 +20,8 @@ y[t, h] = W_UV[h] attended[t, h]
   of W_UV, which are contiguous, into the L2 cache.
 Shared memory: two buffers of 16.5 KiB.
 Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 16 of latents, 8 of sums.
-Constraints: 512 latent channels; the number of value channels per head is a multiple of 128, the number of rows of
-kv_b per head a multiple of 32.
+Constraints: 512 latent channels; the number of value channels per head is a multiple of 128, and the number of rows of
+kv_b per head is a multiple of 32.
 Roofline: bound by memory: W_UV is read once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched
 before the wait.
 """

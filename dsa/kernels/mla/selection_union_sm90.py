@@ -60,7 +60,7 @@ class Memory:
     table  [TABLE_WORDS]: `size` bits per key
     sums   [32]: counts per warp, 0 past the CTA's warps
     found  [4]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of times that a
-           query lists a key again; the last is unused
+           query lists a key again; found[3] is unused
     """
 
     table: cute.Tensor

@@ -61,7 +61,8 @@ def compile_sparse_mla_cast(dtype: str, lists: int, use_ue8m0: bool):
     has_sink, cos, sin [T, 32], out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], scale * log2(e), workers,
     full_waves).
 
-    Arguments are as in `SparseMlaKernel`. full_waves * workers must be at least T, so that no query is split.
+    The arguments from q to has_sink are as in `SparseMlaKernel` with s_q = 1, and so are workers and full_waves.
+    full_waves * workers must be at least T, so that no query is split.
     """
     kind = cute_dtype(dtype)
     queries, heads, groups, group_heads = (cute.sym_int() for _ in range(4))

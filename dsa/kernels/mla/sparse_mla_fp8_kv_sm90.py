@@ -15,7 +15,7 @@ Warp roles
 - Score and output warpgroups both read the FP8 bytes.
 Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two
 values. In fp32, scales multiply the products of S. In f16, scale factors multiply V: with 576 channels a factor is a
-sum of two f16, with 512 channels a power of two (ScaleTable in swap_ab_exchange.py).
+sum of two f16, and with 512 channels it is a power of two (ScaleTable in swap_ab_exchange.py).
 Shared memory: Q, two stages of P^T, STAGES tiles of FP8 bytes.
 Registers, summed over one thread per warpgroup: 512 for 64 heads, with four warpgroups; 472 and 480 for 16
 and 32 heads, with five.

@@ -27,7 +27,10 @@ class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
     [T, h, 512], lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued
     [2], queries [T]).
 
-    Arguments are as in `SparseMlaKernel` and `compile_selection_union`.
+    Arguments are as in `SparseMlaKernel` with max_logits and one list of keys; has_counts is the `counted` of that
+    class. No query is split, so out_partial and lse_partial are not written. `queued` and `queries` are as the kernel
+    of `compile_selection_union` and then the kernel of `SparseMlaUnionSm90` left them: the first queued[1] entries of
+    `queries` are the queries to compute, in any order. Only their rows of out, lse and max_logits are written.
     """
 
     @cute.jit

@@ -17,9 +17,9 @@ results directly to global memory.
 Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings have room for two to
 three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
-Roofline: bound by shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
-heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to every
-SM (measured with plain loads).
+Roofline: bound by shared memory. Per tile of 576 channels, shared memory receives 72 KiB and delivers 136 KiB of keys
+and, for 16 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to
+every SM (measured with plain loads).
 """
 
 from collections.abc import Callable
@@ -282,7 +282,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for product in cutlass.range_constexpr(4):
             for n in cutlass.range_constexpr(self.head_tile // 16):
-                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels, half i / 2 of 16 heads.
+                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels and half i / 2 of 16
+                # heads.
                 words = []
                 for i in cutlass.range_constexpr(4):
                     column, j = 4 * n + i // 2 * 2, 2 * product + i % 2
@@ -302,7 +303,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
 
 @cached
 def compile_sparse_mla_swap_ab(dtype: str, head_dim: int, head_tile: int, lists: int, with_max_logits: bool):
-    """Compile f, see `SparseMlaKernel`, for h <= head_tile, 16 or 32; max_logits is None unless with_max_logits."""
+    """Compile f, see `SparseMlaKernel`, for h <= head_tile, which is 16 or 32; max_logits is None unless
+    with_max_logits."""
     kind = cute_dtype(dtype)
     return compile_sm90(
         SparseMlaSwapAbSm90(kind, head_dim, head_tile, with_max_logits),

@@ -143,8 +143,11 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
     queries [T]).
 
-    Arguments are as in `SparseMlaKernel` and `compile_selection_union`. A group has `size` queries; h <=
-    TILE_M / size.
+    q, kv and the arguments from sink to workers are as in `SparseMlaKernel` with max_logits. No query is split, so
+    out_partial and lse_partial are not written. The other arguments are as the kernel of `compile_selection_union` left
+    them: the first queued[0] entries of `groups` are the groups to compute, and group i has lengths[i] entries in
+    lists[i]. If results of a group are not finite, the kernel appends the group's queries to `queries`, increases
+    queued[1], and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
     """
 
     all_heads = True

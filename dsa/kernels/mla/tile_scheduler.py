@@ -37,14 +37,14 @@ class SchedulerState(NamedTuple):
 class StreamKScheduler:
     """The work of worker `worker` of `workers`: whole queries in full waves, then stream-K over the rest.
 
-    A query has at most `tiles` tiles. In wave w of the `full_waves` waves a worker computes the whole query
-    worker + w * workers. The remaining queries are the split queries, and their tiles are the split tiles. Each of
-    the first `split_workers` workers gets an equal range of the split tiles, as if every query had `tiles` tiles.
-    split_workers is at most the number of split tiles.
+    A query has at most `tiles` tiles. In wave w of the `full_waves` waves a worker computes the whole query `worker` +
+    w * `workers`. The remaining queries are the split queries, and their tiles are the split tiles. Each of the first
+    `split_workers` workers gets an equal range of the split tiles, as if every query had `tiles` tiles. split_workers
+    is at most the number of split tiles.
 
     So several workers can share a split query. A worker has at most two splits, in the first and the last query of
-    the worker's range. A split that contains its query's first tile writes partial result 2 * worker + 1, any other
-    split writes 2 * worker.
+    the worker's range. A split that contains its query's first tile writes partial result 2 * `worker` + 1; any other
+    split writes partial result 2 * `worker`.
 
     The KeyBlockScheduler of the training kernels differs: it splits all work, which consists of spans of
     unequal lengths.
@@ -131,7 +131,7 @@ class Queue:
 
     @cute.jit
     def add(self, first, count):
-        """Append the numbers first to first + count - 1; called by one thread."""
+        """Append `count` item numbers, from `first` on; called by one thread."""
         place = cute.arch.atomic_add(self.counts.iterator + self.place, Int32(count), sem="relaxed", scope="gpu")
         for i in cutlass.range(count, unroll=1):
             self.items[place + i] = first + i
@@ -139,7 +139,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class QueueScheduler:
-    """The work of worker `worker` of `workers` in a queue: the whole items at positions worker, worker + workers
+    """The work of worker `worker` of `workers` in a queue: the whole items at positions `worker`, `worker` + `workers`
     and so on.
 
     A state's `query` is an item, and the state's `wave` is a position in the queue. queries: an exclusive upper

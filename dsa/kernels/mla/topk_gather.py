@@ -1,8 +1,8 @@
 """The producer of sparse MLA attention over 16-bit keys: the load warpgroup, which gathers selected keys.
 
-A query has one or two lists of keys. Its tiles are the first list in steps of 64 keys, then the second list. The
-scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and clears
-the key's bit in the valid mask.
+A query has one or two lists of keys. The query's tiles are the first list in steps of 64 keys, then the second list.
+The scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and
+clears the key's bit in the valid mask.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
 the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
@@ -181,7 +181,8 @@ class TopkGather(KvStages):
 
     @cute.jit
     def addresses_of(self, selection: Selection, page, offset):
-        """Return (address of a key, address of its scales). A 16-bit key has no scales: the second is a dummy."""
+        """Return (address of a key, address of its scales). A 16-bit key has no scales: the second address is a
+        dummy."""
         return Int64(selection.cache[page, offset, None].iterator.toint()), Int64(selection.cache.iterator.toint())
 
     @cute.jit
@@ -217,7 +218,7 @@ class TopkGather(KvStages):
         """Load 64 rows of Q from first_row on like a tile of keys, then the work tile's keys. Return the state
         after them.
 
-        Iteration first - 1 of the loop loads Q.
+        Iteration `first` - 1 of the loop loads Q.
         """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS

@@ -60,12 +60,12 @@ def behind(x: Float32, words, zero: Uint32) -> Float32:
 
 @cute.jit
 def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint32):
-    """Compute acc += A B with A 16 rows x 16 channels of weights and B 16 channels x 8 tokens.
+    """Compute acc += A B, where A is 16 rows x 16 channels of weights and B is 16 channels x 8 tokens.
 
     acc        [4]: two adjacent tokens of the lane's first row (0 to 7), then of its second row, 8 further
-    weights    [4]: words of two channels. Words 0 and 1 are of the lane's first and second row, words 2 and 3
-               of the same rows and the channels of `high`
-    low, high  a token's words of two channels; `low` multiplies words 0 and 1, `high` words 2 and 3
+    weights    [4]: words of two channels. Words 0 and 1 are of the lane's first and second row. Words 2 and 3 are of
+               the same rows, for the channels of `high`
+    low, high  a token's words of two channels; `low` multiplies words 0 and 1, `high` multiplies words 2 and 3
     """
     made = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

@@ -94,8 +94,8 @@ class MoeGateSm90:
             total = number_of(first)
             if const_expr(self.group > 1):
                 holders = cute.arch.vote_ballot_sync(best == first)
-                # The first lane with the group's best score contributes its second best score, all other lanes their
-                # best. The largest of these is the group's second best score.
+                # The first lane that has the group's best score contributes the lane's second best score. All other
+                # lanes contribute their best. The largest of these is the group's second best score.
                 mine = holders & ((1 << lane) - 1) == 0 and best == first
                 total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
             of_group[g] = order_of(total)

@@ -124,9 +124,9 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
     count > 0. Rows of x and weight are aligned to 16 bytes, and all other tensors are contiguous.
 
     f writes `logits`, `experts`, `weights`, `order`, `rows` and `ends`. This process has `count` experts, from expert
-    `first` on. order[r] is the entry (token and place among its experts) in row r, rows[i] the row of entry i or -1 if
-    another process has the expert, ends[e] the end of the rows of this process's expert e. scale: factor of all
-    weights."""
+    `first` on. Entry t * top_k + j is the j-th expert of token t. order[r] is the entry in row r. rows[i] is the row of
+    entry i, or -1 if another process has the expert. ends[e] is the end of the rows of expert `first` + e. scale:
+    factor of all weights."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(

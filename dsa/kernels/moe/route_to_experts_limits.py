@@ -5,5 +5,6 @@ DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
 # Tokens per tile of the logits' product. One CTA gates and sorts up to FEW_TOKENS tokens; a cluster does it for more.
 FEW_TOKENS, TILE_TOKENS = 8, 32
-# At 64 tokens these kernels are faster than separate kernels for product, gate and sort; at 128 tokens they are slower.
+# MAX_TOKENS: at 64 tokens these kernels are faster than separate kernels for product, gate and sort; at 128 tokens they
+# are slower.
 MAX_TOKENS, MAX_EXPERTS = 64, 512

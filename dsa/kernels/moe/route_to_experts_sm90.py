@@ -144,8 +144,9 @@ def compile_route_to_experts(
     """-> f(x [T, H], weight [E, H], bias fp32 [E], logits fp32 [T, E], topk_indices int64 [T, top_k], weights fp32
     [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale). T > 0, and at most
     FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32, count > 0. Rows of x
-    and weight start at multiples of 16 bytes, and all other tensors are contiguous. f writes logits and the arguments
-    from topk_indices to ends. This process has the experts first to first + count - 1."""
+    and weight start at multiples of 16 bytes, and all other tensors are contiguous. f writes `logits`, `topk_indices`,
+    `weights`, `order`, `rows` and `ends`. This process has `count` experts, from expert `first` on. `order`, `rows` and
+    `ends` are as in `compile_route_by_table`."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(

@@ -74,8 +74,8 @@ class SortByExpertSm90:
 
     @cute.jit
     def read(self, experts, count, first, end):
-        """Return the experts of the entries first + 32 i: `count` for an entry without an expert, count + 1 for entries
-        from `end` on."""
+        """Return the experts of the entries `first` + 32 i: `count` for an entry without an expert, and `count` + 1 for
+        entries from `end` on."""
         found = cute.make_rmem_tensor((AHEAD,), Int32)
         raw = cute.make_rmem_tensor((AHEAD,), experts.element_type)
         for i in cutlass.range_constexpr(AHEAD):

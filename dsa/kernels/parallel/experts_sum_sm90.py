@@ -70,9 +70,9 @@ class ExpertsSumSm90(OneShotSumSm90):
 
 @cached
 def compile_experts_sum(dtype: str, ranks: int, shared: bool):
-    """-> f(y [M, H], rows [T, k] int32, weights [T, k] fp32, shared [T, H] or None, out [T * H], then the arguments of
-    `compile_one_shot_sum` from memory on). H is a multiple of 8, M > 0; rows of y and shared start at multiples of 16
-    bytes."""
+    """-> f(y [M, H], rows [T, k] int32, weights [T, k] fp32, shared [T, H] or None, out [T * H], then `memory` and all
+    later arguments of `compile_one_shot_sum`). H is a multiple of 8, M > 0; rows of y and shared start at multiples of
+    16 bytes."""
     kind = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 

@@ -2,9 +2,10 @@
 A rank's part is its summand, a tensor. A place is 8 bytes of a tensor.
 
 Plan
-- A thread sends a place of a part as a packet of 16 bytes: four bytes and the turn, the other four bytes and the turn.
-  The turn is the number of the sum. GPUs write and read 8 bytes atomically, so a reader that finds the current turn
-  next to four bytes has valid data. There is no other signal and no barrier: a sum waits for one trip over NVLink only.
+- A thread sends a place of a part as a packet of 16 bytes: four bytes and the turn, then the other four bytes and again
+  the turn. The turn is the number of the sum. GPUs write and read 8 bytes atomically, so a reader that finds the
+  current turn next to four bytes has valid data. There is no other signal and no barrier: a sum waits for one trip over
+  NVLink only.
 - Consecutive sums alternate between two buffers, so a GPU writes to the same buffer in sums n and n + 2. Before it
   writes for sum n + 2, it has received a packet of sum n + 1 from every other GPU. Each of them sent that packet after
   it had finished sum n. So no part is overwritten while it is read.

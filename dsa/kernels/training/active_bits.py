@@ -1,10 +1,10 @@
 """Active bits: one bit per (query, head, key), 1 if q_h[t] . k[j] > 0. The indexer's gradients need only this bit of
 the product.
 
-A word contains the bits of one thread's 32 accumulators in a wgmma of 64 keys x 64 (query, head) columns. These are
-keys r and r + 8 with r = 16 * warp + lane / 4, and columns 8 j + 2 (lane % 4) + e with j from 0 to 7 and e 0 or 1. Byte
-2 * half + e of the word belongs to key r + 8 * half and to the columns with this e. The byte's highest bit is j = 0,
-the byte's lowest bit is j = 7.
+A word contains the bits of one thread's 32 accumulators in a wgmma of 64 keys x 64 (query, head) columns. The
+accumulators are those of keys r and r + 8 with r = 16 * warp + lane / 4, and of columns 8 j + 2 (lane % 4) + e with j
+from 0 to 7 and e 0 or 1. Byte 2 * half + e of the word belongs to key r + 8 * half and to the columns with this e. The
+byte's highest bit is j = 0, the byte's lowest bit is j = 7.
 
 A block of 64 x 64 has 128 words, 32 adjacent words per warp. `word_place` orders a warp's words so that the words of
 two adjacent keys are adjacent. In the query gradient (indexer_query_grad_sm90.py), operand A has (query, head) columns

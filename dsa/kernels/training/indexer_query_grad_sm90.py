@@ -326,7 +326,7 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def lane_offset(self, first: cutlass.Constexpr, lane):
-        """Return the byte offset of chunk first + lane, counted over all of the warp's rows."""
+        """Return the byte offset of chunk number `first` + `lane`, counted over all of the warp's rows."""
         return self.staged_offset(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit

@@ -14,7 +14,8 @@ Plan
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
   them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
-Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
+Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 bytes of keys, barriers (at most 225
+KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). A thread of
 the producer warpgroup has 40 or 32.
 Roofline: bound by tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator,

@@ -31,7 +31,7 @@ from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, QTile, load_q_t
 class Span(NamedTuple):
     """The q tiles of one sequence in a launch.
 
-    first, end       the span has q tiles first to end - 1
+    first, end       the span has the q tiles `first` to `end` - 1
     q_tile           the span's first q tile
     columns          number of (query, head) pairs
     column_blocks    number of column blocks
@@ -204,8 +204,8 @@ class KeyBlockScheduler:
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
-        """Return the work tile of a state: column blocks of the state's key block up to the last one, or as many as are
-        left in the range."""
+        """Return the work tile of a state: column blocks of the state's key block, from the state's column block on.
+        They end at the span's last column block, or earlier if the CTA's range ends before."""
         span = self.load_span(q_tiles, state.first, lane)
         first_seen = self.first_column_block(span.q_tile, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block

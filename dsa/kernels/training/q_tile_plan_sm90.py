@@ -158,9 +158,9 @@ def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
 @cached
 def compile_q_tile_plan():
     """-> f(cu_queries [B + 1], cu_keys [B + 1], bounds [2, B + 1], before [B], q_tiles [S, 8], key_tiles [S + 1],
-    causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds: row 0 of
-    queries, row 1 of keys. before: number of q tiles in the earlier sequences. key_tiles: number of key tiles in the
-    earlier q tiles. most: largest number of key tiles per q tile.
+    causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds: row 0 has
+    the bounds of queries, row 1 has those of keys. before: number of q tiles in the earlier sequences. key_tiles:
+    number of key tiles in the earlier q tiles. most: largest number of key tiles per q tile.
     """
     bounds = cute.sym_int()
     return compile_sm90(

@@ -57,7 +57,8 @@ class QTile(NamedTuple):
 
     @cute.jit
     def visible_to(self, row, count):
-        """Return the number of keys that the last valid row of `row` to `row` + count - 1 sees; 0 if none is valid."""
+        """Return the number of keys that the last valid one of the rows `row` to `row` + `count` - 1 sees; 0 if none is
+        valid."""
         last = cutlass.min(row + count, self.rows) - 1
         result = Int32(0)
         if last >= row:

@@ -4,8 +4,8 @@ P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale *
 dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
 
 The sums run over a query's selected keys j (dQ) and over the heads h of the queries that select j (dKV). l and e
-include the attention sink and the gradient of lse. sparse_mla_backward_sums_sm90.py computes them. It also converts the
-sums of dKV to the result.
+include the attention sink and the gradient of lse. The kernels of sparse_mla_backward_sums_sm90.py compute l and e
+before this kernel, and convert the sums of dKV to the result after it.
 
 Warp roles
 - Two consumer warpgroups alternate key tiles; the warpgroup that computes the scores of a tile is the tile's owner. The
@@ -37,8 +37,8 @@ Registers per consumer thread, of 232:
 - d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
 - d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
 Roofline: bound by L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2
-cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory about 6000 to deliver
-wgmma's operands.
+cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory takes about 6000 cycles
+to deliver wgmma's operands.
 """
 
 import cutlass
@@ -476,8 +476,8 @@ class SparseMlaBackwardSm90:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # In each 32 numbers of a row, a lane adds the first half to the row of its own quad and the second half
-                # to the row of the other quad.
+                # In each 32 numbers of a row, a lane adds the first half to the row of the lane's quad, and it adds the
+                # second half to the row of the other quad.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):

@@ -1,17 +1,17 @@
 """Kernels that run before and after the main kernel of sparse MLA's gradients (sparse_mla_backward_sm90.py).
 
-Before: delta[t, h] = out[t, h] . dout[t, h], and from delta the two terms per head, l and e, that the gradient of the
-softmax needs:
+A kernel that runs before the main kernel computes delta[t, h] = out[t, h] . dout[t, h]. From delta it computes dsink
+and the two terms per head, l and e, that the gradient of the softmax needs:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
 Without a sink, share is 1.
-After: one kernel converts dKV's fp32 sums, stored in the order of the main kernel's registers, to 16 bits. With
-`ordered`, another kernel with one CTA per key first adds up the key's list of rows in a fixed order.
+After the main kernel, one kernel converts dKV's fp32 sums, stored in the order of the main kernel's registers, to 16
+bits. With `ordered`, another kernel with one CTA per key first adds up the key's list of rows in a fixed order.
 
 Plan
 - delta: one warp per head, 16 channels per lane. Heads that pad the last block of 64 get l = inf, so they contribute
   nothing. Heads without keys get l = inf, too.
-- A share below 2^-64 is replaced by 2^-64. Then dlse / share stays finite, and P = share * exp(z - lse), with z the
+- A share below 2^-64 is replaced by 2^-64. Then dlse / share stays finite, and P = share * exp(z - lse), where z is the
   scaled score, has an error below 2^-64.
 - In each 16 consecutive numbers of dKV, numbers 4q to 4q + 3 are channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16
   numbers and reorders them.
@@ -40,8 +40,8 @@ PREFETCHED = 4  # rows of a list in flight per thread
 
 
 class BackwardInputsSm90:
-    """The kernel before: delta, the head terms and dsink. Without dlse, the gradient of lse is 0. Without sink, there
-    is no dsink."""
+    """The kernel that runs before the main kernel and computes delta, the head terms and dsink. Without dlse, the
+    gradient of lse is 0. Without sink, there is no dsink."""
 
     @cute.jit
     def __call__(

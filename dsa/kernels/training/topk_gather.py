@@ -32,8 +32,8 @@ STEPS = CHUNK // 16  # wgmma instructions per chunk
 
 @dataclass(frozen=True)
 class QuerySchedule:
-    """The schedule of a CTA, whose work tiles are the queries first, first + step, ... below `queries`. key_tiles:
-    number of tiles of selected keys per query."""
+    """The schedule of a CTA, whose work tiles are the queries `first`, `first` + `step`, ... below `queries`.
+    key_tiles: number of tiles of selected keys per query."""
 
     first: Int32
     step: Int32
@@ -88,7 +88,7 @@ def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
 
 @cute.jit
 def key_rows(x: cute.Tensor, indices, lane):
-    """Return `row_addresses` of the rows `indices` of x [Tk, d], which has a 16-bit dtype."""
+    """Return what `row_addresses` returns for the rows `indices` of x [Tk, d], which has a 16-bit dtype."""
     return row_addresses(Int64(x.iterator.toint()), 2 * Int64(x.stride[0]), indices, lane)
 
 

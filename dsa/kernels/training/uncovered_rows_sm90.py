@@ -55,7 +55,7 @@ class UncoveredRowsSm90:
 
     @cute.jit
     def fill(self, tensors, begin, end, step, lane):
-        """Fill the rows begin, begin + step, ... below `end`. Called by a whole warp."""
+        """Fill the rows `begin`, `begin` + `step`, ... below `end`. Called by a whole warp."""
         for row in cutlass.range(begin, end, step, unroll=1):
             for tensor, value in zip(tensors, self.values):
                 _, heads, words = tensor.shape

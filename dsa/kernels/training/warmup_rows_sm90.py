@@ -3,7 +3,7 @@ of the KL parts of query t over key tiles (warmup_target_sm90.py computes the pa
 
 Plan
 - LSE: one warp per row. A lane reads four keys per tile and keeps the maximum and the sum of exponentials of its keys.
-  The warp merges these after the last tile.
+  The warp merges the lanes' results after the last tile.
 - KL: one thread per row. It adds the parts in the order of the keys.
 Roofline: bound by memory, 4 bytes per (query, key) pair.
 """

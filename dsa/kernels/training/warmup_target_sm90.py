@@ -10,9 +10,9 @@ Plan
 - A work tile is the 128 queries of a q tile (q_tiles.py) x 128 keys. The scheduler is static and persistent, over the
   key tiles of all q tiles. Per head, wgmma computes S = Q K^T, and the consumers add the exponentials of S to sums in
   registers. No other result of a head is kept.
-- Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's
-  wgmma. 192 and 576 channels: one accumulator, and the product is computed in chunks of 64 channels. The wgmma of one
-  warpgroup overlaps the exponentials of the other.
+- With up to 128 channels there are two accumulators. A head's exponentials overlap the next head's wgmma and the other
+  warpgroup's wgmma. With 192 and 576 channels there is one accumulator, and the product is computed in chunks of 64
+  channels. The wgmma of one warpgroup overlaps the exponentials of the other.
 - One producer warp loads by TMA: Q of every head, and K once for all heads that share it. It also prefetches the tile's
   scores into the L2 cache for the epilogue. With up to 128 channels the consumers load the scores during the last
   head's wgmma.
@@ -57,7 +57,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 # (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
 # a tile of keys of one KV head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
-CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # two consumer warpgroups, then one whose first warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 SCORES_READ_BARRIER = 1  # consumer warpgroup i uses named barrier SCORES_READ_BARRIER + i
 TINY = 1.2e-38  # about the smallest normal fp32
@@ -442,8 +442,8 @@ class WarmupTargetSm90:
 
 @cute.jit
 def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
-    """Return total + 2^(x * scale + more). In inline PTX, because the compiler would move separate instructions after
-    the wait for the wgmma that they should overlap."""
+    """Return total + 2^(x * scale + more). The code is inline PTX, because the compiler would move separate
+    instructions after the wait for the wgmma that they should overlap."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 e; fma.rn.ftz.f32 e, {$r1}, {$r2}, {$r3}; ex2.approx.ftz.f32 e, e; add.ftz.f32 {$w0}, {$r0}, e; }",
         write_only_types=[Float32],
