@@ -24,7 +24,8 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random tensors with a seed from torch's generator, so each call returns other numbers."""
+    """Return a maker of random tensors. Its seed comes from torch's generator, so each new maker makes other
+    numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
@@ -56,7 +57,7 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Return one index of every kind outside [0, n)."""
+    """Return indices outside [0, n): below and above the range, adjacent to it and at the ends of int32."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 

@@ -178,7 +178,8 @@ def changed_families() -> list[str]:
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Return {family: digests of its variants as they compile now}. Uses all cores and the compile cache."""
+    """Return {family: digests of its variants as they compile now}. The compilation uses all cores and the compile
+    cache."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build

@@ -17,7 +17,8 @@ from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Rows per matrix. For tiles of both heights, the last tile of a matrix is full, or has one row, or a warp has one row.
+# Rows per matrix. For both tile heights, one matrix has a full last tile, another a last tile of one row, and another
+# a last tile in which a warp has one row.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
 # (config, whether rows are gathered, whether scheduling is dynamic)
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]

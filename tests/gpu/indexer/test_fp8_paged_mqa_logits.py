@@ -45,8 +45,8 @@ def test_scores_beyond_2_to_the_31():
 
 @by_kind
 def test_what_is_not_finite_stays_where_it_is(kind):
-    """A NaN key or scale affects only its column of its sequence's rows. A NaN or infinite query or weight affects only
-    its row."""
+    """A NaN key or scale affects only the key's column, and only in the rows of the key's sequence. A NaN or infinite
+    query or weight affects only its row."""
     given, next_n = OP.pages((200,) * 5, kind), kind[0]
     given["context_lens"] = int32([[200] * next_n] * 5)
     cache, weights = given["kv_cache"], given["weights"]

@@ -141,7 +141,8 @@ def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, 
 @pytest.mark.parametrize("heads", [16, 128])
 @by_op
 def test_a_graph_takes_new_bounds(case, heads, record_error):
-    """At first all bounds are 0."""
+    """The captured call has bounds of 0, so a graph that kept these bounds would give every query the result of a query
+    without keys."""
 
     def fresh(seed, queries=200, keys=900):
         bounds = (int32(torch.randint(0, most + 1, (9,)).sort().values) for most in (queries, keys))

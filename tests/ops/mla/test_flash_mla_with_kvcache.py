@@ -131,9 +131,10 @@ SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The capacity of the block table determines the number of parts: one per tile for few tiles, at most half of the
-    CTAs up to HALVED tiles per part, and all CTAs for more. Clusters are not used while a part has few tiles. A plan
-    for unknown lengths has all parts."""
+    """The capacity of the block table, in key tiles, determines the number of parts. At most 66 parts are possible. If
+    the capacity is at most HALVED tiles for each of these, there is a part per tile, but there are at most 33 parts.
+    For a larger capacity there are 66 parts. Clusters are not used while a part has few tiles. A plan for unknown
+    lengths has 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
