@@ -43,7 +43,7 @@ def assert_replayed(call, first, other):
 
 
 def added_to(compute, by=1):
-    """Return a call that launches the kernel on the result of `compute`, and returns the result."""
+    """Return a function that calls `compute`, launches `add` on the result of `compute`, and returns this result."""
 
     def call(*arguments):
         out = compute(*arguments)
