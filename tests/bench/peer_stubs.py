@@ -245,7 +245,7 @@ def tile_kernels() -> types.ModuleType:
 
 
 def deepselect() -> types.SimpleNamespace:
-    """Return the stub of the file of TokenSpeed's port, which is loaded without its package."""
+    """Return the stub of TokenSpeed's source file `deep_select.py`, which is loaded without TokenSpeed's package."""
 
     def topk(scores, ends, topk, *, capacity, cluster_size, indices):
         assert scores.stride(1) == 1 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0

@@ -130,7 +130,8 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives_share(events) == collectives_share(events[::-1]) == 3 / 10
-    # Time in which a collective and a GEMM run does not count, whichever starts or ends first.
+    # Time in which a collective and a GEMM run at once is not counted as time of collectives, whichever starts or ends
+    # first.
     meanwhile = [
         kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0),
         kernel("gemm", 79, 2000.0),

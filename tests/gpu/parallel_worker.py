@@ -186,7 +186,8 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return the gathered sum over the ranks of x, plus twice `own`: as the shared experts' output and as the residual.
+    """Return the gathered sum of the ranks' x plus two times `own`, which is passed as the shared experts' output and
+    again as the residual.
 
     Between the begin and the end of the sum, the rank computes both addends in new memory. Other work also runs between
     the begin and the end of the gather.

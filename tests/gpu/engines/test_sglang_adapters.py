@@ -287,7 +287,7 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    # Batch-invariant decoding with and without counts: equal bits for queries whose count is all 2048 keys.
+    # Batch-invariant decoding with counts and without counts gives equal bits for queries whose count is all 2048 keys.
     assert torch.equal(outs[1][0][1:], outs[3][0][1:])
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()

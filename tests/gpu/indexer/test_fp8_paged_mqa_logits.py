@@ -112,8 +112,8 @@ def test_contiguous_keys_have_the_same_bits(kind):
 
 @pytest.mark.parametrize("next_n", [3, 4])
 def test_fp16_accumulation_of_rows_of_any_size(next_n):
-    """Queries differ in magnitude by head, weights by row. The kernel scales each row by the row's own factor, so a
-    wrong factor would show."""
+    """The magnitude of queries varies from head to head, and that of weights varies from row to row. The kernel scales
+    each row by the row's own factor, so a wrong factor would show."""
     given = OP.pages((500, 70), (next_n, FP16))
     powers = torch.exp2(torch.randint(-5, 8, (2, next_n, 64, 1), device="cuda").float())
     q = torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers

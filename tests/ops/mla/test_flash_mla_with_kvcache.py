@@ -114,8 +114,8 @@ WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False
 
 @pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
 def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
-    """With equal lengths, no sequence is split if the most tiles that the plan gives a part are enough for `batch /
-    parts` whole sequences, rounded up."""
+    """With equal lengths, no sequence is split if the largest number of tiles that the plan gives to a part is enough
+    for ceil(batch / parts) whole sequences."""
     monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
     parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
     assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)
