@@ -85,8 +85,8 @@ def seen(scores, ends, starts=None):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("columns", [0, 8192])
 def test_prefill_scores(heads, columns, record_error):
-    """columns = 0: each query has a range of keys. columns > 0: all ranges begin at key 0, and the result has
-    max_seqlen_k = columns columns, as for DeepSeek-V4."""
+    """With columns = 0 each query has a range of keys. Otherwise all ranges begin at key 0 and max_seqlen_k is
+    `columns`, so the result has this many columns, as for DeepSeek-V4."""
     queries, keys = 700, 8192 if columns else 5000
     k, k_scale = batches.index_keys(keys, DEVICE)
     q, weights = normal(queries, heads, 128).to(E4M3), normal(queries, heads)

@@ -103,8 +103,8 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
     ("case", "count", "inner"), [(FP8, 300, 128), (FP8, 2000, 128), (FP4, 2000, 2048)], ids=["few", "many", "FP4"]
 )
 def test_a_graph_follows_new_ends(case, count, inner):
-    """few: the fused kernel. many: dynamic scheduling, for which each replay must zero the tile counter. FP4: a product
-    followed by a cast."""
+    """The case "few" runs the fused kernel. The case "many" has dynamic scheduling, for which each replay must zero the
+    tile counter. The case "FP4" runs a product followed by a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
     # With FP4 weights the graph's memory pool also holds the product. It can reuse the memory of the results, so unused
