@@ -218,8 +218,8 @@ def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug,
 
 @pytest.mark.parametrize("first", [2, 7])
 def test_attention_to_all_keys_of_prompts(first, either_build, monkeypatch):
-    """Prompts of two lengths run on FlashAttention. Prompts of one length run on cuDNN; on a CPU, on PyTorch's math
-    kernel."""
+    """Prompts of two lengths run on FlashAttention. Prompts of one length run on cuDNN; here, on a CPU, they run on
+    PyTorch's math kernel."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     q, k, v, rope = bf16(first + 7, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, first, first + 7], [0, 7, 14]))

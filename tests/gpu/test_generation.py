@@ -205,8 +205,8 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
     """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
-    So at the first token that differs, the CPU's logit of its token may be only slightly above its logit of the GPU's
-    token."""
+    So at the first token that differs, the CPU's logit of the CPU's token may be only slightly above the CPU's logit of
+    the GPU's token."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []

@@ -1,7 +1,7 @@
 """Helpers for tests of grouped products with invalid `ends`, invalid row numbers, or unused rows.
 
 Unused rows are rows from the last end on, which belong to no matrix. A process with only some of a model's experts has
-such rows. Their contents affect no result, and no kernel writes results for them.
+unused rows. Their contents affect no result, and no kernel writes results for them.
 """
 
 import itertools

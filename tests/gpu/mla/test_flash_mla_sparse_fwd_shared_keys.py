@@ -1,5 +1,6 @@
-"""flash_mla_sparse_fwd on the GPU with few heads, where the kernels compute groups of adjacent queries that share keys
-together: which groups selection_union_sm90.py chooses, the unions that it lists, and the results."""
+"""flash_mla_sparse_fwd on the GPU with few heads, where the kernels compute a group of adjacent queries together if
+they have many keys in common. The tests check which groups selection_union_sm90.py chooses, the unions that it lists,
+and the results."""
 
 import pytest
 import torch

@@ -56,7 +56,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """Use about as many queries as the 132 SMs, and more, with V4's sizes."""
+    """Use V4's sizes, with about as many queries as the 132 SMs and with more queries."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     checked(case, inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes), record_error)
 
