@@ -76,7 +76,7 @@ def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
     """Check a call whose `out` is some heads of a larger tensor: it has the bits of a call without `out`, and no other
     head is written.
 
-    -> the last larger tensor, filled with NaN
+    -> the larger tensor of the last call, filled with NaN for another call
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

@@ -211,8 +211,8 @@ def test_selection_of_prefill(k):
 
 
 def test_columns_of_a_long_prompt():
-    """The adapter maps positions to columns by a block table whose row b is b, b + 1, and so on. It has a row per
-    column of the scores. The rows overlap in memory; counted separately they have more than 2^31 numbers."""
+    """The adapter maps positions to columns by a block table whose row b is b, b + 1, and so on. The table has a row
+    per column of the scores. Its rows overlap in memory; without overlap they would have more than 2^31 numbers."""
     logits, starts = normal(300, 70_000), int32([50_000] * 300)
     lengths = torch.arange(1, 301, dtype=INT32, device=DEVICE) * 60
     got = adapters.topk_ragged(logits, lengths, 2048, starts, starts)
