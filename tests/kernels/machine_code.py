@@ -134,9 +134,9 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """Return a key of the source of a family and of dsa/cute, and of the compiler's options. Kernels import nothing
-    else of this project. Comments and docstrings do not affect the key, so rewording them needs no compiler and no
-    GPU."""
+    """Return a key that depends on the source of the family, the source of dsa/cute, and the compiler's options.
+    Kernels import nothing else of this project. Comments and docstrings do not affect the key, so rewording them needs
+    no compiler and no GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
     digest = hashlib.sha256(OPTIONS.encode())

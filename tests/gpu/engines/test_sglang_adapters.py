@@ -189,8 +189,8 @@ def test_selection_of_decoding():
 
 @pytest.mark.parametrize("k", [16, 2048])
 def test_selection_of_prefill(k):
-    """Compare the selected positions, columns and slots of several sequences with formulas in Python, and the columns
-    also with SGLang's kernel."""
+    """Compare the selected positions, columns and slots of several sequences with formulas in Python. Also compare the
+    columns with those that SGLang's kernel selects."""
     scale = 1 if k == 16 else 100
     prefixes, sizes = [0, 30 * scale, 0, 5 * scale], [9, 30 * scale + 40, 0, 5 * scale + 7]
     logits, lengths, starts, metadata, expected = batches.prefill_metadata(prefixes, sizes, DEVICE)
