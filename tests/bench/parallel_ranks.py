@@ -12,9 +12,10 @@ from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench import small_stacks
 
-# Of the prompts (tokens: repeats), in the first every rank has all rows, in the second ranks share the rows, and the
-# third is computed once, in two passes. In production ranks share rows from 256 tokens on; here from SHARED_ROWS on,
-# because a CPU needs three times as long for a pass over four times as many tokens.
+# PROMPTS is {tokens: repeats}. Every rank has all rows of the first prompt. The rows of the second prompt are divided
+# among the ranks. The third prompt is computed once, in two passes. In production, rows are divided from 256 tokens on.
+# Here they are divided from SHARED_ROWS tokens on, because a CPU needs three times as long for a pass over four times
+# as many tokens.
 SHARED_ROWS = 64
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
@@ -62,7 +63,7 @@ def layers_that_fit(name, gpus, memory, tokens):
 def make_small():
     """Make all stacks and cases of this process small, and replace the profiler."""
     gc.freeze()  # so that collections between runs do not visit the objects of imported modules
-    # Four experts, which are two per rank.
+    # There are four experts, so each of the two ranks has two.
     small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
     for name, (file, fields) in stacks.STACKS.items():
         stacks.STACKS[name] = (file, fields | stacks.with_layers(name, 3))
@@ -73,7 +74,7 @@ def make_small():
 
 
 def rows(ranks, options):
-    """Return (rows, told steps) of a rank."""
+    """Return (the rows of a rank, the steps that the rank has reported)."""
     make_small()
     told = []
     return [*parallel.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
@@ -86,7 +87,8 @@ def rows_of_a_part(ranks, options):
 
 
 def error_of_other_weights(ranks, options):
-    """Return the error that is raised if the ranks fill a weight that is not split with different numbers."""
+    """Return the error that is raised if a weight that every rank has whole contains different numbers on different
+    ranks."""
     make_small()
     fill = stacks._fill
 

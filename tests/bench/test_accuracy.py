@@ -15,7 +15,8 @@ from dsa_layers import SHIPPED_MODEL, Tokenizer
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """The shipped model with a context of 32 tokens and two held-out files, of which this Python has only the first."""
+    """Return the folder of the shipped model, whose context is shortened to 32 tokens. Its metadata name two held-out
+    files; this Python has only the first."""
     folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
     data = {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}
     (folder / "metrics.json").write_text(json.dumps({"data": data}))
@@ -47,7 +48,8 @@ def test_intervals_of_a_ratio_are_paired():
 
 
 def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
-    """The peers' kernels are ours at first, and fail at the second call of `rows`."""
+    """In the first call of `rows` the peers' kernels are our kernels, so their errors are equal. In the second call the
+    peers' kernels fail."""
     peers = Replaced(ops={"fp8_mqa_logits": "a library"})
     monkeypatch.setattr(accuracy, "replacement", lambda: peers)
     half, single, theirs = accuracy.rows([checkpoint], most=2, device="cpu")

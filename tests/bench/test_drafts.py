@@ -88,8 +88,8 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
 
 @by_stack
 def test_timed_passes_are_passes_of_generation(name, drafted, monkeypatch):
-    """A pass computes the last token and the drafts of each sequence, which all differ. Sequences with and without
-    drafts have the same length. The drafter's passes follow."""
+    """A pass computes the last token and the drafts of each sequence. All these tokens differ. Sequences have the same
+    length with and without drafts. After the pass, the drafter runs on the tokens and states of the pass."""
     model = small_stack(name, drafter=True)
     seen, inputs = [], []
     states, draft = model.states, DraftStep._run

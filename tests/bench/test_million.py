@@ -115,8 +115,8 @@ SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5
 
 @pytest.mark.parametrize(("name", "small"), SIZES)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
-    """At a long context, a pass over 8192 tokens allocates less than 512 MiB more than at 16K tokens, without weights
-    and caches.
+    """Without weights and caches, a pass over 8192 tokens at a long context allocates less than 512 MiB in addition to
+    what the same pass allocates at 16K tokens.
 
     The long contexts are 128K tokens, a million tokens, and the longest context whose FP8 latents are dequantised at
     once (`most_read`). The small model has few heads, which doubles that limit, and small activations, which cannot

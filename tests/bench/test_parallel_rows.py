@@ -95,7 +95,8 @@ def test_layers_that_fit():
 
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
-    """Every pass reaches its launches with the sizes of a part of 2 and of 8 GPUs."""
+    """With the sizes of one GPU's part, of 2 and of 8 GPUs, every pass runs up to its launches, so all its kernels are
+    known."""
     of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
@@ -105,8 +106,8 @@ def test_kernels_that_are_asked_for():
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
-    """The kernel of attention followed by a cast exists only for more than 32 heads. If the split is by queries, each
-    rank has all heads."""
+    """The kernel of attention followed by a cast exists only for more than 32 heads. If ranks divide the queries, each
+    rank has all heads, so only these passes ask for this kernel."""
     functions = {}
     for way in WAYS:
         with split_by(way):
@@ -129,7 +130,8 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives_share(events) == collectives_share(events[::-1]) == 3 / 10
-    # Time in which a collective and a GEMM run does not count, whichever starts or ends first.
+    # Time in which a collective and a GEMM run at once is not counted as time of collectives, whichever starts or ends
+    # first.
     meanwhile = [
         kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0),
         kernel("gemm", 79, 2000.0),
@@ -168,7 +170,7 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # Different tokens have different rows, also tokens of other ranks.
+    # At least the rank's own tokens, half of all tokens, have different logits.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

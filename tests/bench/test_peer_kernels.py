@@ -83,7 +83,7 @@ def either_build(request, peers, monkeypatch):
 
 @pytest.fixture(params=["vLLM's", "ours"])
 def either_top_k(request, installed):
-    """vLLM's top-k, or ours without vLLM's library."""
+    """Run a test with vLLM's top-k, and a second time without vLLM's library, so with our top-k."""
     if request.param == "ours":
         (installed / VLLM_OPERATORS).unlink()
 
@@ -106,7 +106,8 @@ def bf16(*shape):
 
 @pytest.mark.parametrize(("paged", "most"), [(False, 0), (True, 7)])
 def test_selections_of_packed_sequences(paged, most, either_build, either_top_k):
-    """Rows of DeepGEMM 2.8.1 begin with their first key. Both vLLM's and our selection account for this."""
+    """In DeepGEMM 2.8.1, a row of scores begins with the first key of the row's range. Both vLLM's and our selection
+    account for this."""
     q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
     sequences = torch.arange(12) % 3
     starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
@@ -217,8 +218,8 @@ def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug,
 
 @pytest.mark.parametrize("first", [2, 7])
 def test_attention_to_all_keys_of_prompts(first, either_build, monkeypatch):
-    """Prompts of two lengths run on FlashAttention. Prompts of one length run on cuDNN; on a CPU, on PyTorch's math
-    kernel."""
+    """Prompts of two lengths run on FlashAttention. Prompts of one length run on cuDNN; here, on a CPU, they run on
+    PyTorch's math kernel."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     q, k, v, rope = bf16(first + 7, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, first, first + 7], [0, 7, 14]))
@@ -258,7 +259,8 @@ def test_dense_decoding_stays_ours(peers):
     indirect=["either_build"],
 )
 def test_whole_passes_have_the_same_logits_up_to_ties(name, either_build, monkeypatch):
-    """Prompts that attend to all keys and to selected keys, and steps. FlashMLA accepts 64 heads and latents of 512."""
+    """Run prompts that attend to all keys, prompts that attend to selected keys, and decoding steps. FlashMLA accepts
+    64 heads and latents of 512."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
@@ -292,8 +294,8 @@ def of_experts(tokens):
     ],
 )
 def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts, peers, monkeypatch, recorded):
-    """layouts: the numbers of calls with padded rows, with slots and of Marlin. Marlin has a larger tolerance, because
-    its activations are bf16 and ours are FP8."""
+    """layouts: the number of calls with padded rows, of calls with slots, and of calls of Marlin. Marlin has a larger
+    tolerance, because its activations are bf16 and ours are FP8."""
     experts = Experts(5, 256, 128, fp8=True, fp4=fp4, limit=0.5 if fp4 else None)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
     shared, residual = bf16(2, tokens, 256)

@@ -174,8 +174,8 @@ def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
 
 
 def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeypatch, in_threads):
-    """In grouped products each expert's rows are padded to a multiple of 128, or are 128 (masked). Failures are
-    ignored."""
+    """In grouped products each expert's rows are padded to a multiple of 128, or are 128 (masked). The stubs fail in
+    every call. These failures are ignored, so all products are called."""
     called = []
 
     def refuse(build, a, b, d, *rest):

@@ -19,8 +19,8 @@ MAX_DIFF = 1e-3  # as in DeepGEMM's tests
 
 
 def operands(rows, columns, channels, *groups):
-    """Return (a, b), each (e4m3 values, scales). a has a scale per row and 128 channels, b a scale per 128 x 128
-    block."""
+    """Return (a, b), each (e4m3 values, scales). a has a scale per row and 128 channels, and b has a scale per 128 x
+    128 block."""
     new = Maker()
     b = new.e4m3(*groups, columns, channels), new.positive(*groups, blocks(columns), blocks(channels))
     return activations(new, rows, channels), b
@@ -239,7 +239,8 @@ def rows_chosen_for(named_launches, monkeypatch):
 
 @pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
 def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, rows_chosen_for):
-    """Tiles are chosen per group, for at most max M rows."""
+    """Tiles are chosen for the expected rows of one group, but for at most the 128 rows that the operands have per
+    group."""
     masked_call(expected)
     assert rows_chosen_for == [chosen_for] * 2
 
@@ -254,7 +255,7 @@ def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(expected, chosen_
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_masked_groups_without_channels_are_zero(kernels, request):
-    """Rows of padding keep their numbers."""
+    """Rows of groups become zero without a launch. Rows of padding are not written."""
     found = request.getfixturevalue("named_launches") if kernels else []
     a, b = (zeros(3, 8, 0, dtype=E4M3), zeros(3, 8, 0)), (zeros(3, 16, 0, dtype=E4M3), zeros(3, 1, 0))
     base = torch.full((3, 8, 32), 7.0)

@@ -31,7 +31,8 @@ def kvcache(given, count=16, **options):
 @pytest.mark.parametrize("is_varlen", [False, True])
 @pytest.mark.parametrize("test_zero", [False, True])
 def test_dense_decoding(h_q, s_q, causal, is_varlen, test_zero):
-    """FlashMLA's `test_flash_mla_dense_decoding.py`, with batches of fewer than 4096 keys and more than 64 heads."""
+    """As in FlashMLA's `test_flash_mla_dense_decoding.py`, but with fewer than 4096 keys per batch. Some calls have
+    more than 64 heads."""
     lengths = [200, 7 if is_varlen else 200, 0 if test_zero else 200]
     given = DENSE.arguments(lengths=lengths, s_q=s_q, heads=h_q, causal=causal)
     given |= dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata()))
@@ -53,8 +54,8 @@ def sparse_inputs(d, **options):
 @pytest.mark.parametrize("extra", [None, (9, 8)])
 @pytest.mark.parametrize("use_legacy", [False, True])
 def test_sparse_decoding(d, sink, counted, extra, use_legacy):
-    """FlashMLA's `test_flash_mla_sparse_decoding.py`, with the parameters of its `RawTestParamForDecode`, by
-    position."""
+    """As in FlashMLA's `test_flash_mla_sparse_decoding.py`, but smaller. The parameters are named as in its
+    `RawTestParamForDecode`, and arguments are passed by position."""
     given = sparse_inputs(d, extra=extra, counted=counted, scale=d**-0.55) | {"attn_sink": sink}
     out, lse = kvcache(given, use_legacy=use_legacy)
     assert lse.shape == (2, 64, 2) and lse.transpose(1, 2).is_contiguous()
@@ -66,7 +67,8 @@ def test_sparse_decoding(d, sink, counted, extra, use_legacy):
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("is_all_indices_invalid", [False, True])
 def test_sparse_prefill(d, sink, counted, is_all_indices_invalid):
-    """FlashMLA's `test_flash_mla_sparse_prefill.py`, with the parameters of its `TestParam`."""
+    """As in FlashMLA's `test_flash_mla_sparse_prefill.py`, but smaller. The parameters are named as in its
+    `TestParam`."""
     sizes = {"tokens": 4, "keys": 50, "heads": 64, "top_k": 33, "invalid": 0.2}
     given = PREFILL.arguments(**sizes, d=d, counted=counted, scale=0.5) | {"attn_sink": sink}
     if is_all_indices_invalid:

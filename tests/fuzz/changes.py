@@ -185,7 +185,7 @@ def _empty(rng: random.Random, x: torch.Tensor, device: str) -> Change:
 
 
 def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Write invalid or out-of-range numbers; into byte tensors, random bytes."""
+    """Write invalid or out-of-range numbers. In byte tensors, write random bytes."""
     changed = x.clone()  # clone keeps a cache's strides
     if x.dtype == torch.uint8:
         generator = torch.Generator().manual_seed(rng.randrange(2**32))

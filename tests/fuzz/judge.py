@@ -52,7 +52,7 @@ def _wrong_device(arguments: dict[str, Any], found: list[torch.Tensor]) -> str |
 
 @contextmanager
 def _results_as_promised() -> Iterator[None]:
-    """Raise AssertionError if an op returns other shapes or dtypes than its record allocates."""
+    """Within the block, raise AssertionError if an op returns other shapes or dtypes than `Op.results` promises."""
     run = Op.run
 
     def checked(self: Op, *arguments: Any) -> Any:
@@ -106,7 +106,7 @@ def _not_fully_written(call: Case, plain: dict[str, Any]) -> str | None:
 
 
 class _Uninitialised(TorchDispatchMode):
-    """Fill newly allocated memory with this byte."""
+    """Fill the memory of tensors that are allocated without contents (`torch.empty` and similar) with `byte`."""
 
     def __init__(self, byte: int) -> None:
         super().__init__()

@@ -24,7 +24,8 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random tensors with a seed from torch's generator, so each call returns other numbers."""
+    """Return a maker of random tensors. Its seed comes from torch's generator, so each new maker makes other
+    numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
@@ -56,7 +57,7 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Return one index of every kind outside [0, n)."""
+    """Return indices outside [0, n): below and above the range, adjacent to it and at the ends of int32."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
@@ -75,7 +76,7 @@ def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
     """Check a call whose `out` is some heads of a larger tensor: it has the bits of a call without `out`, and no other
     head is written.
 
-    -> the last larger tensor, filled with NaN
+    -> the larger tensor of the last call, filled with NaN for another call
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

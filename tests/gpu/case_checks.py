@@ -35,7 +35,8 @@ def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], No
 
 
 def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) -> None:
-    """Check offsets of more than 2^31 elements: embed each named argument as the last of `rows` rows, among zeros."""
+    """Check offsets of more than 2^31 elements: replace each named argument by a tensor of `rows` rows, of which the
+    last are the argument and the others are zeros."""
     far, count = dict(given), len(given[names[0]])
     for name in names:
         far[name] = given[name].new_zeros(rows, *given[name].shape[1:])

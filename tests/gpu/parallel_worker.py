@@ -46,11 +46,14 @@ def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = 
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return results of sums of few and many rows: by direct calls, by a replayed CUDA graph, and with rows that the
-    ranks share, through peer copies and through NCCL. Also return counts of wrong numbers."""
+    """Return results of sums of few and many rows: by direct calls, by a replayed CUDA graph, and of rows divided among
+    the ranks (`SharedRows`). Some of the divided rows are summed again with NCCL instead of peer copies. Also return
+    whether one-shot sums and peer copies are available, whether gathered FP8 rows are right, the cases of experts that
+    failed, and counts of wrong numbers."""
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
-    # First: the memory of `peer_copies` has to grow in it. After the larger messages below it would not grow.
+    # This call comes first, because it tests that the memory of `peer_copies` grows. After the larger messages below,
+    # this memory would not grow.
     found["wrong messages"] = wrong_messages(ranks, device)
     for rows in ROWS:
         for dtype in DTYPES:
@@ -71,8 +74,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    # A pass over prompts has about MANY rows. A sum of so many takes about as long as the work that runs at the same
-    # time.
+    # A pass over prompts has about MANY rows. A sum of MANY rows takes about as long as the work that runs at the same
+    # time, so either can end first.
     for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
@@ -133,7 +136,8 @@ def same_experts(
 ) -> bool:
     """Whether `sum_of_experts` has the bits of the ranks' sum of `combine_experts`, in a direct call and in a graph.
 
-    The fused kernel runs for few tokens only. For many tokens `sum_of_experts` computes just this sum.
+    The fused kernel runs for few tokens only. For many tokens `sum_of_experts` itself calls `combine_experts` and the
+    ranks' sum.
     """
     generator = torch.Generator().manual_seed(tokens + ranks.rank)
     y = torch.randn(tokens * chosen, channels, generator=generator).to(dtype).to(device)
@@ -182,7 +186,8 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return the gathered sum over the ranks of x, plus twice `own`: as the shared experts' output and as the residual.
+    """Return the gathered sum of the ranks' x plus two times `own`, which is passed as the shared experts' output and
+    again as the residual.
 
     Between the begin and the end of the sum, the rank computes both addends in new memory. Other work also runs between
     the begin and the end of the gather.
@@ -203,7 +208,7 @@ def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(model: torch.nn.Module, device: torch.device) -> dict:
-    """Return the logits of all tokens, and tokens generated with CUDA graphs, twice, and without."""
+    """Return the logits of all tokens, and the tokens of three generations: two with CUDA graphs, the last without."""
     with torch.inference_mode():
         batch = SequenceBatch.without_cache(LENGTHS, device=device)
         logits = model(torch.tensor(TOKENS, device=device), batch, all_tokens=True)

@@ -195,7 +195,8 @@ def _run_group(
             for tests in pool.map(lambda i: run_in_a_process(str(i), ids[i::shards]), range(shards))
             for test in tests
         ]
-        # Other processes' tests can have used up the GPU's memory. Run the tests that found none again, in one process.
+        # Other processes' tests can have used up the GPU's memory. So the tests that failed for lack of memory run a
+        # second time, in one process.
         lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
         if lacking:
             print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)

@@ -57,7 +57,7 @@ def _label(name: str) -> str:
 
 
 def _implementations(name: str, arch: str) -> str:
-    """Return "kernel" or "PyTorch"; if a module has both, the functions in PyTorch are named."""
+    """Return "kernel" or "PyTorch". If a module has both, also name the functions in PyTorch."""
     if name in receipt.WHOLES:
         return ""
     module = receipt.op_module(name)

@@ -114,8 +114,8 @@ def test_strides_change_no_bit(case, sizes):
     """One tensor argument at a time is a view of a larger tensor, which contains NaN or invalid indices around it."""
     for name, value in given(case, **sizes).items():
         for place, x in tensors(value) if name not in case.written else ():
-            # For leaves only the first pair (wider rows) is tested: copying gradients to other strides is PyTorch's
-            # part.
+            # For leaves only the first pair (wider rows) is tested, because PyTorch, not the op, copies gradients to
+            # other strides.
             for pair in islice(at_other_strides(x.detach()), 1 if x.requires_grad else None):
                 plain, strided = (replaced(value, place, y.requires_grad_(x.requires_grad)) for y in pair)
                 try:

@@ -205,8 +205,8 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
     """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
-    So at the first token that differs, the CPU's logit of its token may be only slightly above its logit of the GPU's
-    token."""
+    So at the first token that differs, the CPU's logit of the CPU's token may be only slightly above the CPU's logit of
+    the GPU's token."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
@@ -299,7 +299,7 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
 
 def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
     """The model has the published FP8 products, and fp32 elsewhere. Every product is compared with the reference's, and
-    the logits with those of the CPU."""
+    the logits are compared with those of the CPU."""
     products = []
 
     def beside_the_reference(op):
@@ -413,8 +413,8 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """With this debug mode PyTorch raises if the host waits for the GPU. The passes have sequences with and without
-    earlier tokens, with more keys than are selected and with fewer."""
+    """With this debug mode PyTorch raises if the host waits for the GPU. Some sequences of the passes have earlier
+    tokens and some have none; some have more keys than are selected and some have fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]

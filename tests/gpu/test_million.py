@@ -34,11 +34,12 @@ def small_stack(name):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, record_error):
-    """Needles are selected in decoding, in a short pass over a prompt, which scores its tokens in parts, and in a long
-    pass, which selects keys while it scores them and writes no scores.
+    """Needles are selected in three kinds of passes: decoding, a short pass over a prompt, which scores its tokens in
+    parts, and a long pass, which selects keys while it scores them and writes no scores.
 
-    Scores differ from fp32 by about 5e-4 of their root mean square, and a few by six times as much. The reason is that
-    tensor cores add FP8 products with fewer bits than fp32 has, and a prompt's scores are accumulated in fp16.
+    Scores differ from fp32 by about 5e-4 of their root mean square, and a few scores differ by six times as much. The
+    reason is that tensor cores add FP8 products with fewer bits than fp32 has, and a prompt's scores are accumulated in
+    fp16.
     """
     model = small_stack(name)
     hay = Haystack(model, TOKENS, "cuda")

@@ -44,10 +44,10 @@ def ended(case, folder, ranks=2):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums(folder, ranks):
-    """Sums are in the order of the ranks, rounded once, with the same bits on all ranks.
+    """Sums are in the order of the ranks, are rounded once, and have the same bits on all ranks.
 
-    They are computed through symmetric memory, in a CUDA graph, and with rows shared among the ranks through copies and
-    through NCCL, directly and at the same time as other work.
+    This holds for direct sums through symmetric memory, for sums in a CUDA graph, and for rows divided among the ranks.
+    Sums of divided rows also run at the same time as other work, with peer copies and with NCCL.
     """
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")

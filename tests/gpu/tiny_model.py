@@ -43,8 +43,8 @@ PREFILL_OPS = {
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
 # Limit of calc_diff of the logits. For comparison: with the same choices, the references in bf16 differ from the
-# references in fp32 by 1e-4, and with FP8 pages by 6e-4. This is the effect of rounding between the layers, and the
-# kernels change some of these roundings.
+# references in fp32 by 1e-4, and the references with FP8 pages differ by 6e-4. This is the effect of rounding between
+# the layers, and the kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
 # Two logits whose gap is below this can change places within that tolerance. The logits' standard deviation is 2.
 NEAR_TIE = 0.25

@@ -14,8 +14,8 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 def counted(compile_function=ORIGINAL):
-    """Return (the FP8 cast's cached compile function with an empty cache, as in a new process, the list of the
-    arguments that it compiles)."""
+    """Return (function, list). The function is the FP8 cast's cached compile function, whose cache is empty as in a new
+    process. The list gets the arguments for which the function compiles."""
     compiled = []
 
     @functools.wraps(ORIGINAL)
@@ -27,7 +27,7 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """Return the arguments that a new process compiles for these calls."""
+    """Return the arguments for which a new process compiles if it makes these calls."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))

@@ -134,9 +134,9 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """Return a key of the source of a family and of dsa/cute, and of the compiler's options. Kernels import nothing
-    else of this project. Comments and docstrings do not affect the key, so rewording them needs no compiler and no
-    GPU."""
+    """Return a key that depends on the source of the family, the source of dsa/cute, and the compiler's options.
+    Kernels import nothing else of this project. Comments and docstrings do not affect the key, so rewording them needs
+    no compiler and no GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
     digest = hashlib.sha256(OPTIONS.encode())
@@ -178,7 +178,8 @@ def changed_families() -> list[str]:
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Return {family: digests of its variants as they compile now}. Uses all cores and the compile cache."""
+    """Return {family: digests of its variants as they compile now}. The compilation uses all cores and the compile
+    cache."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build

@@ -38,9 +38,9 @@ def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """Return some variants of a compile function: one of up to 63, two of 64 to 143, three of 144 and so on. These are
-    the variants with the lowest hashes of commit and arguments. So all tests of one commit get the same variants, and a
-    new variant replaces at most one of them."""
+    """Return some variants of a compile function: one if the function has up to 63 variants, two for 64 to 143
+    variants, three from 144 variants on, and so on. These are the variants with the lowest hashes of commit and
+    arguments. So all tests of one commit get the same variants, and a new variant replaces at most one of them."""
     count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 

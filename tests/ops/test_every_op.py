@@ -22,7 +22,7 @@ by_call = pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 OUTPUTS = {"out", "k", "k_scale"}
 # Ops whose gradients come from kernels. The files of these ops test them.
 OWN_GRADIENTS = ("rms_norm", "apply_rotary")
-# Functions in plain PyTorch that read contents of tensors on the host, so that they are not one graph.
+# Functions in plain PyTorch that read contents of tensors on the host, so torch.compile cannot make one graph of them.
 NOT_ONE_GRAPH = {"compress_kv", "fp4_block_scales", "widen_fp4", "mqa_logits"}
 
 

@@ -145,7 +145,7 @@ def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launche
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in REFUSED], ids=lambda call: call.name)
 def test_rows_that_kernels_can_read_are_not_copied(call, launches):
     """The rows are slices of a wider tensor with a stride that is a multiple of 16 bytes. Kernels that need contiguous
-    tensors refuse such rows, which is allowed."""
+    tensors refuse these slices, which is allowed."""
     for called, name, _, x in parts(call.arguments()):
         if called != name or called not in REFUSED[call.name].aligned.split() or x.dim() < 2:
             continue
@@ -184,8 +184,8 @@ SINGLE = {
 
 
 def single(x: Any) -> Any:
-    """Return the first row of x with arbitrary strides, which are not multiples of 16 bytes, in dimensions of size
-    1."""
+    """Return the first row of x. Its dimensions of size 1 have arbitrary strides, which are not multiples of 16
+    bytes."""
     if isinstance(x, list):
         return list(map(single, x))
     odd = torch.empty(x[:1].numel() + 7, dtype=x.dtype)[: x[:1].numel()].view(x[:1].shape).copy_(x[:1])

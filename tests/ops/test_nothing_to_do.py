@@ -8,10 +8,10 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import same_bits
 
-# (name of a call, {dimension: names of the arguments that are empty in it}, other changed arguments).
 NO_BOUNDS = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}
 NO_QUERIES, NO_KEYS = {"cu_seqlens_q": NO_BOUNDS["cu_seqlens_q"]}, {"cu_seqlens_k": NO_BOUNDS["cu_seqlens_k"]}
 NO_TOKENS = torch.zeros(3, dtype=torch.int32)
+# (name of a call, {dimension: names of the arguments whose size is 0 in this dimension}, other changed arguments).
 EMPTY: list[tuple[str, dict[int, str], dict[str, Any]]] = [
     ("write_indexer_cache", {0: "k k_scale slots"}, {}),
     ("write_indexer_cache", {0: "cache"}, {"slots": torch.full((3,), -1)}),

@@ -62,8 +62,8 @@ def test_only_dense_tensors(call):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_of_inference_mode(call):
-    """Ops read such tensors everywhere, and write to them only in inference mode. Otherwise they raise an error before
-    they write to any tensor."""
+    """Ops read tensors made in inference mode everywhere, but write to them only in inference mode. Outside it, they
+    raise an error before they write to any tensor."""
     expected = call.results(call.arguments())
     for name, value in call.arguments().items():
         for place, x in tensors(value):

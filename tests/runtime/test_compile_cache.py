@@ -166,7 +166,8 @@ def test_a_file_system_without_locks(directory, monkeypatch):
 
 
 def test_code_that_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
-    """The key may come from the files before the edit, and the code from the files after it."""
+    """The key can come from the files before the edit although the code comes from the files after the edit. A later
+    process would then load wrong code."""
     monkeypatch.setattr(compile_cache, "key_on_disk", lambda module: "another key")
     get, compiled = counted()
     with pytest.warns(RuntimeWarning, match="sources of dsa have changed since this process began"):
@@ -213,8 +214,8 @@ print("child:", os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.mark.slow
 def test_a_fork_while_a_thread_compiles(tmp_path):
-    """The child can take the compile lock, and the file lock is released when the parent's compilation ends, although
-    the child has a copy of its descriptor."""
+    """The child can take the compile lock, although a thread of the parent held this lock during the fork. The file
+    lock is released when the parent's compilation ends, although the child has a copy of the lock file's descriptor."""
     command = [sys.executable, "-c", FORK, str(tmp_path / "kernel.lock")]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
     assert printed == "file lock: free\nchild: 0\n"

@@ -86,8 +86,8 @@ def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, m
 
 
 def swapped(directory, **files):
-    """Replace the cache's folder by another folder with these files, as a user could who may rename entries of the
-    parent folder."""
+    """Replace the cache's folder by another folder with these files. A user who may rename entries of the parent folder
+    could do this."""
     directory.rename(directory.with_name("ours"))
     directory.mkdir()
     for name, content in files.items():

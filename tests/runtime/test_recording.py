@@ -32,8 +32,8 @@ def tensors_of(nested):
 
 
 def assert_replayed(call, first, other):
-    """Assert that the steps recorded with the arguments `first` do the same with the arguments other() as the call:
-    equal results and equal changes of arguments."""
+    """Record `call` with the arguments `first`, and replay the steps with the arguments other(). Assert that the
+    results and the changes of arguments equal those of call(*other())."""
     _, steps = record(call, first)
     given, expected = other(), other()
     got, want = steps(*given), call(*expected)
@@ -43,7 +43,7 @@ def assert_replayed(call, first, other):
 
 
 def added_to(compute, by=1):
-    """Return a call that launches the kernel on the result of `compute`, and returns the result."""
+    """Return a function that calls `compute`, launches `add` on the result of `compute`, and returns this result."""
 
     def call(*arguments):
         out = compute(*arguments)

@@ -52,7 +52,8 @@ def test_every_pass_is_right(sizes, kind, dtype, record_error):
 
 @by_kind
 def test_one_token_takes_all_the_weight(kind):
-    """One token's gate is so large that all other softmax weights underflow to 0."""
+    """One token's gate is so large that all other softmax weights underflow to 0. Without subtraction of the largest
+    gate, its exponential would be infinite."""
     m = kind["m"]
     given = CASE.arguments("cuda", lengths=[2 * m], starts=[0], dtype=torch.float32, **kind)
     given["gate"].zero_()
@@ -92,7 +93,8 @@ def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[5]], ids=str)
 def test_a_graph_follows_new_positions(kind):
-    """With single tokens, the starts decide whether the same launch ends a block."""
+    """Each sequence has one new token, and `starts` decides whether this token completes a block. So a graph that kept
+    the captured starts would write entries for wrong tokens."""
     held, *renewals = (
         CASE.arguments("cuda", step, lengths=[1] * 5, starts=[step + start for start in (5, 1, 2, 3, 4)], **kind)
         for step in range(10)

@@ -31,8 +31,8 @@ def call(table, bounds, lengths, num_tokens, page_size, ratio=1, ring=False):
     )
 )
 def test_tokens_of_sequences_are_right(sizes, options):
-    """The sequences are chunks or whole, some are empty, some have missing pages. In the last call lengths are 100 too
-    small, so that some sequences have more new tokens than their length."""
+    """The new tokens are chunks of sequences or whole sequences; some sequences are empty, and some lack pages. In the
+    last call lengths are 100 too small, so that some sequences have more new tokens than their length."""
     for case in (CASE, ALL):
         checked(case, case.arguments("cuda", **sizes, **options))
     given = CASE.arguments("cuda", **sizes, **options)

@@ -29,7 +29,7 @@ PREFILL, DECODE = PREFILL_TOLERANCES[0], SPARSE_TOLERANCES[0]
 BESIDE = {"abs_tol": 4e-3, "rel_tol": 4.02 / 128, "cos_tol": 2e-5}
 LSE = {"abs_tol": 1e-5, "rel_tol": 8.01 / 65536}
 MAX_DIFF = 5e-6  # limit of calc_diff of index scores
-RECALL = 0.98  # least fraction of selected keys that SGLang's selection, which is not exact, must share
+RECALL = 0.98  # SGLang's selection is not exact, but must contain at least this fraction of our keys
 HEADS = [8, 16, 32, 64, 128]
 
 
@@ -85,8 +85,8 @@ def seen(scores, ends, starts=None):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("columns", [0, 8192])
 def test_prefill_scores(heads, columns, record_error):
-    """columns = 0: each query has a range of keys. columns > 0: all ranges begin at key 0, and the result has
-    max_seqlen_k = columns columns, as for DeepSeek-V4."""
+    """With columns = 0 each query has a range of keys. Otherwise all ranges begin at key 0 and max_seqlen_k is
+    `columns`, so the result has this many columns, as for DeepSeek-V4."""
     queries, keys = 700, 8192 if columns else 5000
     k, k_scale = batches.index_keys(keys, DEVICE)
     q, weights = normal(queries, heads, 128).to(E4M3), normal(queries, heads)
@@ -189,8 +189,8 @@ def test_selection_of_decoding():
 
 @pytest.mark.parametrize("k", [16, 2048])
 def test_selection_of_prefill(k):
-    """Compare the selected positions, columns and slots of several sequences with formulas in Python, and the columns
-    also with SGLang's kernel."""
+    """Compare the selected positions, columns and slots of several sequences with formulas in Python. Also compare the
+    columns with those that SGLang's kernel selects."""
     scale = 1 if k == 16 else 100
     prefixes, sizes = [0, 30 * scale, 0, 5 * scale], [9, 30 * scale + 40, 0, 5 * scale + 7]
     logits, lengths, starts, metadata, expected = batches.prefill_metadata(prefixes, sizes, DEVICE)
@@ -211,8 +211,8 @@ def test_selection_of_prefill(k):
 
 
 def test_columns_of_a_long_prompt():
-    """The adapter maps positions to columns by a block table whose row b is b, b + 1, and so on. It has a row per
-    column of the scores. The rows overlap in memory; counted separately they have more than 2^31 numbers."""
+    """The adapter maps positions to columns by a block table whose row b is b, b + 1, and so on. The table has a row
+    per column of the scores. Its rows overlap in memory; without overlap they would have more than 2^31 numbers."""
     logits, starts = normal(300, 70_000), int32([50_000] * 300)
     lengths = torch.arange(1, 301, dtype=INT32, device=DEVICE) * 60
     got = adapters.topk_ragged(logits, lengths, 2048, starts, starts)
@@ -287,7 +287,7 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    # Batch-invariant decoding with and without counts: equal bits for queries whose count is all 2048 keys.
+    # Batch-invariant decoding with counts and without counts gives equal bits for queries whose count is all 2048 keys.
     assert torch.equal(outs[1][0][1:], outs[3][0][1:])
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()

@@ -229,7 +229,7 @@ def test_v4_attention(heads, entries_page, record_error):
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_prompts(heads, record_error):
     """The keys are in a workspace like the engine's, whose unused rows contain NaN. Indices after a row's count are far
-    outside it."""
+    outside the workspace, so a kernel that read their keys would fail."""
     tokens, k, rows, scale = 40, 640, 2000, 512**-0.5
     kv = torch.full((2, rows, 512), torch.nan, device=DEVICE).bfloat16()
     kv[:, : rows // 2] = latent(2, rows // 2, 512)

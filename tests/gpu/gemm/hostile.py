@@ -1,7 +1,7 @@
 """Helpers for tests of grouped products with invalid `ends`, invalid row numbers, or unused rows.
 
 Unused rows are rows from the last end on, which belong to no matrix. A process with only some of a model's experts has
-such rows. Their contents affect no result, and no kernel writes results for them.
+unused rows. Their contents affect no result, and no kernel writes results for them.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def ends_of(sizes):
 
 
 def name(value):
-    """Return a parameter's id: for a long list its length and sum."""
+    """Return a parameter's id. The id of a long list consists of the list's length and sum."""
     return f"{len(value)} of {sum(value)}" if isinstance(value, list) and len(value) > 8 else str(value)[:80]
 
 
@@ -56,8 +56,8 @@ def rows_of(x, rows):
 
 
 def rows_of_matrices(*more_sizes):
-    """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows): the entries of ENDS, and SIZES and
-    `more_sizes` with 300 unused rows."""
+    """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows): first the entries of ENDS, for 64
+    rows, then the sizes in SIZES and `more_sizes`, each followed by 300 unused rows."""
     cases = [(ends, rows, 64) for ends, rows in ENDS]
     for sizes in (*SIZES, *more_sizes):
         ends = list(itertools.accumulate(sizes))

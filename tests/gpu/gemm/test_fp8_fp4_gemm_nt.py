@@ -19,7 +19,8 @@ from tests.gpu.gemm.launches import write_fp4
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
 # The small-M kernel gathers rows of a; the other kernel reads a gathered copy.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
-# Rows per matrix. For tiles of every height, the last tile of a matrix is full, or has one row, or a warp has one row.
+# Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
+# a last tile in which a warp has one row.
 TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
 
 

@@ -30,7 +30,8 @@ LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (2
 # (N, K) of a rank's part of a layer under tensor parallelism, K being the rank's columns of the weight: the output
 # projection of V3.2 on 4 and 8 GPUs and of V4-Flash on 2, shared experts on 8 and 2 GPUs; and two small sizes.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
-# Rows per matrix. For tiles of every height, the last tile of a matrix is full, or has one row, or a warp has one row.
+# Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
+# a last tile in which a warp has one row.
 TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
 # ONE_MATRIX: (function that launches, config). KINDS, for several matrices: (config, whether rows are gathered, whether
 # scheduling is dynamic).
@@ -159,8 +160,8 @@ def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, count, columns, channels, out_dtype):
-    """The calls have valid and invalid ends and row numbers, rows in order and gathered, weights or none, static and
-    dynamic scheduling, and several numbers of CTAs."""
+    """Ends and row numbers are valid or invalid, rows are in order or gathered, products are weighted or not, and
+    scheduling is static or dynamic. The calls use several numbers of CTAs."""
     a, b = operands(count, columns, channels, len(ends))
 
     def product(own, matrix, weights):

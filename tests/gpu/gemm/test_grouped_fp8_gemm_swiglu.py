@@ -17,7 +17,8 @@ from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Rows per matrix. For tiles of both heights, the last tile of a matrix is full, or has one row, or a warp has one row.
+# Rows per matrix. For both tile heights, one matrix has a full last tile, another a last tile of one row, and another
+# a last tile in which a warp has one row.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
 # (config, whether rows are gathered, whether scheduling is dynamic)
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
@@ -102,8 +103,8 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
     ("case", "count", "inner"), [(FP8, 300, 128), (FP8, 2000, 128), (FP4, 2000, 2048)], ids=["few", "many", "FP4"]
 )
 def test_a_graph_follows_new_ends(case, count, inner):
-    """few: the fused kernel. many: dynamic scheduling, for which each replay must zero the tile counter. FP4: a product
-    followed by a cast."""
+    """The case "few" runs the fused kernel. The case "many" has dynamic scheduling, for which each replay must zero the
+    tile counter. The case "FP4" runs a product followed by a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
     # With FP4 weights the graph's memory pool also holds the product. It can reuse the memory of the results, so unused

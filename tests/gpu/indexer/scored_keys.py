@@ -54,7 +54,7 @@ def packed(lengths):
 
 
 def any_numbers(keys):
-    """Return (starts, ends) of every pair of hostile numbers."""
+    """Return (starts, ends) with every pair of these numbers: extreme ones, and ones near 0 and near `keys`."""
     return zip(*product([INT_MIN, INT_MAX, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30], repeat=2))
 
 

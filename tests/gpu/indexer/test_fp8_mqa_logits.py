@@ -38,7 +38,7 @@ class TestKeysInOnePiece(KeysInOnePiece):
 
 @accumulated
 def test_what_is_not_finite_stays_where_it_is(accumulators):
-    """A NaN key or scale affects only its column, a NaN or infinite query or weight only its row."""
+    """A NaN key or scale affects only its column. A NaN or infinite query or weight affects only its row."""
     given = arguments(20, 200, accumulators)
     q, (k, scale), weights = given["q"], given["kv"], given["weights"]
     finite = dsa.fp8_mqa_logits(**given).clone()

@@ -45,8 +45,8 @@ def test_scores_beyond_2_to_the_31():
 
 @by_kind
 def test_what_is_not_finite_stays_where_it_is(kind):
-    """A NaN key or scale affects only its column of its sequence's rows. A NaN or infinite query or weight affects only
-    its row."""
+    """A NaN key or scale affects only the key's column, and only in the rows of the key's sequence. A NaN or infinite
+    query or weight affects only its row."""
     given, next_n = OP.pages((200,) * 5, kind), kind[0]
     given["context_lens"] = int32([[200] * next_n] * 5)
     cache, weights = given["kv_cache"], given["weights"]
@@ -112,8 +112,8 @@ def test_contiguous_keys_have_the_same_bits(kind):
 
 @pytest.mark.parametrize("next_n", [3, 4])
 def test_fp16_accumulation_of_rows_of_any_size(next_n):
-    """Queries differ in magnitude by head, weights by row. The kernel scales each row by the row's own factor, so a
-    wrong factor would show."""
+    """The magnitude of queries varies from head to head, and that of weights varies from row to row. The kernel scales
+    each row by the row's own factor, so a wrong factor would show."""
     given = OP.pages((500, 70), (next_n, FP16))
     powers = torch.exp2(torch.randint(-5, 8, (2, next_n, 64, 1), device="cuda").float())
     q = torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers

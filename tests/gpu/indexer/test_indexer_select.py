@@ -55,8 +55,8 @@ def test_more_blocks_than_sms(longest, accumulators):
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """If there is at most one block per two SMs, two CTAs share each block. Larger numbers of blocks include those that
-    do not divide evenly among the SMs."""
+    """If there is at most one block per two SMs, two CTAs compute each block together. Larger numbers of blocks include
+    those that do not divide evenly among the SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1

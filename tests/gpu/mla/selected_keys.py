@@ -173,7 +173,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """`out` is a part of a larger tensor. For queries without keys, zeros are written to it."""
+        """`out` is a part of a larger tensor. For queries without keys the op writes zeros to `out`."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

@@ -1,5 +1,6 @@
-"""flash_mla_sparse_fwd on the GPU with few heads, where the kernels compute groups of adjacent queries that share keys
-together: which groups selection_union_sm90.py chooses, the unions that it lists, and the results."""
+"""flash_mla_sparse_fwd on the GPU with few heads, where the kernels compute a group of adjacent queries together if
+they have many keys in common. The tests check which groups selection_union_sm90.py chooses, the unions that it lists,
+and the results."""
 
 import pytest
 import torch
@@ -163,7 +164,8 @@ def test_queries_and_keys_of_any_number_are_right(op, queries, k, record_error):
 
 @pytest.mark.parametrize("pool", [700, 800, 1200, 3000])
 def test_queries_with_more_and_with_less_in_common_are_right(op, pool, record_error):
-    """Adjacent queries share all, many, few or nearly no keys: first all queries, then only some of them."""
+    """`pool` decides whether adjacent queries have all, many, few or nearly no keys in common. In the first call this
+    holds for all queries, in the second call for the last 80 queries."""
     op.checked(op.inputs(61, 3000, 700, pool=pool), record_error)
     given = op.inputs(200, 3000, 700)
     given["indices"][40:77] = 2 * distinct(37, 3000, 700)[:, None]

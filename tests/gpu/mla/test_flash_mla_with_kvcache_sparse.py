@@ -234,7 +234,7 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
-    """The number of queries decides how many heads a CTA computes. The bits must not depend on it."""
+    """The number of queries decides how many heads a CTA computes. The bits must not depend on this number of heads."""
     given = inputs(layout, 300, 1, heads, k, 1000, invalid=0.0)
     parts = [slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)]
     assert_rows_stand_alone(CASE.run, given, ("q", "indices"), parts)

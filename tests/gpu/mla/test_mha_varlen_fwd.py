@@ -117,7 +117,8 @@ def test_all_bits_are_no_selection(dims):
 
 @by_dims
 def test_a_query_depends_on_no_other(dims):
-    """Compute a sequence alone, and its last queries as a chunk after a prefix."""
+    """Compute a sequence alone, and its last queries as a chunk after a prefix. The results must have the bits of the
+    call with all sequences."""
     given = call(dims, 4, 2, [300, 700], [300, 700], top_k=200)
     out, lse = CASE.run(given)
     for first in (300, 301, 555, 999):

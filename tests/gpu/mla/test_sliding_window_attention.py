@@ -56,7 +56,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """Use about as many queries as the 132 SMs, and more, with V4's sizes."""
+    """Use V4's sizes, with about as many queries as the 132 SMs and with more queries."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     checked(case, inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes), record_error)
 
@@ -141,7 +141,8 @@ def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, 
 @pytest.mark.parametrize("heads", [16, 128])
 @by_op
 def test_a_graph_takes_new_bounds(case, heads, record_error):
-    """At first all bounds are 0."""
+    """The captured call has bounds of 0, so a graph that kept these bounds would give every query the result of a query
+    without keys."""
 
     def fresh(seed, queries=200, keys=900):
         bounds = (int32(torch.randint(0, most + 1, (9,)).sort().values) for most in (queries, keys))

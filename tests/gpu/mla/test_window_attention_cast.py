@@ -72,7 +72,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("length", [131, 133, 3000])
 def test_a_chunk_has_the_same_bits(length, heads):
-    """Use about as many queries as the 132 SMs, and more, with V4's sizes."""
+    """Use V4's sizes, with about as many queries as the 132 SMs and with more queries."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
     check(given)
     assert_equal(CASE.run(given | {"window_indices": window_list(given)}), apart(given))

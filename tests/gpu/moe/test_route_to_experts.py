@@ -75,8 +75,8 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
 
 @pytest.mark.parametrize("channels", [2080, 4096, 7168])
 def test_a_token_does_not_depend_on_the_others(channels):
-    """Each of `parts` is (first token, number of tokens) of a smaller call. The numbers select every tile, and the
-    first tokens put a token at different positions in a tile."""
+    """Each of `parts` is (first token, number of tokens) of a smaller call. The numbers of tokens select every tile.
+    The first tokens vary, so a token has different positions in a tile."""
     parts = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (31, 33), (1, 63)]
     check_rows_alone(lambda given: CASE.run(given)[:2], gaussian(64, channels, VARIANTS[0]), ("x",), parts)
 

@@ -59,8 +59,9 @@ def test_every_size_is_right(sizes, record_error):
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_together, record_error):
     """PyTorch's flash attention computes the gradients, for all four heads at once, or with MOST_NUMBERS patched so
-    that at most three heads fit into a call. It then takes 3, 2 and 2 heads: a multiple of the heads that share keys,
-    or a divisor of their number. For 576 channels the backward pass of sparse MLA attention computes the gradients."""
+    that at most three heads fit into a call. In the cases with 4, 2 and 1 KV heads, a call then gets 3, 2 and 2 heads:
+    a multiple of the number of heads that share keys, or a divisor of this number if it exceeds three. For 576 channels
+    the backward pass of sparse MLA attention computes the gradients."""
     if most_together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (most_together + 1) * (261 + 512) * dims[0])
     sizes = {"lengths": ((200, 200), (60, 130), (1, 1)), "key_heads": key_heads, "dims": dims, "leaves": ATTENTION}
@@ -166,7 +167,8 @@ def test_nan_of_a_key_without_attention_reaches_its_queries(index):
 
 
 def test_a_sequence_longer_than_said_is_nan():
-    """The other sequences are unchanged."""
+    """max_seqlen_q and max_seqlen_k are less than the length of the first sequence. So the losses of its later tokens
+    are NaN, and the gradients of their q are 0. The second sequence has the usual results."""
     given = arguments(((300, 300), (128, 128)), leaves=("q", *INDEXER))
     short = given | {"max_seqlen_q": 128, "max_seqlen_k": 128}
     (out, _, *whole), (got_out, _, *got) = CASE.results(given), CASE.results(short)

@@ -21,7 +21,7 @@ def test_sass(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
     assert_counts(sass, LDG=config.vectors * (1 + weights), STG=config.vectors, BAR=config.lanes > WARP)
-    # 80 registers allow 768 threads per SM, 128 registers (for the longest rows) 512.
+    # 80 registers allow 768 threads per SM. 128 registers, for the longest rows, allow 512.
     assert sass.registers <= (80 if config.threads < 512 else 128)
 
 
@@ -29,7 +29,7 @@ def test_sass(sass, arguments):
 def test_sass_with_rope(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
-    # Per vector, one load of cosines and one of sines: four angles each, or two each for fp32 rows.
+    # Per vector there is one load of cosines and one of sines. Each loads four angles, or two for fp32 rows.
     assert_counts(sass, LDG=config.vectors * (3 + weights), STG=config.vectors, BAR=0)
     # A CTA has 128 threads: 128 registers allow four CTAs per SM. V4's query heads have two vectors per lane; for them
     # 64 registers allow eight CTAs.
@@ -88,7 +88,8 @@ def test_every_row_length_has_a_configuration(dtype):
 
 @by_dtype
 def test_fused_norms_have_the_configuration_of_the_plain_norm(dtype):
-    """Equal configurations give equal bits."""
+    """With another configuration, a fused norm would add in another order and could differ from the plain norm in the
+    last bit."""
     for channels in range(256, limits.MAX_NORM_CAST_CHANNELS[dtype] + 1, 128):
         assert kernels.choose_config(dtype, channels, kernels.CAST_CONFIGS) == kernels.choose_config(dtype, channels)
     assert kernels.choose_config(dtype, 128, kernels.CAST_CONFIGS) == kernels.CAST_CONFIGS[0]

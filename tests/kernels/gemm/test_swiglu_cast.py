@@ -15,8 +15,8 @@ def test_sass(sass, compile_function, arguments):
     assert_counts(sass, LDG=loads + of_matrices, STG=(2 if ragged else 1) + 1)
     # One exponential and one reciprocal per element, and those for the group's scale.
     assert sass.instructions["MUFU"] <= 2 * kernels.CHANNELS + (1 if use_ue8m0 else 5)
-    # Per element: an SM can issue 34 instructions of a thread in the time in which it loads the element's two 16-bit
-    # operands.
+    # In the time in which an SM loads an element's two 16-bit operands, it can issue 34 instructions of a thread. So
+    # few more instructions per element cost little time.
     assert sum(sass.instructions.values()) <= 36 * kernels.CHANNELS
     assert sass.registers <= 48  # allows 40 warps per SM
     assert 48 * kernels.THREADS * kernels.RESIDENT <= 65536

@@ -38,7 +38,8 @@ def test_the_cast_changes_the_epilogue_only(sass, arguments):
     dtype, lists, _ = arguments
     plain = sass_of(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False)
     # A row's group of 128 channels is in four lanes, so two shuffles find its largest magnitude. A lane has two groups
-    # of each of two rows: 8 shuffles. Four more broadcast the factors of these groups from one lane each.
+    # in each of two rows, which makes 8 shuffles. Four more shuffles broadcast the factors of these groups, each from
+    # one lane.
     assert_counts(sass, **counts_of(plain, "HGMMA", "LDGSTS", "LDSM"), SHFL=plain.instructions["SHFL"] + 12)
 
 

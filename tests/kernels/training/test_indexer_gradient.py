@@ -18,7 +18,7 @@ def test_scores(sass, arguments):
 @shipped(indexer_query_grad_sm90.compile_indexer_query_grad)
 def test_query_grad(sass, arguments):
     heads, _, config = arguments
-    # For each half of a tile of 128 keys: 4 wgmma and a start per block of 64 (query, head) rows, and one wait for all
+    # Each half of a tile of 128 keys has 4 wgmma and one start per block of 64 (query, head) rows, and one wait for all
     # blocks.
     assert_counts(sass, HGMMA=2 * config.blocks * 4, WARPGROUP=2 * (config.blocks + 1))
     # One bulk copy per key tile loads dI of a work tile's queries. So the queries must lie in one half of the score
@@ -28,5 +28,6 @@ def test_query_grad(sass, arguments):
 
 @shipped(indexer_key_grad_sm90.compile_indexer_key_grad)
 def test_key_grad(sass):
-    # Code for 64 and for 128 keys: 4 wgmma and a start per 64 keys, and one wait for all of them.
+    # The kernel contains code for 64 keys and code for 128 keys. Each has 4 wgmma and one start per 64 keys, and one
+    # wait.
     assert_counts(sass, HGMMA=4 + 8, WARPGROUP=2 + 3)

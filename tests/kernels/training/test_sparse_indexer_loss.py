@@ -30,7 +30,7 @@ def test_target_sass(sass, arguments):
 def test_grad_sass(sass, arguments):
     channels, fixed = arguments
     # Products: the query warpgroup computes heads x keys and dq, a key warpgroup computes keys x heads and dk. Fences:
-    # for the keys of each, for the weighted queries, and for the mbarriers.
+    # one for the keys of each warpgroup, one for the weighted queries, and one for the mbarriers.
     assert_counts(sass, HGMMA=2 * (channels + TILE) // K16, FENCE=4)
     # A lane adds its numbers of two rows to dk: by vector reductions of four fp32 numbers, or one 64-bit integer at a
     # time (fixed).

@@ -211,7 +211,8 @@ def test_swiglu_of_nothing(name, named_launches):
 
 
 def test_without_weights_no_row_belongs_to_an_expert(named_launches):
-    """So the cast that runs is the one that does not read ends."""
+    """A grouped cast would read the last of `ends`, which is empty here. So the op runs the cast that does not read
+    `ends`."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)
     none = torch.zeros(0, dtype=torch.int32)

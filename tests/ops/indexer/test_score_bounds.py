@@ -60,8 +60,8 @@ def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
 @pytest.mark.parametrize("accumulators", OF_TERMS)
 @pytest.mark.parametrize(("heads", "dim"), SIZES)
 def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
-    """One score of typical magnitude is wrong, in a matrix so large that calc_diff does not notice. Or a key that its
-    query does not see has a finite score."""
+    """Either one score of typical magnitude is wrong, in a matrix so large that calc_diff does not notice, or one key
+    has a finite score although its query does not see the key."""
     _, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
     at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()

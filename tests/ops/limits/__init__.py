@@ -1,6 +1,8 @@
-"""Arguments that kernels do not accept although the specs allow them, and wrong combinations of an op's arguments, one
-module per family: (name of a valid call, function from the call's arguments to the changed ones, error message)
-each."""
+"""Arguments that kernels do not accept although the specs allow them, and wrong combinations of an op's arguments.
+
+Each family has a module with a list LIMITS of (name of a valid call, function from the call's arguments to the changed
+arguments, error message).
+"""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Limits of the indexer's training."""
+"""Limits of the training ops."""
 
 import math
 

@@ -59,7 +59,7 @@ def test_queries_of_many_keys_are_split_and_combined_unless_they_are_batch_invar
     DECODE.run(given)
     (name, variant, arguments), (end, _, end_arguments) = named_launches
     assert (name, end, variant) == ("sparse_mla_fp8_kv", "sparse_mla_combine", (576, 16, 1))
-    # Six queries of ten tiles are divided among 30 CTAs with two tiles each.
+    # Six queries have ten tiles each. The tiles are divided among 30 CTAs, so each CTA has two tiles.
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
     named_launches.clear()
     DECODE.run(given | {"enable_batch_invariant": True})

@@ -114,8 +114,8 @@ WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False
 
 @pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
 def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
-    """With equal lengths, no sequence is split if the most tiles that the plan gives a part are enough for `batch /
-    parts` whole sequences, rounded up."""
+    """With equal lengths, no sequence is split if the largest number of tiles that the plan gives to a part is enough
+    for ceil(batch / parts) whole sequences."""
     monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
     parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
     assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)
@@ -131,9 +131,10 @@ SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The capacity of the block table determines the number of parts: one per tile for few tiles, at most half of the
-    CTAs up to HALVED tiles per part, and all CTAs for more. Clusters are not used while a part has few tiles. A plan
-    for unknown lengths has all parts."""
+    """The capacity of the block table, in key tiles, determines the number of parts. At most 66 parts are possible. If
+    the capacity is at most HALVED tiles for each of these, there is a part per tile, but there are at most 33 parts.
+    For a larger capacity there are 66 parts. Clusters are not used while a part has few tiles. A plan for unknown
+    lengths has 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches

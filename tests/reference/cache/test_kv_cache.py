@@ -90,7 +90,8 @@ EXACT = 1 + 2.0**-8 + 2.0**-20
 
 @pytest.mark.parametrize(("dtype", "expected"), [(F32, EXACT), (F16, 1 + 2.0**-8), (BF16, 1 + 2.0**-7)])
 def test_reads_are_rounded_once(dtype, expected):
-    """1 + 2^-8 + 2^-20 rounds up in bf16; through fp16 it would be a tie, and round down."""
+    """In bf16, 1 + 2^-8 + 2^-20 rounds up. If it were rounded to fp16 first, it would be a tie in bf16 and round
+    down."""
     cache = zeros(1, 1, 1, 656, dtype=BYTE)
     cache[0, 0, 0, 0], cache[0, 0, 0, 512:516] = 0x38, torch.tensor([EXACT]).view(BYTE)
     got = read_kv_cache(cache, torch.tensor([[0, -1]]), dtype=dtype)

@@ -28,7 +28,7 @@ def test_all_codes_at_all_offsets():
 
 
 def test_every_block_has_its_scale():
-    codes = random_codes(300, 320)  # 3 x 3 blocks, the last of 44 rows and 2 groups
+    codes = random_codes(300, 320)  # 3 x 3 blocks; the last have 44 rows, or 2 groups per row
     blocks = torch.tensor([[0, 40, -40], [90, -90, 7], [-60, 60, 1]])
     exponents = blocks.repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)[:, :10]
     exponents = exponents + torch.randint(-14, 1, exponents.shape, generator=torch.Generator().manual_seed(2))

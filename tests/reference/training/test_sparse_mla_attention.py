@@ -60,7 +60,7 @@ def test_an_infinite_sink_has_a_gradient(sink):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
 def test_a_sink_far_below_the_keys_has_its_full_gradient(above, dtype):
-    """The LSE of the keys is `above` above the sink. The sink's probability, about e^-above, is too small to be
+    """The LSE of the keys exceeds the sink by `above`. The sink's probability, about e^-above, is too small to be
     computed as 1 - sum_j p_j."""
     given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
     plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
