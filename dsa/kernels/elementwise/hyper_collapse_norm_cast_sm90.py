@@ -9,8 +9,8 @@ Plan
   times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel, one after
   the other.
 - One extra warp computes post and comb, one token per lane. This warp loads mix, base and scale before the mean square
-  is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps, each with four independent reciprocals. The
-  chain takes longer than x, norm and cast, which the other warps compute meanwhile.
+  is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps after the softmax. Each step has four
+  independent reciprocals. The chain takes longer than x, norm and cast, which the other warps compute meanwhile.
 - Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. This does not delay
   the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
   base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
@@ -18,7 +18,7 @@ Plan
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
 Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by the latency of memory, of the sum over the
-CTA and of 40 dependent reciprocals.
+CTA and of 40 dependent reciprocals, of the softmax and of the steps.
 """
 
 import cutlass
