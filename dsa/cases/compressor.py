@@ -194,7 +194,10 @@ def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index
 
 
 def ending_slots(x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Return the places of the first token, and of the first and last token that end a block and have a slot."""
+    """Return the places of the first token, and of the first and the last token with a slot.
+
+    x: the tokens' slots. In these cases only tokens that end a block have one (>= 0).
+    """
     ending = (x >= 0).nonzero()[:, 0].tolist()
     return [(0,), (ending[0],), (ending[-1],)]
 

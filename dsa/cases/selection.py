@@ -64,8 +64,9 @@ def candidates(
 
 
 def table_of(new: Maker, rows: int, cols: int, page_size: int | None) -> Given:
-    """Make a block table of two sequences with enough pages for all columns; by default two pages per sequence, for
-    three rows."""
+    """Return the paging arguments of a call: a block table of two sequences, with enough pages for `cols` columns, and
+    each row's sequence. rows = 0: fixed numbers for three rows, two pages per sequence. Without page_size all are None.
+    """
     if page_size is None:
         return {"block_table": None, "page_size": None, "row_to_seq": None}
     table, row_to_seq = new.ints([[2, 0], [1, -1]]), new.ints([0, 1, 1])

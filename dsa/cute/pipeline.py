@@ -232,8 +232,8 @@ class Mbarriers:
 
 @cute.jit
 def arrive(barrier: cute.Pointer, cta: cutlass.Constexpr = None):
-    """Arrive at the barrier, or with `cta` at the barrier with the same offset in CTA `cta` of the cluster. The calling
-    thread arrives."""
+    """The calling thread arrives at the barrier. If `cta` is given, it arrives instead at the barrier at the same
+    offset of shared memory in CTA `cta` of the cluster."""
     cute.arch.mbarrier_arrive(barrier, cta)
 
 

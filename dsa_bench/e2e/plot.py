@@ -120,7 +120,8 @@ def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], s
 
 
 def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Draw a bar of parts per row. The text above a bar is the time of the whole run; for a prompt, of all passes."""
+    """Draw a bar per row, stacked by part. A prompt's bar shows its last pass, and the text above it is the time of all
+    passes. For a decoding step, which is a row without `workspace`, the text is the time of the step."""
     for place, row in enumerate(rows):
         top = _stack(axis.bar, place, [row["parts"][part] for part in PARTS], 0.7)
         axis.text(

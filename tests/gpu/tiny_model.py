@@ -62,12 +62,12 @@ LSE_ABS_TOLERANCE = 1e-5
 
 @dataclass
 class Run:
-    """The choices and results of a run, each in the order of calls.
+    """The choices and results of a run. The lists are in the order of calls.
 
     topk_indices  the indices of every top-k
     routes        (experts, weights) of every router
     logits        the logits from which every new token was chosen
-    tokens        the tokens of every pass
+    tokens        the new tokens that each pass chose
     launched      the ops that ran their kernels
     """
 

@@ -56,8 +56,8 @@ SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # stride between the scales of two rows: it
 
 @cute.jit
 def remote_address(address: Int32, rank: Int32) -> Int32:
-    """Return the shared::cluster address of `address`, given in this CTA's shared memory, in CTA `rank` of the cluster.
-    Adding an offset to both addresses keeps them corresponding."""
+    """Map `address`, a shared memory address of this CTA, to the same place in CTA `rank` of the cluster. Return its
+    shared::cluster address. `address` + x maps to the result + x."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )

@@ -40,9 +40,11 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
     far.
 
     The k-th largest score of all keys is expected at rank e = k / stride of the sample, with a standard deviation of
-    sqrt(e). The rank of the bound for the last pass is e plus 8 deviations. But this rank is at most the rank with
-    which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a full list. The ranks of the
-    earlier bounds are e plus 7 deviations, but at most the rank with which the next pass fills 0.6 of the list."""
+    sqrt(e). The rank of the bound for the last pass is e plus 8 deviations plus 2. But this rank is at most the rank
+    with which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a full list. The ranks of
+    the earlier bounds are e plus 7 deviations plus 2, but at most the rank with which the next pass fills 0.6 of the
+    list.
+    """
     ranks = []
     for stride, following in itertools.pairwise(strides):
         expected = k / stride

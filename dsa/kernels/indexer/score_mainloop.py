@@ -49,7 +49,8 @@ class Scoring:
     ra, rb     the wgmma operands, in shared memory
     sums       sums over the lane's heads: [query][key]; pairs of fp16 with fp16 accumulation
     scales     scales of the two keys
-    w          weights of the lane's columns: w / 2 in fp32, or pairs of fp16 with fp16 accumulation
+    w          weights of the lane's columns. fp32: half of each weight (see `head_sum`). fp16 accumulation: pairs of
+               fp16, not halved, but scaled by powers of two (see `pack_weights`)
     unit       with fp16 accumulation: power of two by which the scores of each query are multiplied
     """
 

@@ -84,7 +84,7 @@ def selected(scores, k=2048):
 
 
 def test_fp16_accumulation_selects_the_same_keys():
-    """Keys are clustered, queries share a direction, and weights have both signs."""
+    """Keys are clustered, the heads of a query share a direction, and weights have both signs."""
     basis = torch.randn(24, 128, device="cuda") / 128**0.5
     centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (32768,), device="cuda")]
     k = (centres + torch.randn(32768, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(32768, 128, device="cuda")

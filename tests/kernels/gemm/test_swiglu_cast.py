@@ -13,7 +13,8 @@ def test_sass(sass, compile_function, arguments):
     ragged = not of_matrices and arguments[-1]
     loads = 2 * kernels.CHANNELS * (4 if dtype == "float32" else 2) // 16
     assert_counts(sass, LDG=loads + of_matrices, STG=(2 if ragged else 1) + 1)
-    # One exponential and one reciprocal per element, and those for the group's scale.
+    # One exponential and one reciprocal per element. For the group's scale, one reciprocal with UE8M0, otherwise at
+    # most 5 instructions for the correctly rounded 1 / scale.
     assert sass.instructions["MUFU"] <= 2 * kernels.CHANNELS + (1 if use_ue8m0 else 5)
     # In the time in which an SM loads an element's two 16-bit operands, it can issue 34 instructions of a thread. So
     # few more instructions per element cost little time.

@@ -1,4 +1,5 @@
-"""The launch of `fp8_paged_mqa_logits` on the CPU: fake results, the kernels' arguments, and fp16 accumulation."""
+"""What `fp8_paged_mqa_logits` passes to its kernels, recorded on a CPU without running them: results on meta tensors,
+the kernels' arguments, and when fp16 accumulation is chosen."""
 
 import pytest
 import torch
