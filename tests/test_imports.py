@@ -137,7 +137,6 @@ def test_kernels_wait_and_arrive_by_pipelines():
 MOST_LINES, FEWEST_LINES = 620, 30
 # Files with fewer lines, and the reason why they are separate files. __init__.py and limits.py may be short.
 SHORT = {
-    "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/slices.py": "the order of sums of two families",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",

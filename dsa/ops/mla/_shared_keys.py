@@ -40,8 +40,8 @@ def may_share(q: torch.Tensor, selection: Selection) -> bool:
 
 
 def group_size(heads: int) -> int:
-    """Return the number of queries per group for this number of heads."""
-    return next(size for most, size in GROUP_SIZES.items() if heads <= most)
+    """Return the number of queries per group for this number of heads, 0 where there are no groups."""
+    return next((size for most, size in GROUP_SIZES.items() if heads <= most), 0)
 
 
 def attend_groups(

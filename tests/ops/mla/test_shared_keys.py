@@ -22,7 +22,7 @@ def test_every_group_has_a_kernel():
     assert all(heads * size == TILE_M and size <= 32 - MEMBER_SHIFT for heads, size in GROUP_SIZES.items())
 
 
-@pytest.mark.parametrize(("heads", "size"), [(1, 8), (8, 8), (9, 4), (16, 4)])
+@pytest.mark.parametrize(("heads", "size"), [(1, 8), (8, 8), (9, 4), (16, 4), (17, 0), (128, 0)])
 def test_queries_of_a_group(heads, size):
     assert shared.group_size(heads) == size
 
