@@ -262,7 +262,7 @@ def test_the_checkpoint_drafts(temperature, out, capsys):
         (throughput,) = [event for event in events if event["event"] == "throughput"]
         assert (throughput["drafted"] > 0) == (drafts == "2")
         assert throughput["taken"] > 0 or (drafts, temperature) != ("2", "0")
-    assert texts[0] == texts[1] and len(texts[0]) == 16
+    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16  # fewer where the model ends the text
 
 
 def test_the_size_of_what_ships(tmp_path):

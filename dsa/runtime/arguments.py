@@ -85,6 +85,7 @@ class Word:
         more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
         self.more_than = (more[1], int(more[2])) if more else None
         formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
+        formula = re.sub(r"(?<!/)/(?!/)", "//", formula)  # "R/2": a size is an int
         formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
         # Words are constants of this package, so eval never sees a string of a caller.
         self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})

@@ -402,3 +402,12 @@ def test_dimensions_that_kernels_take_as_one():
 def test_memory_that_a_kernel_takes(layouts, x):
     for layout in layouts:
         check_layout("x", x, layout)
+
+
+def test_a_quotient_of_a_bound_name_is_checked():
+    halves = Arguments(x=Tensor("T R", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32))
+    x, cos = torch.zeros(3, 64), torch.zeros(3, 32)
+    halves.check(x, cos, cos)
+    for wrong in (torch.zeros(3, 39), torch.zeros(3, 64)):
+        assert_refused(r"sin: shape must be \[3, 32\], got", halves.check, x, cos, wrong)
+        assert_refused(r"cos: shape must be \[3, 32\], got", halves.check, x, wrong, cos)
