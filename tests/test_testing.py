@@ -137,6 +137,6 @@ def test_poisoned_integers():
     assert (data == 0xFF).all()
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         assert data.view(dtype).float().isnan().all()
-    # The value is no valid index: neither a key nor the padding value -1.
+    # The value is not a valid index: neither a key nor the padding value -1.
     assert (poisoned((2,), torch.int32) == -(2**31)).all() and (poisoned((2,), torch.int64) == -(2**63)).all()
     assert poisoned([0, 4], torch.int32).shape == (0, 4)

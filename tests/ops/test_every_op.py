@@ -1,5 +1,5 @@
-"""Properties of all ops, tested with their valid calls: the reference without a GPU, torch.library and torch.compile, a
-requested backend, and gradients."""
+"""Properties of all ops, tested with their valid calls: the reference without a GPU, custom ops of torch and
+torch.compile, a requested backend, and gradients."""
 
 import inspect
 import warnings

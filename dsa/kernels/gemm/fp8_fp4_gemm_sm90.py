@@ -21,7 +21,7 @@ Plan
 - All kinds of scales are loaded for four blocks at a time, together with the first of the four blocks. Converters
   compute the offsets of the tables from the scales before they pass that block to the consumers. So when the consumers
   release that block, the converters have read the scales, and the slot of the scales is free, too.
-- Scheduler: static persistent. Dynamic scheduling is no faster here, since the converters limit the measured rate.
+- Scheduler: static persistent. Dynamic scheduling is not faster here, since the converters limit the measured rate.
 Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also the tables,
 and per slot of scales 16 bytes of e8m0 scales per row of b.
 Registers: see REGISTERS; a consumer has 64 accumulators and 64 or 128 sums.

@@ -87,8 +87,8 @@ def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) 
 
 
 def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether the tile is no higher than the rows need, and with split-K, whether shared memory has room for all blocks
-    and all clusters are resident at once."""
+    """Whether the tile is not higher than the rows need, and with split-K, whether shared memory has room for all
+    blocks and all clusters are resident at once."""
     heights = sorted({config.rows for config in CONFIGS})
     if config.rows > min((height for height in heights if rows <= height), default=heights[-1]):
         return False

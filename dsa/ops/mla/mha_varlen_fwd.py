@@ -27,8 +27,8 @@ def _check(
 ) -> None:
     apart = 0 if k_rope is None else k_rope.shape[1]
     if k.shape[2] + apart != q.shape[2]:
-        behind = " and no k_rope" if k_rope is None else f" and {apart} in k_rope"
-        raise ValueError(f"k: must have q's {q.shape[2]} channels, got {k.shape[2]}{behind}")
+        in_rope = " and no k_rope" if k_rope is None else f" and {apart} in k_rope"
+        raise ValueError(f"k: must have q's {q.shape[2]} channels, got {k.shape[2]}{in_rope}")
     if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, at least as many, got {q.shape[1]}")
     if not softmax_scale > 0:

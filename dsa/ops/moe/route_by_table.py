@@ -86,7 +86,7 @@ def route_by_table(
       order    int32 [T K]: row r has entry order[r]; entry t K + j is the j-th expert of token t
       rows     int32 [T, K]: the row of each entry, or -1 for an expert of another process
       ends     int32 [count]: the rows of expert first_expert + e end before row ends[e]
-    A token outside [0, V) has no experts, and a number in the table outside [0, E) is no expert: experts is -1 there,
+    A token outside [0, V) has no experts, and numbers of the table outside [0, E) are not experts: experts is -1 there,
     and s and the weight are 0. NaN and infinities of a token stay in that token. Differentiable in x and weight,
     through the weights: if gradients are asked for, the formula runs in PyTorch. Raises TypeError or ValueError for
     other types, dtypes, shapes, strides and devices.

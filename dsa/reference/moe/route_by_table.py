@@ -21,7 +21,7 @@ def route_by_table(
 
     The scores s = sqrt(softplus(x weight^T)), with sums in fp32, are divided by the sum of a token's scores plus 1e-20
     and multiplied by `scale`. The sort covers `count` experts from `first_expert` on; None: all that follow. A number
-    in the table that is no expert becomes -1, with score 0.
+    in the table that is not an expert becomes -1, with score 0.
 
     Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights. Arguments as in
     `dsa.route_by_table`.

@@ -1,4 +1,4 @@
-"""Launches of the compressor: projections are not copied, and a cache without pages is no reason to skip the launch."""
+"""Launches of the compressor: projections are not copied, and the launch also happens for a cache without pages."""
 
 import pytest
 import torch
