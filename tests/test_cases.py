@@ -2,7 +2,9 @@
 
 import inspect
 
-from dsa.cases import CASES
+import pytest
+
+from dsa.cases import CASES, cases_of
 from tests.hostile import ARGUMENTS
 
 
@@ -20,3 +22,9 @@ def test_every_index_argument_has_hostile_contents():
     named = {(call.op, name) for call in CASES for name in call.index_arguments()}
     assert len(named) > 40
     assert {(case.op, name.split()[0]) for case, name in ARGUMENTS} == named
+
+
+@pytest.mark.parametrize("op", ["mla_absorb_queries", "mla_values_cast_to_fp8"])
+def test_the_checks_of_products_accept_calls_without_tokens(op):
+    (case,) = cases_of(op)
+    assert case.check_call(case.arguments(tokens=0)) == 0

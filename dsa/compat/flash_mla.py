@@ -17,6 +17,7 @@ Errors are those of the ops. Sources: FlashMLA's flash_mla/flash_mla_interface.p
 """
 
 import math
+from typing import NoReturn
 
 import torch
 
@@ -37,7 +38,7 @@ __all__ = [
 _LOG2_E = math.log2(math.e)
 
 
-def __getattr__(name: str) -> None:
+def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"{__name__} has no {name!r}. It has FlashMLA's {', '.join(__all__)}")
 
 

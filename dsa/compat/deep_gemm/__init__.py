@@ -23,6 +23,8 @@ are raised before a kernel is launched.
 Sources: DeepGEMM's csrc/apis/gemm.hpp, layout.hpp and tests of FP8 products (2.6.1), and the schemas of 2.8.1.
 """
 
+from typing import NoReturn
+
 from dsa.compat.deep_gemm.gradients import k_grouped_fp8_gemm_nt_contiguous
 from dsa.compat.deep_gemm.grouped import m_grouped_fp8_fp4_gemm_nt_contiguous, m_grouped_fp8_fp4_gemm_nt_masked
 from dsa.compat.deep_gemm.layout import (
@@ -70,5 +72,5 @@ m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_fp4_gemm_nt_contiguous
 m_grouped_fp8_gemm_nt_masked = m_grouped_fp8_fp4_gemm_nt_masked
 
 
-def __getattr__(name: str) -> None:
+def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"{__name__} has no {name!r}. It has DeepGEMM's {', '.join(__all__)}")

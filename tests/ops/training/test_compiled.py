@@ -83,6 +83,15 @@ def test_one_graph_of_the_sparse_stage():
         torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
 
 
+def test_a_dtype_without_kernels_breaks_no_graph():
+    """The kernels of `indexer_topk` accept bf16 only."""
+    torch._dynamo.reset()
+    given = CALL["indexer_topk"].arguments()
+    given |= {name: x.float() for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    found = torch.compile(dsa.indexer_topk, fullgraph=True, backend="aot_eager")(**given)
+    assert torch.equal(found, dsa.indexer_topk(**given))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @by_op
 def test_a_second_backward_pass_is_an_error(name, compiled, launches):
