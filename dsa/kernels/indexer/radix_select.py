@@ -166,9 +166,9 @@ def find_digit(
     if before < rank and rank <= before + total:
         position = first
         for j in cutlass.range_constexpr(own - 1):
-            behind = before + memory.counts[(first + j) ^ flip]
-            if position == first + j and behind < rank:
-                before = behind
+            up_to = before + memory.counts[(first + j) ^ flip]
+            if position == first + j and up_to < rank:
+                before = up_to
                 position += 1
         memory.found[0] = position ^ flip
         memory.found[1] = rank - before

@@ -214,8 +214,8 @@ class TopkIndicesSm90:
         lane, warp = tid % WARP, tid // WARP
         each = (row.vectors + self.cluster - 1) // self.cluster
         first = cutlass.min(rank * each, row.vectors)
-        behind = cutlass.min(first + each, row.vectors)
-        number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
+        past_last = cutlass.min(first + each, row.vectors)
+        number_of_tiles = (past_last - first + self.tile_vectors - 1) // self.tile_vectors
         count, total, list_size, threshold = Int32(0), Int32(0), Int32(0), MINUS_INFINITY
         state, attempt = start(), Int32(0)
         while attempt < MAX_ATTEMPTS:
@@ -226,7 +226,7 @@ class TopkIndicesSm90:
             if tid == 0:
                 stage = state.stage
                 for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                    self.load_tile(row, first, behind, t, stage, tiles, loaded)
+                    self.load_tile(row, first, past_last, t, stage, tiles, loaded)
                     stage = 0 if stage == self.stages - 1 else stage + 1
             threshold, count = MINUS_INFINITY, Int32(0)
             if sampled:
@@ -235,7 +235,7 @@ class TopkIndicesSm90:
                 tile = tiles[None, state.stage]
                 loaded.wait(state.phase, state.stage)
                 begin = first + t * self.tile_vectors
-                length = cutlass.min(behind - begin, self.tile_vectors)
+                length = cutlass.min(past_last - begin, self.tile_vectors)
                 own = self.cfg.tile // self.width
                 place = tid * self.cfg.tile
                 column = begin * self.width + place - row.ahead
@@ -246,7 +246,7 @@ class TopkIndicesSm90:
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
                     # The scan was a barrier, so all threads are done with the previous tile: load into its stage.
                     stage_before = last if state.stage == 0 else state.stage - 1
-                    self.load_tile(row, first, behind, t + last, stage_before, tiles, loaded)
+                    self.load_tile(row, first, past_last, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
                     # Fill the list, cut it, and continue with the rest of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
@@ -282,9 +282,9 @@ class TopkIndicesSm90:
         cute.arch.sync_threads()
 
     @cute.jit
-    def load_tile(self, row: Row, first, behind, t, stage, tiles: cute.Tensor, loaded: Mbarriers):
+    def load_tile(self, row: Row, first, past_last, t, stage, tiles: cute.Tensor, loaded: Mbarriers):
         begin = first + t * self.tile_vectors
-        end = cutlass.min(begin + self.tile_vectors, behind)
+        end = cutlass.min(begin + self.tile_vectors, past_last)
         load_row(row, begin, end, tiles[None, stage], loaded.barrier(stage))
 
     @cute.jit
@@ -560,9 +560,9 @@ def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, ind
 
 
 @cute.jit
-def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer):
-    """Start to load the row's vectors [first, behind) into `target`. One thread calls this and arrives twice: once with
-    the bytes of the bulk copy, and once after its own stores.
+def load_row(row: Row, first, past_last, target: cute.Tensor, barrier: cute.Pointer):
+    """Start to load the row's vectors [first, past_last) into `target`. One thread calls this and arrives twice: once
+    with the bytes of the bulk copy, and once after its own stores.
 
     A first or last vector that also contains numbers outside the row is copied number by number, with NaN instead of
     the numbers outside.
@@ -570,7 +570,7 @@ def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer
     width = vector_width(row.scores.element_type)
     cute.arch.fence_proxy("async.shared", space="cta")
     whole = first + 1 if first * width < row.ahead else first
-    whole_end = behind - 1 if behind * width > row.ahead + row.n else behind
+    whole_end = past_last - 1 if past_last * width > row.ahead + row.n else past_last
     size = cutlass.max(whole_end - whole, 0) * VECTOR_BYTES
     expect_bytes(barrier, size)
     if size > 0:
@@ -580,10 +580,10 @@ def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer
             size,
             barrier,
         )
-    if whole > first and behind > first:
+    if whole > first and past_last > first:
         load_one_by_one(row, first, target, Int32(0))
-    if whole_end < behind and (behind - first > 1 or whole == first):
-        load_one_by_one(row, behind - 1, target, behind - 1 - first)
+    if whole_end < past_last and (past_last - first > 1 or whole == first):
+        load_one_by_one(row, past_last - 1, target, past_last - 1 - first)
     arrive(barrier)
 
 

@@ -47,7 +47,7 @@ from dsa.kernels.mla.up_projection import (
     OCTET,
     VECTOR,
     WORDS,
-    behind,
+    depending_on,
     in_order,
     load_words,
     multiply_add,
@@ -186,7 +186,7 @@ class MlaAbsorbQueriesSm90:
                     halves = halves_of_two(raw[word, row], raw[word, row + 1])
                     for i in cutlass.range_constexpr(4):
                         weights[2 * pair + i % 2, 2 * word + i // 2, step] = to_bf16(halves[i], scale)
-                scale = behind(scale, [weights[i % 4, 2 * word + i // 4, step] for i in range(8)], zero)
+                scale = depending_on(scale, [weights[i % 4, 2 * word + i // 4, step] for i in range(8)], zero)
         return weights
 
     @cute.jit

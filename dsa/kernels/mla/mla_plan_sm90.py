@@ -90,10 +90,10 @@ class MlaPlanSm90:
             base = before[cutlass.min(sequence, batch)] + tile
             fit, more = Int32(0), True
             while more:
-                behind = sequence + fit + lane + 1
-                fits = behind <= batch
+                following = sequence + fit + lane + 1
+                fits = following <= batch
                 if fits:
-                    fits = before[behind] - base <= payload or part == parts - 1
+                    fits = before[following] - base <= payload or part == parts - 1
                 count = cute.arch.popc(cute.arch.vote_ballot_sync(fits))
                 if count > 0 and fit == 0 and tile > 0:
                     partials += index + 1

@@ -47,7 +47,7 @@ from dsa.kernels.mla.up_projection import (
     OCTET,
     VECTOR,
     WORDS,
-    behind,
+    depending_on,
     in_order,
     load_words,
     multiply_add,
@@ -174,7 +174,7 @@ class MlaValuesCastToFp8Sm90:
                         low, high = four_halves(raw[word, step, half, tile])
                         weights[half, word, step, tile] = to_bf16(low, factor)
                         weights[2 + half, word, step, tile] = to_bf16(high, factor)
-                    factor = behind(factor, [weights[i, word, step, tile] for i in range(4)], zero)
+                    factor = depending_on(factor, [weights[i, word, step, tile] for i in range(4)], zero)
         return weights
 
     @cute.jit

@@ -45,7 +45,7 @@ def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
 
 
 @cute.jit
-def behind(x: Float32, words, zero: Uint32) -> Float32:
+def depending_on(x: Float32, words, zero: Uint32) -> Float32:
     """Return x, made dependent on `words` through a zero that ptxas cannot fold.
 
     x is the scale of the weights that are converted next. Without the dependency on the words that are converted
