@@ -6,8 +6,8 @@ The sum of a slice with each part is one chain of mma instructions of 16 channel
   slice = high + (middle + low)
 The sum of HALF_SLICES slices, added in order from zero, is half a group. The sum of two halves is a group. The result
 is the sum of the CTAS groups, added in order from zero. In a cluster each CTA computes one group and sends it to the
-CTAs that own the results. The owners add the groups. A pair is two results: two adjacent mma columns of one lane. All
-CTAs own the same number of pairs.
+CTAs that own the results. The owners add the groups. A pair is two results of a token, two adjacent mma columns, which
+one lane has. All CTAs own the same number of pairs.
 
 An mma needs two pairs of adjacent channels from each lane. A lane loads 16 bytes of a row, which are four such pairs:
 the first two are for one mma, the last two are for the next mma. The order of channels in an mma does not matter as

@@ -20,7 +20,7 @@ MAX_ROTARY_GROUPS = 2**31 - 512  # groups of all rows together
 HYPER_STREAMS = 4
 # Collapse: (threads per CTA, 16-byte vectors per thread and stream).
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MAX_HYPER_CHANNELS = 2**33 - 2**13  # most T D: a kernel counts vectors of at least 4 channels in 31 bits
+MAX_HYPER_CHANNELS = 2**33 - 2**13  # most T * D: a kernel counts vectors of at least 4 channels in 31 bits
 # The projection of the streams.
 # - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens.
 # - MIX_ROWS: tokens per cluster of the kernel for more tokens. It has MIX_OUTPUTS outputs, and channels in blocks of

@@ -32,8 +32,9 @@ from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
 BAND = 2048  # rows per band
-# Elements of `prefix`: per matrix, the number of tiles of rows before it. After the last matrix, the total 32 times, so
-# that a warp can always compare 32 elements.
+# Elements of `prefix`. A tile of rows is `height` rows of one matrix, over all columns. Element e is the number of
+# tiles of rows before matrix e. After the last matrix, the total follows 32 times, so that a warp can always compare 32
+# elements.
 PREFIX_SUMS = MAX_MATRICES + 32
 
 
@@ -129,7 +130,7 @@ class GroupedTiles:
         after the result."""
         steps = Int32(32)
         while steps == 32:
-            # Count how many of the next 32 matrices begin at this tile or before it.
+            # Count how many of the 32 matrices after e begin at this tile or before it.
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
             e += steps
         return e
@@ -169,7 +170,7 @@ class GroupedTiles:
 @dataclass(frozen=True)
 class OneMatrixTiles:
     """The tiles of a single matrix to which all `rows` rows belong. There are no ends to read and no tiles to count.
-    The methods are those of GroupedTiles."""
+    `matrices`, `clear`, `count`, `rows_first` and `at` mean what they mean in GroupedTiles."""
 
     rows: Int32
     across: Int32
@@ -238,9 +239,9 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
-    """Return the expected number of tiles of `each` rows per matrix, if each of `rows` rows belongs to a random matrix.
-    This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For many rows per
-    matrix, return the number of tiles of the mean."""
+    """Return the expected number of tiles per matrix, where a tile has `each` rows and each of `rows` rows belongs to a
+    random matrix. This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For
+    one matrix, and for many rows per matrix, return the number of tiles for the mean number of rows."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

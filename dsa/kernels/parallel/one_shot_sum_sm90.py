@@ -11,14 +11,15 @@ Plan
   it had finished sum n. So no part is overwritten while it is read.
 - A thread writes its places of this rank's part to all GPUs, including its own GPU. Then it adds the ranks' parts at
   the same places in fp32, in the order of the ranks, and rounds once. So all GPUs get the same bits.
-- The turn is in device memory, so that each replay of a CUDA graph has a new turn. All threads read it first. The last
-  CTA to read it increments it. This happens while packets are in flight, so that it does not delay the kernel's end.
+- The turn is in device memory, so that each replay of a CUDA graph has a new turn. First, all threads read the turn.
+  The last CTA that has read it stores the new turn. This happens while packets are in flight, so that it does not delay
+  the kernel's end.
 - A thread loads its next place before it sends the current one. It loads its first place together with the turn.
 - A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes 1 + the rank that
   it waited for to `lost`, an address in host memory, and sets turns[2]. All other threads of this GPU and all later
   sums then stop waiting as well. The result of such a sum is undefined.
 Constraints: all ranks compute the same sums in the same order, one at a time. Turns have 32 bits, so a turn repeats
-after 2^32 sums. Then a place that no sum has written since gives a wrong match.
+after 2^32 sums. Data that was never overwritten in the meantime would then be mistaken for new data.
 Shared memory: none. Registers: few.
 Roofline: small tensors are bound by latency: a load, a trip over NVLink, and the load that receives the packet. Large
 tensors are bound by NVLink: a GPU sends twice its part's bytes to each of the other GPUs.
@@ -81,8 +82,8 @@ def _look(address: Int64, turn: Uint32, gave_up: Int64):
 
 @cute.jit
 def _receive(address: Int64, turn: Uint32, rank: cutlass.Constexpr, patience: Patience):
-    """Wait for a rank's packet of this turn, and return its two words of data. After `patience`, return whatever is in
-    memory."""
+    """Wait for a rank's packet of this turn, and return its two words of data. If the wait exceeds `patience`, or if
+    another thread of this GPU has stopped waiting, report the rank and return what memory contains."""
     began = cute.arch.clock64()
     first, second, arrived, stopped = _look(address, turn, patience.gave_up)
     while not (arrived or stopped):
