@@ -167,8 +167,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """Return 1 / sqrt(mean(v^2) + eps). `squares` contains one sum for each warp that the separate collapse kernel
-        would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
+        """Return 1 / sqrt(mean square of the token's streams + eps). `squares` contains one sum for each warp that the
+        separate collapse kernel would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
@@ -253,7 +253,8 @@ class HyperCollapseNormCastSm90:
 def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
     """-> f(streams [T, 4, D] bf16, mix [T, 24], base [24], scale [3], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
     q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
-    multiple of 128 and at most lanes * vectors 16-byte vectors. Rows start at multiples of 16 bytes."""
+    multiple of 128 and at most lanes * vectors 16-byte vectors. Rows of all tensors but scale and q_scale start at
+    multiples of 16 bytes."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     return compile_sm90(
         HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),

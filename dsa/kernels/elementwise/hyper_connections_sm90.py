@@ -136,8 +136,9 @@ class HyperCollapseSm90:
 
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
-        """Compute and store x of token t, and return 1 / sqrt(mean(v^2) + eps). Each warp writes its sum of squares to
-        `sums`. Every token of a CTA has separate sums, so one barrier per token is enough."""
+        """Compute and store x of token t, and return 1 / sqrt(mean square of the token's streams + eps). Each warp
+        writes its sum of squares to `sums`. Every token of a CTA has separate sums, so one barrier per token is
+        enough."""
         vectors = streams.shape[2] // self.width
         # Load 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
         words = filled((WORDS, HYPER_STREAMS, self.steps), 0, Uint32)
@@ -213,8 +214,8 @@ class HyperExpandSm90:
 @cached
 def compile_hyper_collapse(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 24], base [24], scale [3] fp32, x [T, D] dtype, post [T, 4], comb [T, 16]
-    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps 16-byte vectors. Rows start at
-    multiples of 16 bytes."""
+    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps 16-byte vectors. Rows of all tensors
+    but scale start at multiples of 16 bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),
@@ -233,7 +234,7 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
 @cached
 def compile_hyper_head(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 4], base [4], scale [1] fp32, x [T, D] dtype, None, None, 1, eps, hc_eps);
-    T > 0, D at most threads * steps 16-byte vectors. Rows start at multiples of 16 bytes."""
+    T > 0, D at most threads * steps 16-byte vectors. Rows of all tensors but scale start at multiples of 16 bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),

@@ -45,7 +45,7 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WORDS = 4  # 32-bit words in 16 bytes
-HALVES = BLOCK // (4 * VECTOR)  # loads that a lane needs for a row of a block
+HALVES = BLOCK // (4 * VECTOR)  # 16-byte loads per lane for one row of a block
 THREADS = GROUP_SLICES * WARP
 
 

@@ -279,7 +279,7 @@ def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
 def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: NormConfig):
     """-> f(x [T, D] dtype, residual [T, D] or None unless `summed`, weight [D] fp32, total [T, D] or None unless
     `summed`, out [T, D], q [T, D] e4m3, scale [T, D / 128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to
-    `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    `max_channels(dtype, config)`. Rows of all tensors but scale start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     rows, dim = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     return compile_sm90(

@@ -1,9 +1,9 @@
 """Rotary position embedding (RoPE) of queries or keys, out of place or in place.
 
 Plan
-- A group is 2P channels of a row. A group of rotated channels is P pairs. If pairs are adjacent channels (interleaved),
-  the group is one vector of 2P channels; if pairs are R / 2 apart (halves), it is two vectors of P channels. A group is
-  in one thread's registers from the load to the store, so a row can be rotated in place.
+- A group is 2P channels of a row, where P is 4 or 1. A group of rotated channels is P pairs. If pairs are adjacent
+  channels (interleaved), the group is one vector of 2P channels; if pairs are R / 2 apart (halves), it is two vectors
+  of P channels. A group is in one thread's registers from the load to the store, so a row can be rotated in place.
 - The row's other channels are copied in groups of the same size. `begin` (the number of groups before the rotated
   groups) and the number of angles determine which groups are rotated. A division with precomputed numbers gives a
   group's row, and offsets have 64 bits.

@@ -74,7 +74,8 @@ def table_places_of_blocks(words, group, block_scales) -> Uint32:
 
 @cute.jit
 def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
-    """Return a word of four bytes. Nibble i of the selector selects byte i among the eight bytes of low and high."""
+    """Return a word of four bytes. Byte i of the result is the byte that nibble i of the selector selects: 0 to 3 from
+    low, 4 to 7 from high."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, selector]
     )

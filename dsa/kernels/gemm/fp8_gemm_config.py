@@ -24,7 +24,7 @@ class Fp8GemmConfig:
     """A work tile and its pipeline.
 
     groups   consumer warpgroups
-    waves    how many times 64 rows a warpgroup multiplies, one wave after the other
+    waves    number of waves: a warpgroup multiplies 64 rows per wave, one wave after the other
     columns  columns of a work tile
     stages   stages of the ring, each a block of 128 channels
     chunks   chunks of 64 result columns that a warp has shared memory for

@@ -61,8 +61,8 @@ WHOLE_CONFIGS = (
     *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
     FewRowsConfig(8, 6, columns=32),
 )
-# Split-K. With 8 or 16 rows a CTA needs at most 113 KiB, so two CTAs share an SM; with one CTA per SM, clusters would
-# leave SMs idle.
+# Split-K. With 8 or 16 rows a CTA needs at most 113 KiB, so two CTAs share an SM. With one CTA per SM, clusters would
+# leave SMs idle, because a cluster must fit into one GPC.
 SPLIT_CONFIGS = (
     *(FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
     *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
@@ -87,7 +87,7 @@ def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) 
 
 
 def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether this tile is possible. It must not have more rows than the lowest tile that has room for `rows` rows.
+    """Whether this tile is possible. It must not have more rows than the smallest tile that has room for `rows` rows.
     With split-K, shared memory must also have room for all blocks, and all clusters must be resident at once."""
     heights = sorted({config.rows for config in CONFIGS})
     if config.rows > min((height for height in heights if rows <= height), default=heights[-1]):

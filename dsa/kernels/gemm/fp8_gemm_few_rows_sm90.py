@@ -7,8 +7,8 @@ Plan
   kernel multiplies an eighth as much. The order of a sum is the same as in that kernel, so the bits are equal.
 - Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the M rows of their wgmma
   are then unused. If there are more rows than one tile has, the tiles with the same columns are consecutive, so that b
-  is read from memory once. The time of a block of channels grows with the rows of the tile, so
-  fp8_gemm_few_rows_config.py chooses the number of rows per tile that occupies the SMs best.
+  is read from memory once. The time of a block of channels grows with the rows of the tile. The cost model in
+  fp8_gemm_few_rows_config.py chooses the rows and columns of tiles.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
   registers without setmaxnreg.
 - Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. The ring

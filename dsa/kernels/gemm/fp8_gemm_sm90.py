@@ -578,7 +578,7 @@ def compile_fp8_gemm_swiglu(
 ):
     """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128], limit
     if `limited` or None, counter if `dynamic` or None, ctas). Dtypes, rules and all other arguments are those of
-    `compile_grouped_fp8_gemm`; I is a multiple of 128."""
+    `compile_grouped_fp8_gemm`. I and the row stride of q are multiples of 128; rows of scale need no alignment."""
     rows = cute.sym_int()
     return compile_sm90(
         Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), swap_ab=dynamic),

@@ -9,13 +9,13 @@ columns are consecutive. The other products use the order of `at`, which has ban
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
 same rows are consecutive. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two
-tiles of rows and they alternated, a static scheduler would give the short tiles to every second CTA.
+tiles of rows and they alternated, a static scheduler would give all short tiles to one half of the CTAs.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
-With static scheduling a CTA computes tiles at a fixed distance. If work tiles take different times, as with matrices
-that have few rows, CTAs get ahead of one another. Weights that several tiles read are then no longer in the L2 cache
-when the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes free, so consecutive
-tiles are computed at about the same time.
+With static scheduling, CTA i of n computes the tiles i, i + n and so on. If work tiles take different times, as with
+matrices that have few rows, CTAs get ahead of one another. Weights that several tiles read are then no longer in the L2
+cache when the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes free, so
+consecutive tiles are computed at about the same time.
 """
 
 import math
@@ -170,7 +170,7 @@ class GroupedTiles:
 @dataclass(frozen=True)
 class OneMatrixTiles:
     """The tiles of a single matrix to which all `rows` rows belong. There are no ends to read and no tiles to count.
-    `matrices`, `clear`, `count`, `rows_first` and `at` mean what they mean in GroupedTiles."""
+    The fields and methods have the same meaning as in GroupedTiles."""
 
     rows: Int32
     across: Int32
@@ -185,18 +185,15 @@ class OneMatrixTiles:
 
     @cute.jit
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
-        """Return the number of tiles."""
         return cute.ceil_div(self.rows, self.height) * self.across
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
-        """Return work tile `index`, in an order without bands: tiles with the same columns are consecutive."""
         down = cute.ceil_div(self.rows, self.height)
         return WorkTileInfo(e, index % down * self.height, self.rows, index // down * self.width)
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Return work tile `index` of `total`, or a WorkTileInfo with end = 0 if there is none."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             end = self.rows

@@ -161,7 +161,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """Store the rows of a chunk that are before `end`, 16 bytes per lane."""
+        """Store chunk `chunk`, which is in the warp's chunk slot `place`, 16 bytes per lane. Rows from `end` on are not
+        stored."""
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector

@@ -6,7 +6,7 @@ multiply 64 rows, and one warpgroup would do all the work. With swapped operands
 of the 128 rows of a part of b by 16 or 32 rows of a. A work tile has one part; with SwiGLU it has two, gate and up. The
 order of a sum does not change, so the bits are equal. Both operands have the same layout in shared memory as without
 swapping; only the number of loaded rows of a differs. For more than 32 rows, swapping saves no time: both warpgroups
-read the rows of a, which together is more than one warpgroup reads from shared memory without swapping.
+then read all rows of a, and together they read more from shared memory than one warpgroup does without swapping.
 The sums are transposed: four consecutive sums of a thread are two rows of the result in one column, then the same two
 rows in the column 8 further on.
 """

@@ -175,8 +175,8 @@ def _operands(dtype: str, limited: bool, multiple: int):
 @cached
 def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool):
     """-> f(gate [T, I] dtype, up [T, I] dtype, q [T, I] e4m3, scale [T, ceil(I / 128)] fp32, limit if `limited` or
-    None); T * I > 0. I is a multiple of 128, or of 8 if `ragged`; the row strides of gate and up are multiples of 16
-    bytes."""
+    None); T * I > 0. I and the row stride of q are multiples of 128, or of 8 if `ragged`. Rows of gate and up are
+    aligned to 16 bytes."""
     operands = _operands(dtype, limited, SWIGLU_MULTIPLE if ragged else GROUP)
     return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), *operands, fake_stream())
 

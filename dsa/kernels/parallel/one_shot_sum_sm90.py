@@ -41,8 +41,8 @@ THREADS = 256
 
 
 def choose_ctas(places: int, sms: int) -> int:
-    """Return the number of CTAs: one thread per place, but no more CTAs than can be resident at once, because threads
-    wait for other ranks."""
+    """Return the number of CTAs: one thread per place, but at most one CTA per SM. All CTAs must be resident at once,
+    because threads wait for other ranks."""
     return min(-(-places // THREADS), sms)
 
 
@@ -189,9 +189,9 @@ class OneShotSumSm90:
 @cached
 def compile_one_shot_sum(dtype: str, ranks: int):
     """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [3] int32, rank, ctas,
-    patience, lost); x has a whole number of places, more than 0, and y gets the sum. All tensors start at multiples of
-    16 bytes, and all CTAs must be resident at once. memory and turns are 0 on all ranks before the first sum. lost:
-    address of 4 bytes in host memory that the GPU can write to."""
+    patience, lost); x has a whole number of places, more than 0, and y gets the sum. All tensors except turns start at
+    multiples of 16 bytes, and all CTAs must be resident at once. memory and turns are 0 on all ranks before the first
+    sum. lost: address of 4 bytes in host memory that the GPU can write to."""
     kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
     x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
     return compile_sm90(OneShotSumSm90(kind, ranks), x, y, *fake_memory(ranks), *fake_numbers(), fake_stream())
