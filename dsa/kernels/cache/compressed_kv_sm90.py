@@ -169,7 +169,7 @@ class WriteCompressedKvSm90:
             total = totals[0]
             if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # A sequence's first work tile is its first two entries.
+                # Work tile 0 of a sequence is the entries 0 and 1, work tile n > 0 is entry n + 1.
                 begin, end = number + 1, cutlass.min(number + 2, count)
                 if number == 0:
                     begin = Int32(0)

@@ -515,7 +515,7 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending, weights
     [M] fp32, or [0] for none, out [M, N], ctas).
 
-    E up to 1024, T and M up to 2^27; all sizes > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a
+    E up to 1024, T and M up to 2^27; E, T, M, N, K > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a
     multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Rows of all
     tensors with two or more dimensions are aligned to 16 bytes. ctas: config.ctas(multiprocessors).
     """

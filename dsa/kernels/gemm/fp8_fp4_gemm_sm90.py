@@ -362,7 +362,7 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale [ceil(N /
     128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
 
-    E up to 1024, M up to 2^27; all sizes > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a
+    E up to 1024, M up to 2^27; E, M, N, K > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a
     multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Rows of all
     tensors except ends and weights are aligned to 16 bytes.
     """

@@ -65,7 +65,8 @@ def remote_address(address: Int32, rank: Int32) -> Int32:
 
 @cute.jit
 def store_remote_8(address: Int32, low: Float32, high: Float32):
-    """Store two numbers to 8 bytes at an address from `remote_address`, which is a multiple of 8."""
+    """Store two numbers to the 8 bytes at `address`, a shared::cluster address (`remote_address`) and a multiple of
+    8."""
     cute.arch.inline_ptx(
         "st.shared::cluster.v2.f32 [{$r0}], {" + "{$r1}, {$r2}" + "};", read_only_args=[address, low, high]
     )

@@ -1,7 +1,7 @@
 """The weighted sum of the rows that a token's experts computed, plus the shared expert's row.
 
 out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without `weights`, every weight is 1. With a residual,
-out[t] = round(residual[t] + that rounded sum).
+this rounded sum is added to residual[t], and out[t] is the result, rounded again.
 
 Plan
 - A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA computes THREADS
