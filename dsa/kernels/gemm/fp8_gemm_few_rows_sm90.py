@@ -16,9 +16,9 @@ Plan
 - Mainloop: the wgmma of all blocks of a stage are issued back to back, each block into separate accumulators, and the
   scales are read while the wgmma run. Then the blocks are scaled and added in order. With one block at a time, every
   block would expose the latency of wgmma, of the wait and of the scales' loads.
-- Before a CTA waits for the previous kernel, it prefetches the first blocks of its first work tile's b to L2, as many
-  as fit in the ring. The CTA does not read b, since the previous kernel may write b. Grouped products skip the
-  prefetch, because the matrix is not known yet.
+- Before a CTA waits for the previous kernel, it prefetches b of the first work tile to L2: the first blocks, as many as
+  fit in the ring. The CTA does not read b, since the previous kernel may write b. Grouped products skip the prefetch,
+  because the matrix is not known yet.
 - Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results, 16 columns per warp,
   which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
   of a row.

@@ -7,9 +7,9 @@ Plan
 - A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA computes THREADS
   vectors of one token. A token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens occupy more
   SMs.
-- Each thread reads the row indices and weights of up to BATCH rows. Then it issues the copies of its vectors of these
-  rows at once by cp.async (dsa/cute/weighted_rows.py), so it has 128 bytes in flight. This repeats for the next BATCH
-  rows.
+- Each thread reads the row indices and weights of up to BATCH rows. Then it copies one vector of each of these rows,
+  and issues all these copies at once by cp.async (dsa/cute/weighted_rows.py), so it has 128 bytes in flight. This
+  repeats for the next BATCH rows.
 - The vectors of shared and residual are loaded at the start.
 - Products are rounded and then added in the order of j, and `shared` is added last, so the result has the reference's
   bits.
