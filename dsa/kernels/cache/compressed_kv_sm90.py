@@ -1,10 +1,10 @@
 """DeepSeek-V4's compressor: turns blocks of m tokens into cache entries (softmax, norm, RoPE, rounding), and writes new
-tokens to the state. With overlap, an entry has 2 m tokens: its block and the previous block.
+tokens to the state. With overlap, an entry is computed from 2 m tokens: those of a block and of the block before it.
 
 Plan
 - An entry's tokens are divided into parts of a few consecutive tokens. A thread has four channels of a part. It issues
   the loads of both projections of all tokens of the part before it needs the first value, so a part costs one round
-  trip to memory. Whether a token is new or in the state only decides the address and the dtype of its loads, and no
+  trip to memory. Whether a token is new or in the state only decides the address and the dtype of the loads, and no
   branch waits for an earlier load.
 - A thread reduces its parts, per channel, to a maximum, a sum and a weighted sum. The parts of an entry are distributed
   over groups of threads. The groups exchange their results through shared memory, and the epilogue's threads merge them
@@ -19,10 +19,10 @@ Plan
 - A work tile is one entry. But the first work tile of a sequence is the first two entries that the call completes for
   this sequence, or fewer if it completes fewer. Only these two entries read tokens from the state. After that, the same
   CTA overwrites the state with the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence
-  of its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
+  of a work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
   boundaries are wrong and sequences overlap, a CTA processes several work tiles (static persistent).
-Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and 3 numbers per channel of the CTA
-and group of threads.
+Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and for each channel of the CTA 3
+numbers per group of threads.
 Constraints: m = 4 with overlap and d = 512 or 128, or m = 128 without overlap and d = 512. RoPE rotates 64 channels in
 pairs of adjacent channels. Rows start at multiples of 16 bytes.
 Roofline: bound by memory: both projections of each token are read once (with overlap, each of a token's two entries
@@ -49,16 +49,16 @@ from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = 4  # per thread
-SQUARES = 8  # the most sums of squares per entry: one per warp, or one per CTA of a cluster
+SQUARES = 8  # most sums of squares per entry: one per warp, or in a cluster one per CTA
 KEPT_AT_ONCE = 2  # vectors per thread that are loaded together and then stored to the state
 MAX_POSITIONS = 2**31 - 512  # per sequence, so that positions up to two blocks past the last still fit an int32
 MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences could have more
 
 
 class WorkTileInfo(NamedTuple):
-    """number: index of the work tile in its sequence, or -1 if there is none. low, length: the sequence's first new
-    token and its number of new tokens. start: number of the sequence's tokens before its new tokens. state_slot: the
-    sequence's slot in the state."""
+    """number: index of the work tile among those of the sequence, or -1 if there is no work tile. low, length: the
+    sequence's first new token and its number of new tokens. start: number of tokens that the sequence has before its
+    new tokens. state_slot: the sequence's slot in the state."""
 
     number: Int32
     low: Int32
@@ -85,8 +85,8 @@ class WriteCompressedKvSm90:
         self.row = Fp8Row("v4", CHANNELS)
         self.launch_options = {}
         if dim == 512:
-            # Minimum CTAs per SM. For entries of two blocks, three CTAs leave 80 registers per thread, which is enough
-            # for fp32 projections only: `read` loads bf16 projections to additional registers.
+            # Minimum CTAs per SM. With overlap, three CTAs per SM leave 80 registers per thread. That is enough for
+            # fp32 projections only, because `read` loads bf16 projections to additional registers.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:
@@ -169,7 +169,7 @@ class WriteCompressedKvSm90:
             total = totals[0]
             if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # A sequence's first work tile is its first two entries.
+                # Work tile 0 of a sequence is the entries 0 and 1, work tile n > 0 is entry n + 1.
                 begin, end = number + 1, cutlass.min(number + 2, count)
                 if number == 0:
                     begin = Int32(0)
@@ -212,9 +212,9 @@ class WriteCompressedKvSm90:
         index,
         lane,
     ):
-        """Write the WorkTileInfo of work tile `index` to `found`, with number = -1 if there are fewer work tiles. Write
-        the number of work tiles of all sequences to `totals`. A sequence without a valid state slot has no work tiles.
-        One warp calls this."""
+        """Write the WorkTileInfo of work tile `index` to `found`, with number = -1 if this work tile does not exist.
+        Write the number of work tiles of all sequences to `totals`. A sequence without a valid state slot has no work
+        tiles. One warp calls this."""
         if lane == 0:
             found[0, 0] = Int32(-1)  # stays if no lane finds the work tile
         cute.arch.sync_warp()
@@ -263,7 +263,8 @@ class WriteCompressedKvSm90:
         tid,
     ):
         """Compute and store entry `number` of a sequence. The sequence's new tokens begin at row `low` of kv and at
-        position `start` of the sequence. buffer: alternates between 0 and 1 from entry to entry of a CTA."""
+        position `start` of the sequence. buffer: 0 for the first entry that a CTA computes, then alternately 1 and
+        0."""
         group, own = tid // self.row_threads, tid % self.row_threads
         at = rank * self.row_threads + own  # index of this thread's vector of CHANNELS in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
@@ -325,9 +326,9 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
-        """Load KV (k) and Z (z) of a part: the entry's tokens from `first` on. For new tokens, the caller must add
-        `bias` to z; in the state it is already added. For tokens before position 0, k and z keep their initial values,
-        which have no weight in the softmax."""
+        """Load KV (k) and Z (z), the two projections, of a part: the entry's tokens from `first` on. For new tokens,
+        the caller must add `bias` to z; in the state it is already added. For tokens before position 0, k and z keep
+        their initial values, which have no weight in the softmax."""
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
             # The first part is the previous block, the second this block. Each uses one half of a token's channels.
@@ -365,7 +366,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def merge(self, parts, acc, own):
-        """Merge the groups' results in `parts`. acc gets the entry's values of this thread's channels."""
+        """Merge the results of all groups of threads in `parts`. acc gets the entry's values for this thread's
+        channels."""
         found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
         for g in cutlass.range_constexpr(self.groups):
             for n in cutlass.range_constexpr(3):
@@ -497,8 +499,9 @@ def exp2(x: Float32) -> Float32:
 @cached
 def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool, layout: str):
     """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots, cu_seqlens [B + 1],
-    starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size, eps); B > 0. slots is [T] int32, or
-    [2 T] int32 that are the words of int64 slots. n is at least the number of tokens of an entry.
+    starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size, eps); B > 0. c is 2 d with overlap,
+    otherwise d; m is `ratio`. n is at least the number of tokens of an entry. slots is [T] int32, or [2 T] int32 that
+    are the words of int64 slots.
 
     cache: [pages, P, d] of the dtype `layout`; for "v4", [pages, P, 576] bytes, with a page's scales after its rows;
     for "index", [pages, P, 132] bytes. Rows, pages and the state start at multiples of 16 bytes."""

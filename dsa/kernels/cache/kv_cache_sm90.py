@@ -14,7 +14,7 @@ Shared memory: none. Constraints: rows at multiples of 16 bytes; channels of flo
 Roofline: bound by memory. Bytes per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576
 channels); with the projection, 256 more for cosines and sines. At the copy bandwidth, a warp has about 390 issue slots
 per 1808 bytes. For V3.2's layout a warp needs 180 of them to write, 140 to read and 340 to write from the projection.
-Returning the rows as a read would give them needs 50 more, and scales that are not powers of two need 110 more.
+It needs 50 more to return the rows as a read would give them, and 110 more for scales that are not powers of two.
 """
 
 import cutlass
@@ -86,7 +86,7 @@ class RowsSm90:
 
 
 class FloatRowsSm90(RowsSm90):
-    """Copy float rows to a float cache if `write`, and otherwise from the cache."""
+    """Copy rows of floats to a cache of floats if `write`, and otherwise from the cache to rows."""
 
     def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
         self.write, self.vector = write, _vector(row_type, cache_type)

@@ -1,8 +1,8 @@
-"""A row of the paged MLA cache: the layout of its parts in a page, and in the registers of a warp.
+"""A row of the paged MLA cache: the layout of the row's parts in a page, and in the registers of a warp.
 
 A row has N channels (512 or 448) without RoPE, followed by the 64 channels that RoPE rotates. A warp holds a row in
 registers. The N channels are processed in steps of 32 V channels: in each step a lane holds V consecutive channels,
-which are 16 bytes in the caller's dtype. Of the 64 RoPE channels, a lane holds two adjacent ones, a pair of interleaved
+which are 16 bytes in the caller's dtype. A lane also holds two adjacent RoPE channels, which are a pair of interleaved
 RoPE. So every access of a warp covers contiguous bytes, and channels that share a scale are in adjacent lanes of the
 same step.
 """
@@ -34,8 +34,8 @@ def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, di
 
 @cute.jit
 def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
-    """Store values [width, vectors] to the vectors `first`, `first` + WARP and so on of a row. The row has `count`
-    vectors; vectors past its end are not stored."""
+    """Store values [width, n] to the vectors `first`, `first` + WARP and so on of a row, where a vector is `width`
+    channels. The row has `count` vectors; vectors past the row's end are not stored."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = first + n * WARP
         if at < count:
@@ -43,7 +43,7 @@ def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
 
 
 class WarpRow:
-    """A row with `nope` channels before the RoPE channels. A lane holds `vector` of the `nope` channels per step."""
+    """A row with `nope` channels before the RoPE channels. Per step, a lane holds `vector` of these `nope` channels."""
 
     def __init__(self, nope: int, vector: int):
         self.nope, self.vector = nope, vector

@@ -1,9 +1,9 @@
 """Computation of the cache slots of packed tokens.
 
 slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r = (position of token t in sequence b) //
-ratio. So a cache row is for `ratio` tokens; the last of them gets the slot, and the others get -1. If the pages are a
-ring buffer, the column of block_table is (r // page_size) modulo the number of columns, and only the sequence's last
-rows get slots.
+ratio. So `ratio` tokens share a cache row. The last of these tokens gets the row's slot, and the others get -1. If the
+pages are a ring buffer, the column of block_table is (r // page_size) modulo the number of columns, and only the
+sequence's last rows get slots.
 
 Plan
 - One thread per token. All threads search the same boundaries for their tokens' sequences, so the lanes of a warp
@@ -29,15 +29,15 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128
-AT_ONCE = 16  # `scan`: boundaries per thread whose loads are in flight together
-PAIRS = 4  # `ascends`: pairs of boundaries per thread whose loads are in flight together
+AT_ONCE = 16  # boundaries that a thread loads at once in `scan`
+PAIRS = 4  # pairs of boundaries that a thread loads at once in `ascends`
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 class SlotMappingSm90:
     """cached_tokens: if True, sequence b has cache_seqlens[b] tokens, and its packed tokens are the last of these; if
-    False, its packed tokens are the whole sequence. ring: whether a sequence's pages are a ring buffer that contains
-    its last rows."""
+    False, its packed tokens are the whole sequence. ring: whether a sequence's pages are a ring buffer, which contains
+    only the sequence's last rows."""
 
     def __init__(self, cached_tokens: bool, ring: bool):
         self.cached_tokens, self.ring = cached_tokens, ring

@@ -1,10 +1,10 @@
 """Arithmetic shared by the hyper-connection kernels, so that all of them give the same bits.
 
 Sinkhorn normalisation here leaves the matrix A unchanged and updates two vectors of factors: comb_ij = r_i A_ij c_j.
-The sum of row i is r_i (A c)_i. A step updates the four factors of the rows or of the columns. It costs five
-multiply-adds, a product and a reciprocal per factor. That is less than dividing 16 numbers, and the rounding errors of
-the steps do not add up. `_balance` interleaves the four sums of a step. If the code computed them one after the other,
-the compiler would keep that order, and a step would take twice as long.
+The sum of row i is r_i (A c)_i. A step updates the four factors of the rows or the four factors of the columns. Per
+factor, a step costs five multiply-adds, a product and a reciprocal. That is less than dividing 16 numbers, and the
+rounding errors of the steps do not add up. `_balance` interleaves the four sums of a step. If the code computed them
+one after the other, the compiler would keep that order, and a step would take twice as long.
 """
 
 import cutlass
@@ -53,7 +53,7 @@ def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr,
     """Return sum_k pre[k] X_k for 16 bytes of each stream X_k, rounded to `dtype`.
 
     words  [4, streams]: the 16 bytes of each stream
-    zero   0, but as a value that the compiler does not know: see below
+    zero   0, as a value that the compiler does not know: see the comment in the loop
     """
     packed = 32 // dtype.width
     out = filled((WORDS * packed,), 0.0)
@@ -91,8 +91,8 @@ def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cu
 
 @cute.jit
 def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inverse, iterations, hc_eps):
-    """-> (post [4], comb [16]) of one token. One thread computes them. mix [24]: the token's row. inverse: 1 / the root
-    mean square of the token's streams."""
+    """-> (post [4], comb [16]) of one token. Each calling thread computes one token. mix [24]: the token's row.
+    inverse: 1 / sqrt(mean square of the token's streams + eps)."""
     given = _logits(mix, base, 1, inverse * scale[1])
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         given[k] = Float32(2.0) * sigmoid(given[k])
@@ -130,8 +130,8 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 
 @cute.jit
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
-    """Update the factors `scales` of the columns (or rows) of a, so that each column (or row) is divided by its sum +
-    hc_eps. across: the factors of the other dimension."""
+    """Update `scales`, the factors of the columns of a if `of_columns`, otherwise of the rows. Each column (or row) is
+    divided by the sum of the column (or row) + hc_eps. across: the factors of the other dimension."""
     totals = filled((HYPER_STREAMS,), 0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):
         for n in cutlass.range_constexpr(HYPER_STREAMS):

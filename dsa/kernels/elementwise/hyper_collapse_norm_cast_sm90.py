@@ -4,10 +4,10 @@ Plan
 - A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses
   them for the mean square and for x, the collapsed streams. Norm and cast use x, rounded to bf16, from registers. x
   itself is not stored.
-- To get the bits of the separate kernels, sums are added in their order. The norm assigns vectors to threads as
-  `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`, which has `shares` (2 or 4)
-  times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel, one after
-  the other.
+- To get the bits of the separate kernels, this kernel adds in the order of those kernels. The norm assigns vectors to
+  threads as `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`, which has `shares`
+  (2 or 4) times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel,
+  one after the other.
 - One extra warp computes post and comb, one token per lane. This warp loads mix, base and scale before the mean square
   is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps after the softmax. Each step has four
   independent reciprocals. The chain takes longer than x, norm and cast, which the other warps compute meanwhile.
@@ -17,8 +17,8 @@ Plan
 - With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
-Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by the latency of memory, of the sum over the
-CTA and of 40 dependent reciprocals, of the softmax and of the steps.
+Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by latency: of memory, of the sum over the CTA,
+and of 40 dependent reciprocals, which are one for the softmax and one per step.
 """
 
 import cutlass
@@ -167,8 +167,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """Return 1 / sqrt(mean(v^2) + eps). `squares` contains one sum for each warp that the separate collapse kernel
-        would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
+        """Return 1 / sqrt(mean square of the token's streams + eps). `squares` contains one sum for each warp that the
+        separate collapse kernel would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
@@ -253,7 +253,8 @@ class HyperCollapseNormCastSm90:
 def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
     """-> f(streams [T, 4, D] bf16, mix [T, 24], base [24], scale [3], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
     q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
-    multiple of 128 and at most lanes * vectors 16-byte vectors. Rows start at multiples of 16 bytes."""
+    multiple of 128 and at most lanes * vectors 16-byte vectors. Rows of all tensors but scale and q_scale start at
+    multiples of 16 bytes."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     return compile_sm90(
         HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),

@@ -1,9 +1,9 @@
 """DeepSeek-V4's hyper-connections between two sublayers, for few tokens: the new streams and their projection.
 
 Plan
-- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, and each of its 64 warps computes
-  one of the 64 slices. The sums are added in the same order as there, so the bits are equal. There are at most 8
-  tokens. They are the upper octet of the mma's 16 rows; the lower octet is zeros.
+- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, and each of the cluster's 64
+  warps computes one of the 64 slices. The sums are added in the order of that kernel, so the bits are equal. There are
+  at most 8 tokens. They are the upper octet of the mma's 16 rows; the lower octet is zeros.
 - A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. The warp
   writes these channels to shared memory, and only the same warp reads them back as mma operands. All clusters compute
   the same new streams, and the cluster with the first outputs stores them.
@@ -142,8 +142,9 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def send(self, received, barrier, rank, pair, group):
-        """Send two sums of this CTA's group to the CTA that owns the pair. That CTA's mbarrier counts their bytes. A
-        cluster barrier instead would also wait until the stores of the new streams have reached L2."""
+        """Send this CTA's two sums `group` of a pair of results to the CTA that owns the pair. That CTA's mbarrier
+        counts their bytes. A cluster barrier instead would also wait until the stores of the new streams have reached
+        L2."""
         owned = received.shape[1]
         there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
         counted = cute.arch.map_dsmem_ptr(barrier, pair // owned)
@@ -169,8 +170,9 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def multiply(self, y, streams, post, comb, parts, new, kept, matrix, zero, column, first, end, warp, lane):
-        """-> this lane's sums of a slice: two adjacent mma columns of one token. The slice is the blocks [first, end).
-        `kept` and `matrix` are the warp's shared memory; `zero` is a zero in shared memory."""
+        """-> this lane's two sums of a slice, for two adjacent mma columns and one token. The slice is the blocks
+        [first, end). `kept` and `matrix` are this warp's shared memory for new streams and matrix; `zero` is a zero in
+        shared memory."""
         tokens, channels = streams.shape[0], streams.shape[2]
         place, quad = octet_row(lane // 4), lane % 4
         row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS

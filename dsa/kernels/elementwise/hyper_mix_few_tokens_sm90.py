@@ -3,7 +3,8 @@ support: mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is th
 
 Plan
 - A cluster of 8 CTAs computes 8 outputs of 16 or 32 tokens. A matrix of 24 outputs takes three clusters, so even with
-  one token 24 CTAs share the loads of the matrix. Each of the 64 warps of a cluster computes one of the 64 slices.
+  one token 24 CTAs share the loads of the matrix. Each of the 64 warps of a cluster computes one of the 64 slices
+  (hyper_mix_sums.py).
 - A warp loads its slice of tokens and matrix directly into registers, 16 bytes per lane. These bytes are the operands
   of two mma instructions without any rearrangement, so they do not go through shared memory. Several blocks of 64
   channels are in flight at once.
@@ -44,7 +45,7 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WORDS = 4  # 32-bit words in 16 bytes
-HALVES = BLOCK // (4 * VECTOR)  # loads per lane and row of a block
+HALVES = BLOCK // (4 * VECTOR)  # 16-byte loads per lane for one row of a block
 THREADS = GROUP_SLICES * WARP
 
 

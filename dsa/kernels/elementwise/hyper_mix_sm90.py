@@ -14,7 +14,7 @@ Plan
 - Warps use mma with operands in registers instead of wgmma, so that the sums have the bits of the kernel for few
   tokens. A lane reads 16 bytes of a row, the operands of two mma instructions.
 - In tiles of fewer than 256 tokens, warps exchange their slices through shared memory. Then each thread adds the slices
-  of its pairs of results.
+  of some pairs of results.
 - Epilogue in a cluster: each lane sends its sums of the CTA's group to the CTAs that own the results; each CTA owns 1/8
   of the tokens. The owners add the 8 groups and store.
 Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB with 64 and 128 tokens (with 32, they reuse the
@@ -84,13 +84,13 @@ class HyperMixSm90:
         self.slice_warps = CONSUMER_WARPS // self.token_warps
         self.unit_slices = GROUP_SLICES if self.clustered else HALF_SLICES
         self.units = SLICES // self.unit_slices  # per tile
-        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # per half group; in a round each warp computes one slice
+        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # per half group; each warp computes one slice per round
         self.halves = self.unit_slices // (self.rounds * self.slice_warps)  # half groups, or 1 if a round covers both
         self.pairs = rows * TOKEN_PAIRS
         self.own_pairs = -(-self.pairs // CONSUMERS)  # per thread
         self.received_numbers = 2 * self.pairs if self.clustered else 0
-        # With one round per CTA, a warp writes its slice to the shared memory of its first stage's tokens. No other
-        # warp reads that stage, and the producer loads nothing into it any more.
+        # With one round per CTA, a warp writes its slice to the memory of the tokens in the first stage that the warp
+        # read. No other warp reads that stage, and the producer loads nothing into it any more.
         self.exchange_in_stages = self.clustered and self.halves * self.rounds == 1
         apart = self.slice_warps > 1 and not self.exchange_in_stages
         self.exchanged_numbers = 2 * self.pairs * self.slice_warps if apart else 0
@@ -188,8 +188,8 @@ class HyperMixSm90:
 
     @cute.jit
     def work(self, tokens, blocks):
-        """-> (this CTA's first work unit, number of all work units, step between the CTA's units, blocks of the longest
-        slice)."""
+        """-> (this CTA's first work unit, number of work units of all CTAs, step from one work unit of this CTA to the
+        next, number of blocks in the longest slice)."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return cta, cute.ceil_div(tokens, self.rows) * self.units, ctas, cute.ceil_div(blocks, SLICES)
@@ -268,8 +268,9 @@ class HyperMixSm90:
 
     @cute.jit
     def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32, state: PipelineState, column: Int32):
-        """Read from a stage 16 bytes at byte `column` of one row, for each octet of tokens and each octet of matrix
-        rows. v, w: the addresses, in the first stage, of this lane's row of the first octet."""
+        """Read this lane's `operands` for half a block from a stage: in each octet of tokens and of matrix rows, 16
+        bytes of one row, at byte `column`. v, w: addresses, in stage 0, of this lane's row in the first octet of tokens
+        and of matrix rows."""
         v_stage, w_stage = v + state.stage * (self.rows * ROW_BYTES), w + state.stage * (MATRIX_ROWS * ROW_BYTES)
         for tensor, address in zip(operands, (v_stage + column, w_stage + column)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
@@ -288,8 +289,8 @@ class HyperMixSm90:
 
     @cute.jit
     def add_slices(self, storage, group: cute.Tensor, half_group: cute.Tensor, acc: cute.Tensor, warp, tid):
-        """Add a round's slices to this thread's sums of half a group. If the round covers both halves, the first half
-        is added to the group before the second half begins."""
+        """Add a round's slices to `half_group`, this thread's sums of half a group. If the round covers both halves,
+        add the first half to `group` before the second half begins."""
         lane, exchange, slice_warp = tid % WARP, None, warp // self.token_warps
         if const_expr(self.slice_warps > 1):
             exchange = self.exchange(storage)

@@ -2,12 +2,13 @@
 
 The channels of each stream are divided into blocks of 64; a partial last block is padded with zeros. The blocks of all
 streams are divided into SLICES slices. The matrix is the sum of three bf16 matrices, the parts high, middle and low.
-The sum of a slice with each part is one chain of mma instructions of 16 channels, which starts from zero. Then
+For each slice and each part, a chain of mma instructions of 16 channels, which starts from zero, multiplies the streams
+by the part. The slice's sum is
   slice = high + (middle + low)
 The sum of HALF_SLICES slices, added in order from zero, is half a group. The sum of two halves is a group. The result
 is the sum of the CTAS groups, added in order from zero. In a cluster each CTA computes one group and sends it to the
-CTAs that own the results. The owners add the groups. A pair is two results: two adjacent mma columns of one lane. All
-CTAs own the same number of pairs.
+CTAs that own the results. The owners add the groups. A pair is two results of a token, two adjacent mma columns, which
+one lane has. All CTAs own the same number of pairs.
 
 An mma needs two pairs of adjacent channels from each lane. A lane loads 16 bytes of a row, which are four such pairs:
 the first two are for one mma, the last two are for the next mma. The order of channels in an mma does not matter as
@@ -59,7 +60,7 @@ def multiply_add(
 
     acc           two adjacent columns of a token in the upper octet, then of a token in the lower octet
     upper, lower  this lane's 16 bytes of a token in the upper octet, and of a token in the lower octet
-    matrix        this lane's 16 bytes of an output
+    matrix        this lane's 16 bytes of an output's matrix row
     pair          0 or 2: this mma multiplies the words `pair` and `pair` + 1 of the 16 bytes
     """
     given = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1], matrix[pair], matrix[pair + 1]]
@@ -117,8 +118,8 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
 
 @cute.jit
 def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
-    """Add the groups [2, CTAS] of pair number `place` of a token, and store those of the two results whose output
-    exists."""
+    """Add the groups [2, CTAS] of pair number `place` of a token, and store the pair's two results. A result past the
+    last token or the last output is not stored."""
     for i in cutlass.range_constexpr(2):
         total = sum_in_order(groups[i, None])
         output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)

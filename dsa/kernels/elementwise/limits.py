@@ -11,8 +11,8 @@ MAX_NORM_ROTARY_CHANNELS = {"bfloat16": 1024, "float16": 1024, "float32": 512}
 MAX_NORM_GRADIENT_CHANNELS = {"bfloat16": 8192, "float16": 8192, "float32": 4096}
 MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the end in the last iteration
 
-# RoPE. A thread processes groups of channels. A group has ROTARY_PAIRS pairs of channels if rows start at multiples of
-# 16 bytes, otherwise one pair.
+# RoPE. A thread processes groups of channels. A group has ROTARY_PAIRS pairs of channels if D and R are multiples of 8
+# and rows start at multiples of 16 bytes; otherwise it has one pair.
 ROTARY_PAIRS = 4
 MAX_ROTARY_GROUPS = 2**31 - 512  # groups of all rows together
 
@@ -20,7 +20,7 @@ MAX_ROTARY_GROUPS = 2**31 - 512  # groups of all rows together
 HYPER_STREAMS = 4
 # Collapse: (threads per CTA, 16-byte vectors per thread and stream).
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MAX_HYPER_CHANNELS = 2**33 - 2**13  # most T D: a kernel counts vectors of at least 4 channels in 31 bits
+MAX_HYPER_CHANNELS = 2**33 - 2**13  # most T * D: a kernel counts vectors of at least 4 channels in 31 bits
 # The projection of the streams.
 # - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens.
 # - MIX_ROWS: tokens per cluster of the kernel for more tokens. It has MIX_OUTPUTS outputs, and channels in blocks of

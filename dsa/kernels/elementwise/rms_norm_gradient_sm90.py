@@ -4,8 +4,8 @@
 
 Plan
 - `lanes` threads (a part of a warp, or several warps) process a row, as in `rms_norm_sm90`. Each thread has in
-  registers up to `vectors` 16-byte vectors of x, of g and, in fp32, of the weights and of its part of dw. So x and g
-  are read once, and dx is written once.
+  registers up to `vectors` 16-byte vectors of x and of g, and in fp32 up to `vectors` vectors of the weights and of a
+  part of dw. So x and g are read once, and dx is written once.
 - CTAs are persistent: the threads of a row process every n-th row, where n is the number of rows that all CTAs process
   at a time. All threads run the same number of iterations, because shuffles need whole warps. Past the end, threads
   load the last row again and discard its results.

@@ -11,9 +11,9 @@ Plan
 - With a residual, x is first replaced by residual + x, rounded to their dtype. This sum is also stored.
 - With a cast, a group of 128 channels is in adjacent lanes of one warp. These lanes compute the group's amax and scale
   by shuffles from the rounded y, so the result is exactly `per_token_cast_to_fp8_sm90` of y.
-- With RoPE, the last R channels of y are rotated. A thread loads the cosines and sines of its vectors together with its
-  row. Pairs are adjacent channels, so a thread has both channels. y is rounded before and after the rotation, so the
-  result is exactly `rotary_sm90` of y.
+- With RoPE, the last R channels of y are rotated. A thread loads the cosines and sines for its vectors together with
+  the row. Pairs are adjacent channels, so a thread has both channels. y is rounded before and after the rotation, so
+  the result is exactly `rotary_sm90` of y.
 - Squares are added in a fixed order: in the thread, by a shuffle tree in the warp, and then warp by warp through shared
   memory, where all threads add the same numbers in the same order. So the bits are the same in every run, and a row's
   bits do not depend on other rows.
@@ -89,8 +89,8 @@ class RmsNormSm90:
 
     @cute.jit
     def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
-        """Launch the kernel. x, residual, total, out and q are [A, B, D], scale is [B, D / 128], cos and sin are
-        [A, R / 2]."""
+        """Launch the kernel. x, residual, total, out and q are [A, B, D]. With a cast, A is 1 and scale is [B, D /
+        128]. With RoPE, cos and sin are [A, R / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
@@ -130,7 +130,7 @@ class RmsNormSm90:
         if const_expr(weight is not None and self.early):
             load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         if const_expr(cos is not None):
-            # `first_rotated` is the row's first vector that RoPE rotates. Load the cosines and sines of this thread's
+            # RoPE rotates the row's vectors from `first_rotated` on. Load the cosines and sines for this thread's
             # rotated vectors.
             first_rotated = vectors_of_row - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
@@ -279,7 +279,7 @@ def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
 def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: NormConfig):
     """-> f(x [T, D] dtype, residual [T, D] or None unless `summed`, weight [D] fp32, total [T, D] or None unless
     `summed`, out [T, D], q [T, D] e4m3, scale [T, D / 128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to
-    `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    `max_channels(dtype, config)`. Rows of all tensors but scale start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     rows, dim = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     return compile_sm90(

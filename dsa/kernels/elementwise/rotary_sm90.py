@@ -1,12 +1,12 @@
 """Rotary position embedding (RoPE) of queries or keys, out of place or in place.
 
 Plan
-- A group is 2P channels of a row. A group of rotated channels is P pairs. If pairs are adjacent channels (interleaved),
-  the group is one vector of 2P channels; if pairs are R / 2 apart (halves), it is two vectors of P channels. A group is
-  in one thread's registers from the load to the store, so a row can be rotated in place.
-- The row's other channels are copied in groups of the same size. The groups of a row are numbered, and `begin` and the
-  number of angles determine which groups are rotated. A division with precomputed numbers gives a group's row, and
-  offsets have 64 bits.
+- A group is 2P channels of a row, where P is 4 or 1. A group of rotated channels is P pairs. If pairs are adjacent
+  channels (interleaved), the group is one vector of 2P channels; if pairs are R / 2 apart (halves), it is two vectors
+  of P channels. A group is in one thread's registers from the load to the store, so a row can be rotated in place.
+- The row's other channels are copied in groups of the same size. `begin` (the number of groups before the rotated
+  groups) and the number of angles determine which groups are rotated. A division with precomputed numbers gives a
+  group's row, and offsets have 64 bits.
 - Products are rounded before they are added, as in the reference, so the bits are equal.
 - P is 4 if D and R are multiples of 8 and all rows start at multiples of 16 bytes: a group is then 16 bytes of x
   (bf16), of cos and of sin. Otherwise P is 1, which works with any alignment. A thread has `groups` groups and issues
@@ -142,8 +142,8 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
     """Return the shipped configuration. With short inputs a thread has one group, so that there are more CTAs. With
-    long 16-bit inputs a thread has two groups, 32 bytes of loads in flight. wide: whether the alignment allows P =
-    4."""
+    long 16-bit inputs a thread has two groups, 32 bytes of loads in flight. wide: whether D, R and the alignment of
+    rows allow P = 4."""
     if not wide:
         return RotaryConfig(pairs=1)
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)

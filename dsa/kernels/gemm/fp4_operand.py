@@ -45,7 +45,7 @@ def write_tables(tables: Int32, lane):
 
 @cute.jit
 def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
-    """Return the offsets of the tables of a row's four groups of 32 channels in a block, one byte each.
+    """Return the table offsets of four groups, one byte each: the groups of 32 channels of one row in one block.
 
     scales       the groups' e8m0 bytes, four in a word; any bytes give offsets inside the tables
     block_scale  a power of two
@@ -56,8 +56,8 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """Return the offsets of the tables of one group of a row in four consecutive blocks, one byte each. `group` is the
-    group's index within each block.
+    """Return four table offsets, one byte each: those of group number `group` (0 to 3) of a row, in each of four
+    consecutive blocks.
 
     words         [4]: a word per block, the e8m0 bytes of the row's four groups
     block_scales  [4]: the scales of the blocks, powers of two
@@ -74,7 +74,8 @@ def table_places_of_blocks(words, group, block_scales) -> Uint32:
 
 @cute.jit
 def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
-    """Return a word of four bytes. Nibble i of the selector selects byte i among the eight bytes of low and high."""
+    """Return a word of four bytes. Byte i of the result is the byte that nibble i of the selector selects: 0 to 3 from
+    low, 4 to 7 from high."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, selector]
     )
@@ -82,8 +83,8 @@ def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
 
 @cute.jit
 def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
-    """Load the table at offset number `group` in `places` (`table_places`). -> (magnitudes of codes 0 to 3, magnitudes
-    of codes 4 to 7), as e4m3 bytes."""
+    """Load the table whose offset is byte `group` of `places`, a result of `table_places`. -> (magnitudes of codes 0 to
+    3, magnitudes of codes 4 to 7), as e4m3 bytes."""
     place = cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, 0, {0x4440 + group};", write_only_types=[Int32], read_only_args=[places]
     )
@@ -92,11 +93,12 @@ def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
 
 @cute.jit
 def widen(codes: Uint32, low: Uint32, high: Uint32):
-    """Convert eight adjacent e2m1 codes with their table (low, high: see `load_table`). -> two words of four e4m3
-    numbers.
+    """Convert eight adjacent e2m1 codes to e4m3 numbers. -> (word of the first four numbers, word of the other four).
+    low and high are the group's table, as `load_table` returns it.
 
-    This takes nine instructions. The codes' magnitude bits are the selectors of byte permutations. The sign bits are
-    moved to the top bits of their bytes; those of even channels are shifted first.
+    This takes nine instructions. Byte permutations look up the magnitudes: the selectors are the codes' magnitude bits.
+    Two more permutations move the sign bits to the top bits of the results' bytes. A shift by four first moves the
+    signs of even channels to the top bits of bytes.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 m, n, e, s, t; and.b32 m, {$r0}, 0x77777777; shr.b32 n, m, 16; shl.b32 e, {$r0}, 4; "
@@ -109,8 +111,8 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """Return the index at which word `word` (four channels) of a row of e4m3 numbers is stored, so that the row's
-    channel order matches that of `widen`."""
+    """Return the index at which word `word` (four channels) of a row of the other operand is stored, so that its
+    channels are in the order in which lanes have the widened channels."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 

@@ -1,6 +1,6 @@
 """Grouped product of FP8 activations with FP4 weights, for few rows per weight matrix (decode):
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b8[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
-where e is the matrix of row m, r = rows[m] (r = m without `rows`), and
+where e is the matrix of row m, weights[m] is a factor (1 without `weights`), r = rows[m] (r = m without `rows`), and
 b8[e, n, k] = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
 b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
@@ -10,28 +10,30 @@ Plan
   operand A. So the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
   share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
-  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits only for empty stages, of this ring and of
-  the ring of work tiles. The other three producer warps gather the rows of activations and their scales.
+  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits for nothing but empty stages, in the ring
+  of operands and in the ring of work tiles. The other three producer warps gather the rows of activations and their
+  scales.
 - Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
   channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), their scales (16
   bytes per row) and the scales of the four blocks (16 bytes). The ring continues across work tiles. Per SM, 100 to 170
   KB of FP4 are in flight.
-- Mainloop: each of a stage's four blocks has its own accumulators (T / 2 registers), into which four wgmma add. The
-  next block is widened while these wgmma run. After the fourth block of a stage, the next block is the first block of
-  the next stage, even if that stage belongs to the next work tile. So widening hides the latency of wgmma, the wait for
-  a stage and the fence after it. After its four blocks, a stage's products are scaled and added in fp32 in order.
-- Activations are copied in words of 4 bytes, in the order in which lanes have the weights' channels; with few rows
-  these are few copies. Rows past the matrix's end are not copied. Their columns of the wgmma contain garbage, which
-  affects no other column and is not stored. Channels beyond K are zeros.
+- Mainloop: each of a stage's four blocks has separate accumulators (T / 2 registers), to which four wgmma add. The next
+  block is widened while these wgmma run. After the fourth block of a stage, the next block is the first block of the
+  next stage, even if that stage belongs to the next work tile. So widening hides the latency of wgmma, the wait for a
+  stage and the fence after it. When all four blocks of a stage are multiplied, each thread scales their products and
+  adds them in fp32, in order.
+- Activations are copied in words of 4 bytes, because their channels must be in the order of the widened weights'
+  channels (fp4_operand.py). With few rows, these are few copies. Rows past the matrix's end are not copied. Their
+  columns of the wgmma contain garbage, which affects no other column and is not stored. Channels beyond K are zeros.
 - Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row of the
   result. fp32 results are stored from registers.
-- Scheduler: static persistent. The work tiles of a matrix are consecutive. Of these, tiles with the same weight rows
-  are consecutive, so a tile of weights is read from memory once. Consecutive CTAs read adjacent weights.
+- Scheduler: static persistent. The work tiles of a matrix are consecutive. Among them, tiles with the same weight rows
+  are consecutive, so memory is read once for each tile of weights. Consecutive CTAs read adjacent weights.
 Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
 Registers: per consumer thread 64 for four blocks of widened weights, or 32 for two blocks where four do not fit; 2 T
 accumulators; T / 2 sums. See REGISTERS.
-Instructions: 18 per lane and 8 weights. 10 of them use the ALU, which issues 2 per cycle and SM: 320 cycles per block
-of 128 x 128.
+Instructions: a lane issues 18 for 8 weights. 10 of them use the ALU. An SM issues 2 of these per cycle (for a whole
+warp each): 320 cycles per block of 128 x 128.
 Roofline: bound by memory, 8.5 KB per block of 128 x 128. At 4.2 TB/s for 132 SMs, an SM loads a block in 480 cycles.
 """
 
@@ -130,8 +132,13 @@ CONFIGS = (
 
 
 class Ring(NamedTuple):
-    """Shared-memory addresses of the parts of the ring's stage 0: codes and e8m0 scales of the weights, rows of
-    activations, and scales of activations and blocks."""
+    """Shared-memory addresses in stage 0 of the ring.
+
+    codes       FP4 codes of the weights
+    scales      e8m0 scales of the weights
+    rows        rows of activations
+    row_scales  scales of the activations' rows, then the scales of the stage's four blocks
+    """
 
     codes: Int32
     scales: Int32
@@ -319,8 +326,8 @@ class Fp8Fp4GemmSmallMSm90:
         number: Int32,
         lane,
     ):
-        """The mainloop of gathering warp `number`, which copies every third row of activations, one word per lane and
-        block. Warp 0 also copies the scales of all rows."""
+        """The mainloop of gathering warp `number`. It copies every third row of activations, from row `number` of the
+        work tile on; each lane copies one word per block. Gathering warp 0 also copies the scales of all rows."""
         scheduler = static_persistent_scheduler()
         state, tile_state = start(), start()
         sources, channels = a.shape
@@ -370,7 +377,8 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """The mainloop of a consumer warp. All warps of a warpgroup take the same branches."""
+        """The mainloop of a consumer warp. No branch with a wgmma depends on the warp, since all warps of a warpgroup
+        must execute each wgmma."""
         mma = tiled_mma(1, 64, self.rows, a_in_registers=True)
         thr = mma.get_slice(tid % WARPGROUP)
         activations = mma.make_fragment_B(thr.partition_B(sa))
@@ -429,8 +437,9 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """Multiply the four blocks of a stage and add them to the sums. The first block is already widened. Load the
-        scales of the following stage, and widen its first block."""
+        """Multiply the four blocks of stage `state`, scale the products and add them to `sums`. The first block is
+        already widened. Meanwhile wait for stage `following`, load the scales of that stage and widen its first
+        block."""
         row_scales = ring.row_scales + state.stage * ((self.rows + 1) * SCALE_BYTES)
         of_blocks = [scales.of_blocks[block].bitcast(Float32) for block in range(BLOCKS)]
         for block in cutlass.range_constexpr(BLOCKS):
@@ -506,9 +515,9 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending, weights
     [M] fp32, or [0] for none, out [M, N], ctas).
 
-    E up to 1024, T and M up to 2^27, all > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a multiple of
-    4: the padding of a_scale and b_scale must be finite, that of b_scale_32 may be any bytes. Rows of all tensors
-    except the vectors are aligned to 16 bytes. ctas: config.ctas(multiprocessors).
+    E up to 1024, T and M up to 2^27; E, T, M, N, K > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a
+    multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Rows of all
+    tensors with two or more dimensions are aligned to 16 bytes. ctas: config.ctas(multiprocessors).
     """
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)
@@ -528,8 +537,8 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
 
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmFewRowsConfig:
-    """Return the configuration with which the busiest SM loads the fewest bytes, for `rows` rows of all matrices
-    together. The number of channels does not matter, since it is the same for all work tiles."""
+    """Return the configuration with which the busiest SM loads the fewest bytes. `rows` is the number of rows of all
+    matrices together. The number of channels does not matter, since it is the same for all work tiles."""
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)

@@ -1,6 +1,7 @@
 """Grouped product of FP8 activations with FP4 weights, for many rows per weight matrix (prefill):
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[m, k] b8[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
-where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
+where e is the matrix of row m, weights[m] is a factor (1 without `weights`), and
+b8[e, n, k] = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
 b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan
@@ -25,7 +26,7 @@ Plan
 Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also the tables,
 and per slot of scales 16 bytes of e8m0 scales per row of b.
 Registers: see REGISTERS; a consumer has 64 accumulators and 64 or 128 sums.
-Instructions: 180 per converter lane and block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
+Instructions: a converter lane issues 180 for a block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
 Roofline: 256 x 128 tiles are bound by the tensor cores and the multiply-adds, 1280 cycles per block of channels. Shared
 memory, 128 bytes per cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 with converters.
 """
@@ -82,7 +83,7 @@ BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 @dataclass(frozen=True)
 class Fp8Fp4GemmConfig(Fp8GemmConfig):
-    """The fields are those of the FP8 product; `columns` is 128."""
+    """A work tile and its pipeline, with the fields of Fp8GemmConfig; `columns` is 128."""
 
     @property
     def threads(self) -> int:
@@ -116,7 +117,7 @@ class WidenedPipeline(Pipeline):
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """Work tiles have 128 columns. epilogue: computes results from the sums, and stores them."""
+    """epilogue: computes results from the sums, and stores them."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
@@ -139,7 +140,8 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         results = out, of_rows, None
         a_layout, b_layout, as_layout, bs_layout = self.layouts()
         slots = self.config.scale_slots
-        # The codes of a converter warp are at the beginning of the warp's part of a stage.
+        # In a stage, each converter warp has OWN_BYTES of b. TMA writes the warp's codes to the beginning of these
+        # bytes.
         boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
         es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))
@@ -240,7 +242,8 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
 
     @cute.jit
     def produce_codes(self, loads, shared, scheduler, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane):
-        """The role of the producer warp, which finds the work tiles and loads them."""
+        """The role of the producer warp: find the work tiles, pass them to the other warps, and load their operands and
+        scales."""
         (a_atom, ma), (as_atom, mas), (b_atom, mb), (es_atom, mes), (bs_atom, mbs) = loads
         sa, sas, codes, ses, sbs = shared
         state, tile_state, slot = start(), start(), Int32(0)
@@ -292,7 +295,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         row, unit = lane // UNITS, lane % UNITS
         own = codes + number * OWN_BYTES
         read_at = own + lane * 16
-        # A unit is 32 bytes of e4m3. The first 16 go to this address; with the swizzle, the other 16 go to it ^ 16.
+        # A unit is 32 bytes of e4m3. The first 16 go to `write_at`. The swizzle puts the other 16 at `write_at ^ 16`.
         write_at = own + row * GROUP + ((2 * unit) ^ row) * 16
         scales += (number * OWN_ROWS + row) * SCALE_BYTES
         state, tile_state, slot = start(), start(), Int32(0)
@@ -313,7 +316,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         if const_expr(j > 0):
                             words, table = self.read_unit(read_at + offset, tables, places, j - 1, i)
                         if const_expr(j == 1):
-                            # Stores of units 1 and 0 overwrite the codes, which all lanes must have read before.
+                            # The stores for j = 1 and j = 0 overwrite codes, so all lanes must have read all codes.
                             cute.arch.sync_warp()
                         wide = [word for eight in own_words for word in widen(eight, *own_table)]
                         target = write_at + offset + j * UNIT_ROWS * GROUP
@@ -328,11 +331,13 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             info = work_tiles.current(tile_state)
 
     def read_unit(self, address, tables, places, j: int, block: int):
-        """-> (four words of this lane's codes in the j-th set of UNIT_ROWS rows, their table)"""
+        """-> (four words of this lane's codes in the j-th set of UNIT_ROWS rows, the table for them). block: index of
+        the stage's block among SCALES blocks."""
         return load_16(address + j * (WARP * 16)), load_table(tables, places[j], block)
 
     def places(self, scales, block_scales, unit):
-        """Return, for each of this lane's rows, the offsets of its group's tables in SCALES blocks."""
+        """Return a word for each row that this lane widens: the table offsets of the lane's group of 32 channels in
+        SCALES blocks, one byte per block."""
         of_blocks = load_floats(block_scales)
         rows = [j * UNIT_ROWS for j in range(UNITS)]
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
@@ -357,9 +362,9 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale [ceil(N /
     128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
 
-    E up to 1024, M up to 2^27, all > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a multiple of
-    4: the padding of a_scale and b_scale must be finite, that of b_scale_32 may be any bytes. Rows of all tensors
-    except ends and weights are aligned to 16 bytes.
+    E up to 1024, M up to 2^27; E, M, N, K > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a
+    multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Rows of all
+    tensors except ends and weights are aligned to 16 bytes.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     return compile_sm90(
@@ -372,7 +377,8 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
-    """Return the configuration with the fewest modelled cycles for `rows` rows of all matrices together."""
+    """Return the configuration with the fewest modelled cycles. `rows` is the number of rows of all matrices
+    together."""
     return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 

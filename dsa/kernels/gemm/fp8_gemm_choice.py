@@ -2,13 +2,13 @@
 models' choice.
 
 All tiles of both kernels give the same bits, so any of them may be chosen. The tile that the models choose takes 1%
-longer than the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.json overrides the models: it
-contains the fastest tile of those shapes of published language models for which a search found the tile of the cost
-models more than 1% slower. For a shape that is not in the file, either no search was made or the cost models are right.
+longer than the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.json overrides the models. A
+search timed the tiles for shapes of published language models. The file contains a shape's fastest tile if the models'
+tile is more than 1% slower. For a shape that is not in the file, either there was no search or the models are right.
 The file is valid for GPUs with the same number of SMs; other GPUs use the cost models.
-Searches are made for the numbers of rows in ROWS. A search's tile is also used for fewer rows, down to the next smaller
-entry of ROWS, unless the cost models say that it is worse there: a last work tile with few rows can make a product take
-three times as long.
+The search covers the numbers of rows in ROWS. A tile that it found is also used for fewer rows, as long as they are
+more than the next smaller entry of ROWS. The exception is a tile that the cost models call worse for these rows: a last
+work tile with few rows can make a product take three times as long.
 """
 
 from bisect import bisect_left
@@ -22,12 +22,11 @@ Tile = FewRowsConfig | Fp8GemmConfig
 # The numbers of rows for which the fastest tile is searched.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 LAUNCH = 2.8  # microseconds; the models exclude it
-# The models always choose the small-M kernel up to the first number of rows, and can choose it up to the second. The
-# measured winners do not follow this: in five classes of up to 32 rows the other kernel is faster.
+# The models always choose the small-M kernel up to OWN_ROWS rows, and can choose it up to MAX_ROWS rows. The measured
+# winners do not follow this: in five classes of up to 32 rows the other kernel is faster.
 OWN_ROWS, MAX_ROWS = 32, 512
-# A measured winner is used unless the cost models say that it is worse here than at the searched number of rows. Let r
-# be its modelled time divided by that of the models' tile: r here is at most WORSE times r at the searched number of
-# rows.
+# Let r(n) be the modelled time of a measured winner for n rows, divided by that of the models' tile for n rows. The
+# winner is used for n rows if r(n) is at most WORSE times r(the searched number of rows).
 WORSE = 1.05
 
 
@@ -84,8 +83,9 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search has to try this tile. A tile is skipped if it cannot run, or if its modelled time exceeds that
-    of the models' tile by more than half."""
+    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time, with the
+    launch, exceeds that of the models' tile by more than half. It also skips a small-M tile that cannot run or if
+    `rows` is above MAX_ROWS, and another tile that has at least 2 * max(`rows`, 64) rows."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

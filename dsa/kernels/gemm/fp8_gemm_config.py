@@ -24,7 +24,7 @@ class Fp8GemmConfig:
     """A work tile and its pipeline.
 
     groups   consumer warpgroups
-    waves    how many times 64 rows a warpgroup multiplies, one wave after the other
+    waves    number of waves: a warpgroup multiplies 64 rows per wave, one wave after the other
     columns  columns of a work tile
     stages   stages of the ring, each a block of 128 channels
     chunks   chunks of 64 result columns that a warp has shared memory for
@@ -42,7 +42,8 @@ class Fp8GemmConfig:
 
     @property
     def has_room(self) -> bool:
-        """Whether a warp has shared memory for all of its 16-bit results, in whole chunks. TMA then stores them."""
+        """Whether a warp's shared memory has room for all 16-bit results that the warp computes in a work tile, in
+        whole chunks. TMA then stores these results."""
         return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
 
     @property
@@ -65,7 +66,7 @@ class Fp8GemmConfig:
     @property
     def scale_slots(self) -> int:
         """Number of slots in shared memory for scales; a slot has the scales of SCALES blocks. Consumers read a slot
-        before they release the first of its blocks, so one slot per SCALES stages is enough."""
+        before they release the first of these blocks, so one slot per SCALES stages is enough."""
         return -(-self.stages // SCALES)
 
     def fits(self) -> bool:
@@ -87,7 +88,8 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# For one matrix. The widths that CONFIGS lacks occupy SMs that its widths would leave idle.
+# For one matrix. There are more widths than in CONFIGS: each gives another number of work tiles, and one of them may
+# occupy SMs that the others leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -102,7 +104,7 @@ ONE_MATRIX_CONFIGS = (
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
 # Configurations whose producer warps have enough registers to gather rows.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# Up to this many rows in the result, the kernel gathers the rows of a itself. For larger results the rows are copied
+# Up to this many rows in the result, the kernel gathers the rows of a itself. For larger results the op copies the rows
 # before the launch, because gathering costs a quarter of the kernel's time when the tensor cores are busy.
 GATHERED_ROWS = 4096
 # Configurations with a dynamic scheduler.
@@ -115,7 +117,7 @@ SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # most rows of a work tile with swapped opera
 # The cost model in cycles, measured on an H200: overhead of a work tile whose results TMA stores, overhead of a work
 # tile whose results warps store, overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
-SWAP_AB_CLOCKS = 300  # least cycles of a block of a work tile with swapped operands
+SWAP_AB_CLOCKS = 300  # in a work tile with swapped operands, a block takes at least so many cycles
 # The cost model in microseconds, for products with one matrix and up to MODEL_ROWS rows, measured on an H200. This
 # model does not use BLOCK_CLOCKS. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE:
 # relative slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the end of a work tile.
@@ -158,15 +160,16 @@ def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: i
 
 def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
     """Return the modelled time of a product with one matrix, without the launch. It is about the larger of two times:
-    that of an SM's work tiles in whole waves, and that of memory traffic. The sum of fourth powers makes the transition
-    between the two smooth."""
+    that of an SM's work tiles in whole waves, and that of memory traffic. The root of the sum of fourth powers makes
+    the transition between the two times smooth."""
     blocks, down = -(-channels // GROUP), -(-rows // config.rows)
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
-        # In the last row of tiles, one of the two warpgroups has no rows. These tiles are a fraction of an SM's waves.
+        # In the last row of tiles, one of the two warpgroups has no rows. Only some of an SM's work tiles are of this
+        # kind, so the additional time is divided.
         block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
@@ -185,7 +188,7 @@ def of_fewest_clocks(
     multiprocessors: int,
 ) -> Config:
     """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
-    The work tiles of one matrix run in whole waves. With several matrices, work is assumed to be spread evenly over the
+    With one matrix, work tiles run in whole waves. With several matrices, work is assumed to be spread evenly over the
     SMs, and the number of rows of a matrix is assumed to vary randomly about the mean."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
@@ -219,8 +222,9 @@ def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int
 
 
 def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Return the modelled cycles of a work tile with `rows` rows, for a dynamic scheduler. A tile with few rows swaps
-    A/B. Its blocks are bound by shared memory or by the latency of a warpgroup."""
+    """Return the modelled cycles of a work tile with `rows` rows, for a dynamic scheduler. With a configuration of
+    SWAP_AB_CONFIGS, a tile with up to SWAP_AB_ROWS rows swaps A/B. The blocks of such a tile are bound by shared memory
+    or by the latency of a warpgroup."""
     if rows > SWAP_AB_ROWS or config not in SWAP_AB_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns
@@ -237,7 +241,7 @@ def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: i
     """Return the modelled cycles of a block of 128 channels, without overhead: the largest of three times. (1) The
     tensor cores plus the multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per
     cycle: each wgmma reads 64 rows of a and all columns of b, and before that a and b are written; writing b takes
-    `b_moves` cycles. (3) The latency of one warpgroup, which waits for each of its products."""
+    `b_moves` cycles. (3) The latency of one warpgroup, which waits for each product."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + b_moves

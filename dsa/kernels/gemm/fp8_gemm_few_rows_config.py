@@ -61,8 +61,8 @@ WHOLE_CONFIGS = (
     *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
     FewRowsConfig(8, 6, columns=32),
 )
-# Split-K. With 8 or 16 rows a CTA needs at most 113 KiB, so two CTAs share an SM; with one CTA per SM, clusters would
-# leave SMs idle.
+# Split-K. With 8 or 16 rows a CTA needs at most 113 KiB, so two CTAs share an SM. With one CTA per SM, clusters would
+# leave SMs idle, because a cluster must fit into one GPC.
 SPLIT_CONFIGS = (
     *(FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
     *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
@@ -87,8 +87,8 @@ def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) 
 
 
 def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether the tile is not higher than the rows need, and with split-K, whether shared memory has room for all
-    blocks and all clusters are resident at once."""
+    """Whether this tile is possible. It must not have more rows than the smallest tile that has room for `rows` rows.
+    With split-K, shared memory must also have room for all blocks, and all clusters must be resident at once."""
     heights = sorted({config.rows for config in CONFIGS})
     if config.rows > min((height for height in heights if rows <= height), default=heights[-1]):
         return False
@@ -113,10 +113,11 @@ def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
 
 
 def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """Return the modelled time without the launch. An SM computes its work tiles in whole waves. A block of channels
-    takes the time of the mainloop or that of its loads, whichever is longer, and each work tile has an epilogue.
-    Meanwhile all operands are read from memory once. The two times mostly overlap, but not completely, so the result is
-    the root of the sum of their squares. With split-K the exchange of partial products is added."""
+    """Return the modelled time without the launch. It combines the time of an SM and the time of memory. An SM computes
+    work tiles in whole waves. Each block of channels takes the time of the mainloop or that of the SM's loads,
+    whichever is longer. Without split-K, each work tile also has an epilogue. Memory delivers all operands once. The
+    two times overlap, but not completely, so the result is the root of the sum of their squares. With split-K, the
+    exchange of partial products is added."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
     rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))

@@ -7,8 +7,8 @@ Plan
   kernel multiplies an eighth as much. The order of a sum is the same as in that kernel, so the bits are equal.
 - Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the M rows of their wgmma
   are then unused. If there are more rows than one tile has, the tiles with the same columns are consecutive, so that b
-  is read from memory once. The time of a block of channels grows with the rows of the tile, so
-  fp8_gemm_few_rows_config.py chooses the number of rows per tile that occupies the SMs best.
+  is read from memory once. The time of a block of channels grows with the rows of the tile. The cost model in
+  fp8_gemm_few_rows_config.py chooses the rows and columns of tiles.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
   registers without setmaxnreg.
 - Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. The ring
@@ -16,9 +16,9 @@ Plan
 - Mainloop: the wgmma of all blocks of a stage are issued back to back, each block into separate accumulators, and the
   scales are read while the wgmma run. Then the blocks are scaled and added in order. With one block at a time, every
   block would expose the latency of wgmma, of the wait and of the scales' loads.
-- Before a CTA waits for the previous kernel, it prefetches as much of its first work tile's b to L2 as fits in its
-  ring. The CTA does not read b, since the previous kernel may write b. Grouped products skip the prefetch, because the
-  matrix is not known yet.
+- Before a CTA waits for the previous kernel, it prefetches b of the first work tile to L2: the first blocks, as many as
+  fit in the ring. The CTA does not read b, since the previous kernel may write b. Grouped products skip the prefetch,
+  because the matrix is not known yet.
 - Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results, 16 columns per warp,
   which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
   of a row.
@@ -161,7 +161,7 @@ class GroupedFp8GemmSmallMSm90:
             self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
 
     def filled(self, sb: cute.Tensor) -> cute.Tensor:
-        """Return the part of the ring's b that loads write: the first `columns` rows of each block."""
+        """Return the part of `sb` that loads write: the first `columns` rows of each block."""
         return cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
 
     @cute.jit
@@ -268,7 +268,7 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
 
 @cached
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas).
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [N, K] e4m3, b_scale [1, ceil(N / 128), G] fp32, out [M, N], ctas).
 
     M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4, and at most 64 with
     split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes.
@@ -280,7 +280,7 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 @cached
 def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
-    ctas), with the rules of `compile_fp8_gemm_few_rows`; E up to 1024."""
+    ctas), with the dtypes and rules of `compile_fp8_gemm_few_rows`; E up to 1024."""
     matrices = cute.sym_int()
     operands = *fake_operands(out_dtype, matrices), fake_contiguous(Int32, matrices)
     return compile_sm90(GroupedFp8GemmSmallMSm90(config), *operands, Int32(1), fake_stream())

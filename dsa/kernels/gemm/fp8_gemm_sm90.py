@@ -1,7 +1,7 @@
 """Products with one block-scaled FP8 matrix or several:
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
-where e is the matrix of row m, and r = rows[m]. Without `rows`, r = m; without `weights`, the factor is 1. With the
-SwiGLU epilogue (swiglu_epilogue.py), the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums.
+where e is the matrix of row m, and r = rows[m]. Without `rows`, r = m; without `weights`, the factor weights[m] is 1.
+With the SwiGLU epilogue (swiglu_epilogue.py), the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums.
 
 Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
@@ -10,8 +10,9 @@ Plan
   If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
   (swap_ab_tile.py). In kernels with such tiles, no tile loads a box (64 rows of `a`) that has no row of the matrix.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them to the other warps and loads by
-  TMA. If `rows` selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A
-  consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves.
+  TMA. If `rows` selects the rows of a, TMA loads only b and its scales, and all four producer warps gather a and its
+  scales by cp.async, 16 bytes per lane. A consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two
+  waves.
 - Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
   Scales are loaded for four blocks at a time, with every fourth block: four scales are 16 contiguous bytes per row,
   while a single scale is an eighth of a 32-byte sector.
@@ -24,8 +25,8 @@ Plan
   work tiles are narrow, so that there are enough of them to keep all SMs loading weights; 48-, 96- and 192-wide tiles
   can straddle two scale blocks. The order of a sum is the same for all tiles.
 - Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has shared memory for all results
-  of its 16 rows, TMA stores them while the next work tile is multiplied. Otherwise the warps store them, as for
-  256 x 128, whose stages leave too little shared memory.
+  of the 16 rows that it computes, TMA stores them while the next work tile is multiplied. Otherwise the warps store
+  them, as for 256 x 128, whose stages leave too little shared memory.
 - Scheduler: static persistent; dynamic for several matrices with many rows, whose work tiles take different times
   (grouped_tiles.py).
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp CHUNKS x 2 KiB of results;
@@ -220,7 +221,8 @@ class Fp8GemmSm90:
 
     @cute.jit
     def produce(self, loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane):
-        """The role of the producer warp that finds the work tiles and loads them."""
+        """The role of the first producer warp: find the work tiles, pass them to the other warps and load their
+        operands."""
         (b_atom, mb), (bs_atom, mbs) = loads[:2]
         sa, sas, sb, sbs = memory
         targets = [cute.local_tile(sb, (self.width, GROUP, self.stages), (i, 0, 0)) for i in range(self.parts)]
@@ -318,9 +320,9 @@ class Fp8GemmSm90:
 
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
-        """Return the rows of a that this thread gathers, -1 for none. They are those for every 16th row of the tile,
-        from row thread / 8 on. The last entry is the row of a for the tile's row `thread`, whose scales this thread
-        gathers."""
+        """Return the rows of a that this thread gathers, -1 for none. Entry i is for row thread // 8 + 16 i of the work
+        tile; the thread gathers 16 bytes of it per block. The last entry is for row `thread` of the work tile, whose
+        scales the thread gathers."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):
@@ -335,8 +337,8 @@ class Fp8GemmSm90:
 
     @cute.jit
     def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
-        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy its part of the
-        group's scales to a slot."""
+        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy the scales of one
+        row for the group's blocks to a slot."""
         a, a_scale, _, thread = gather
         vector, first = thread % VECTORS, thread // VECTORS
         channel = block * GROUP + vector * 16
@@ -505,8 +507,8 @@ class Fp8GemmOneMatrixSm90(Fp8GemmSm90):
 
 @cute.jit
 def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
-    """sums[first + i] += products[i] times a row's scale. Elements are pairs of adjacent columns, alternately of a row
-    (scale of_row) and of the row 8 below it (scale of_row_8)."""
+    """sums[first + i] += products[i] * the scale of the product's row. Products are pairs of adjacent columns,
+    alternately of a row (scale of_row) and of the row 8 below that row (scale of_row_8)."""
     for i in cutlass.range_constexpr(cute.size(products)):
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
@@ -532,8 +534,8 @@ def _grouped_operands(gathered: bool):
 
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas), with the
-    rules of `compile_grouped_fp8_gemm` for one matrix to which all rows belong."""
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [N, K] e4m3, b_scale [ceil(N / 128), G, 1] fp32, out [M, N], ctas),
+    with the rules of `compile_grouped_fp8_gemm`. All rows belong to one matrix."""
     out_type = cute_dtype(out_dtype)
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
     return compile_sm90(
@@ -548,9 +550,9 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
 def compile_grouped_fp8_gemm(
     out_dtype: str, config: Fp8GemmConfig, gathered: bool = False, weighted: bool = False, dynamic: bool = False
 ):
-    """-> f(a [A, K] e4m3, a_scale [A, G], rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale [ceil(N /
-    128), G, E], ends [E] int32 ascending, out [M, N], weights [M] if `weighted` or None, None, counter if `dynamic` or
-    None, ctas).
+    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale [ceil(N
+    / 128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, None (SwiGLU's
+    limit), a tile counter (dsa/cute/tile_counter.py) if `dynamic` or None, ctas).
 
     E up to 1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8. G is ceil(K / 128),
     rounded up to a multiple of 4; the padding of the scales must be finite. Rows of all tensors except ends, rows and
@@ -575,8 +577,8 @@ def compile_fp8_gemm_swiglu(
     dtype: str, use_ue8m0: bool, limited: bool, config: Fp8GemmConfig, gathered: bool = False, dynamic: bool = False
 ):
     """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128], limit
-    if `limited` or None, counter if `dynamic` or None, ctas), with the rules of `compile_grouped_fp8_gemm`; I is a
-    multiple of 128."""
+    if `limited` or None, counter if `dynamic` or None, ctas). Dtypes, rules and all other arguments are those of
+    `compile_grouped_fp8_gemm`. I and the row stride of q are multiples of 128; rows of scale need no alignment."""
     rows = cute.sym_int()
     return compile_sm90(
         Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), swap_ab=dynamic),
@@ -590,10 +592,10 @@ def compile_fp8_gemm_swiglu(
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for. Variants of grouped
-    products are (config, gathered, weighted, dynamic)."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
+    # Grouped products: (config, gathered, weighted, dynamic). SwiGLU: (config, gathered, dynamic).
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]
     gathered = [(config, True, weighted, False) for config in GATHERING_CONFIGS for weighted in both]
     dynamic = [(config, False, weighted, True) for config in DYNAMIC_CONFIGS for weighted in both]

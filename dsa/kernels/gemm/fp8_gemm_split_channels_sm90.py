@@ -56,8 +56,8 @@ SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # stride between the scales of two rows: it
 
 @cute.jit
 def remote_address(address: Int32, rank: Int32) -> Int32:
-    """Map `address`, a shared memory address of this CTA, to the same place in CTA `rank` of the cluster. Return its
-    shared::cluster address. `address` + x maps to the result + x."""
+    """Return the shared::cluster address in CTA `rank` of the cluster that corresponds to `address`, a shared-memory
+    address of this CTA. The result + x corresponds to `address` + x."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
@@ -65,7 +65,8 @@ def remote_address(address: Int32, rank: Int32) -> Int32:
 
 @cute.jit
 def store_remote_8(address: Int32, low: Float32, high: Float32):
-    """Store two numbers to 8 bytes at an address from `remote_address`, which is a multiple of 8."""
+    """Store two numbers to the 8 bytes at `address`, a shared::cluster address (`remote_address`) and a multiple of
+    8."""
     cute.arch.inline_ptx(
         "st.shared::cluster.v2.f32 [{$r0}], {" + "{$r1}, {$r2}" + "};", read_only_args=[address, low, high]
     )
@@ -74,7 +75,7 @@ def store_remote_8(address: Int32, low: Float32, high: Float32):
 class Fp8GemmSplitChannelsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
         self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
-        self.owned = 8 // cfg.ctas  # octets of columns whose results a CTA owns, of the work tile's eight octets
+        self.owned = 8 // cfg.ctas  # octets of columns whose results a CTA owns; a work tile has eight octets
         self.slabs = self.owned * cfg.rows // 8
 
     @cute.jit
@@ -184,7 +185,7 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def load_scales(self, a_scale, first_row, of_columns, scales, loaded: Mbarriers, lane):
-        """Load the scales of the tile's rows and columns. One warp calls this."""
+        """Load the scales of all blocks for the work tile's rows and columns. One warp calls this."""
         rows, size = cutlass.min(self.rows, a_scale.shape[0] - first_row), a_scale.shape[1] * 4
         with cute.arch.elect_one():
             expect_bytes(loaded.barrier(), (rows + 1) * size)
@@ -222,8 +223,8 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def add_blocks(self, blocks, products, scales, out, first_row, column, slab, lane):
-        """Add the products of all blocks of a slab in order, and store the sums. first_row: the work tile's first row.
-        column: the first column that this CTA owns."""
+        """For one slab, scale the products of all blocks, add them in order, and store the sums. first_row: the work
+        tile's first row. column: the first column that this CTA owns."""
         row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
         sums = [Float32(0.0) for _ in range(2)]
         of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]

@@ -9,13 +9,13 @@ columns are consecutive. The other products use the order of `at`, which has ban
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
 same rows are consecutive. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two
-tiles of rows and they alternated, a static scheduler would give the short tiles to every second CTA.
+tiles of rows and they alternated, a static scheduler would give all short tiles to one half of the CTAs.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
-With static scheduling a CTA computes tiles at a fixed distance. If work tiles take different times, as with matrices
-that have few rows, CTAs get ahead of one another. Weights that several tiles read are then no longer in the L2 cache
-when the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes free, so consecutive
-tiles are computed at about the same time.
+With static scheduling, CTA i of n computes the tiles i, i + n and so on. If work tiles take different times, as with
+matrices that have few rows, CTAs get ahead of one another. Weights that several tiles read are then no longer in the L2
+cache when the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes free, so
+consecutive tiles are computed at about the same time.
 """
 
 import math
@@ -32,8 +32,9 @@ from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
 BAND = 2048  # rows per band
-# Elements of `prefix`: per matrix, the number of tiles of rows before it. After the last matrix, the total 32 times, so
-# that a warp can always compare 32 elements.
+# Elements of `prefix`. A tile of rows is `height` rows of one matrix, over all columns. Element e is the number of
+# tiles of rows before matrix e. After the last matrix, the total follows 32 times, so that a warp can always compare 32
+# elements.
 PREFIX_SUMS = MAX_MATRICES + 32
 
 
@@ -129,7 +130,7 @@ class GroupedTiles:
         after the result."""
         steps = Int32(32)
         while steps == 32:
-            # Count how many of the next 32 matrices begin at this tile or before it.
+            # Count how many of the 32 matrices after e begin at this tile or before it.
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
             e += steps
         return e
@@ -169,7 +170,7 @@ class GroupedTiles:
 @dataclass(frozen=True)
 class OneMatrixTiles:
     """The tiles of a single matrix to which all `rows` rows belong. There are no ends to read and no tiles to count.
-    The methods are those of GroupedTiles."""
+    The fields and methods have the same meaning as in GroupedTiles."""
 
     rows: Int32
     across: Int32
@@ -184,18 +185,15 @@ class OneMatrixTiles:
 
     @cute.jit
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
-        """Return the number of tiles."""
         return cute.ceil_div(self.rows, self.height) * self.across
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
-        """Return work tile `index`, in an order without bands: tiles with the same columns are consecutive."""
         down = cute.ceil_div(self.rows, self.height)
         return WorkTileInfo(e, index % down * self.height, self.rows, index // down * self.width)
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Return work tile `index` of `total`, or a WorkTileInfo with end = 0 if there is none."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             end = self.rows
@@ -238,9 +236,9 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
-    """Return the expected number of tiles of `each` rows per matrix, if each of `rows` rows belongs to a random matrix.
-    This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For many rows per
-    matrix, return the number of tiles of the mean."""
+    """Return the expected number of tiles per matrix, where a tile has `each` rows and each of `rows` rows belongs to a
+    random matrix. This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For
+    one matrix, and for many rows per matrix, return the number of tiles for the mean number of rows."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

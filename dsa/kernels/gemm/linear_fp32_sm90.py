@@ -18,8 +18,8 @@ def compile_linear_fp32(dtype: str, config: tuple[int, int]):
     """-> f(x [T, I], weight [O, I], y fp32 [T, O], scale, scaled_from).
 
     config: (tokens per tile, CTAs per tile). T, O > 0; I is a multiple of 32, and at least 2048 with one CTA per tile.
-    Rows of x and weight are aligned to 16 bytes; y is contiguous. Columns of y from scaled_from on are multiplied by
-    scale.
+    Rows of x and weight are aligned to 16 bytes; y is contiguous. Columns of y from `scaled_from` on are multiplied by
+    `scale`.
     """
     element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
     channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)

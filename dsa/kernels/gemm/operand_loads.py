@@ -1,7 +1,7 @@
 """The operands of the FP8 products: layouts in shared memory, views for TMA loads, and the wgmma.
 
 The functions from `operand_layouts` on are for the small-M products. Their work tiles are 32 or 64 columns of the
-result by 8 to 64 rows. The columns are M of the wgmma, the rows are N (swap A/B).
+result by 8 to 64 rows. In the wgmma, these columns are M and these rows are N (swap A/B).
 """
 
 import cutlass

@@ -117,8 +117,9 @@ def compile_per_token_cast_to_fp8(
     dtype: str, use_ue8m0: bool, hadamard: bool, config: CastConfig, scattered: bool = False
 ):
     """-> f(x [T, K] dtype, places int32 [T, k] if `scattered` or None, q [T, K] e4m3, scale [T, K / 128] fp32); T * K >
-    0. The row stride of x is a multiple of 16 bytes. If `scattered`, row t of the cast is written to the rows places[t]
-    of q and scale. q and scale may have any number of rows; a place that is not one of these rows is skipped."""
+    0. Rows of x are aligned to 16 bytes, and the row stride of q is a multiple of 128. If `scattered`, row t of the
+    cast is written to the rows places[t] of q and scale. q and scale may have any number of rows; a place that is not
+    one of these rows is skipped."""
     rows, cols = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     results = cute.sym_int() if scattered else rows
     return compile_sm90(

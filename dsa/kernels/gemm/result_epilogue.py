@@ -3,7 +3,7 @@ stores them.
 
 A warp writes its 16 rows of 16-bit results to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
 last chunk can be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r is at index c ^ (r % 8).
-If a warp has shared memory for all chunks of its 16 rows, and all 16 rows belong to the matrix, TMA stores the chunks.
+If a warp has shared memory for all chunks of the 16 rows, and all 16 rows belong to the matrix, TMA stores the chunks.
 The warp waits for TMA's reads only before it writes this memory again, in the next work tile, and before it exits.
 Otherwise the warp itself stores the chunks, 128 bytes per row. fp32 results are stored from registers as pairs of
 columns, 32 contiguous bytes per row.
@@ -49,8 +49,8 @@ class ResultEpilogue:
         """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after that
         of the first piece."""
         before = column // self.piece % self.pieces
-        # `before` is the index of the tile's first piece in its block. Piece j of the tile is in the next block if
-        # before + j reaches the number of pieces of a block.
+        # `before` is the index of the tile's first piece within that piece's block. Piece j of the tile is in the next
+        # block if before + j reaches the number of pieces of a block.
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
@@ -161,7 +161,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """Store the rows of a chunk that are before `end`, 16 bytes per lane."""
+        """Store chunk `chunk`, which is in the warp's chunk slot `place`, 16 bytes per lane. Rows from `end` on are not
+        stored."""
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector
@@ -192,10 +193,8 @@ class LateResultEpilogue(ResultEpilogue):
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Store the sums of a warp's 16 rows from `row` on."""
         ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Store the transposed sums of a warp's 16 columns, for all rows of the work tile."""
         ResultEpilogue.store_swap_ab(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))

@@ -92,8 +92,8 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
     """-> f(x [T, H, d] dtype, cos, sin [T, R / 2] fp32, q [G, T, H / G, d] e4m3, scale [G, T, H / G, d / 128] fp32).
 
     T * H > 0; d is a multiple of 128, R a multiple of 8 from 8 to d. T * H * d / 128, plus the number of 128-channel
-    blocks per CTA, is below 2^31. Rows of q are aligned to 8 bytes, and rows of all other tensors are aligned to 16
-    bytes.
+    blocks per CTA, is below 2^31. Rows of all tensors but scale are aligned to 16 bytes, and the strides of q are
+    multiples of 128.
     """
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
     half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)

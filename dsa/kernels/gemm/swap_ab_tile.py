@@ -6,7 +6,7 @@ multiply 64 rows, and one warpgroup would do all the work. With swapped operands
 of the 128 rows of a part of b by 16 or 32 rows of a. A work tile has one part; with SwiGLU it has two, gate and up. The
 order of a sum does not change, so the bits are equal. Both operands have the same layout in shared memory as without
 swapping; only the number of loaded rows of a differs. For more than 32 rows, swapping saves no time: both warpgroups
-read the rows of a, which together is more than one warpgroup reads from shared memory without swapping.
+then read all rows of a, and together they read more from shared memory than one warpgroup does without swapping.
 The sums are transposed: four consecutive sums of a thread are two rows of the result in one column, then the same two
 rows in the column 8 further on.
 """
@@ -35,9 +35,9 @@ def swap_ab_blocks(
     the tile's blocks.
 
     operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
-    scales    (of_a, of_b, a_slot, b_slot, b_part): of_a, of_b: shared addresses in slot 0 of the scales of this lane's
-              first row of a, and of b's first part. a_slot, b_slot: bytes per slot of a's and of b's scales. b_part:
-              bytes between the scales of two parts of b
+    scales    (of_a, of_b, a_slot, b_slot, b_part). of_a: shared address, in slot 0, of the scales of this lane's first
+              row of a. of_b: the same for the scales of b's first part. a_slot, b_slot: bytes of a slot with scales of
+              a and of b. b_part: bytes from the scales of a part of b to those of the next part
     slots     number of slots of scales
     """
     sa, sb, group = operands
@@ -98,8 +98,9 @@ def load_floats(address):
 
 @cute.jit
 def store_swap_ab(sums, out, row, end, column, staged, lane):
-    """Store the transposed sums of a warp's 16 columns from `column` on, for the rows [row, end). 16-bit results pass
-    through the warp's part of shared memory at `staged`, 32 bytes per row; fp32 results are stored from registers."""
+    """Store the transposed sums of a warp's 16 columns from `column` on, for the rows from `row` to `end` - 1. 16-bit
+    results pass through the warp's part of shared memory at `staged`, 32 bytes per row; fp32 results are stored from
+    registers."""
     if const_expr(out.element_type.width == 16):
         _store_16_bits(sums, out, row, end, column, staged, lane)
     else:
@@ -114,7 +115,7 @@ def _store_16_bits(sums, out, row, end, column, staged, lane):
     count = cute.size(sums) * 2
     matrices = min(4, count // 4)
     for first in cutlass.range_constexpr(0, count // 4, matrices):
-        # Matrix i of stmatrix has 8 rows from i / 2 * 8 on, and 8 columns from i % 2 * 8 on.
+        # Matrix i of stmatrix has 8 rows from i // 2 * 8 on, and 8 columns from i % 2 * 8 on.
         words = [pack(sums[2 * i], sums[2 * i + 1], out.element_type) for i in range(first, first + matrices)]
         matrix = first + lane // 8 % matrices
         store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)

@@ -4,8 +4,8 @@ h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e
 
 Plan
 - 8 lanes of one warp process a group of 128 channels, 16 consecutive channels of gate and of up per lane. The compiler
-  can move the last loads after the arithmetic on the first, so only 32 bytes per thread are sure to be in flight. With
-  40 registers (1536 threads per SM) this is 48 KiB per SM, twice what saturates HBM.
+  can move a thread's last loads after the arithmetic on the first ones, so only 32 bytes per thread are sure to be in
+  flight. With 40 registers (1536 threads per SM) this is 48 KiB per SM, twice what saturates HBM.
 - exp is the accurate version (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product.
   The relative error of h before rounding is at most 2^-20. The rest of the arithmetic is that of
   per_token_cast_to_fp8_sm90, bit for bit.
@@ -14,8 +14,9 @@ Plan
   be strided.
 - If the last group of a row has fewer than 128 channels, a variant of the kernel with vectors of 8 channels is used.
   Channels past the end are zeros and are not stored.
-- The rows of a grouped product have another variant, since rows after the last matrix's rows must be skipped. Its grid
-  has as many CTAs as are resident at once. They read the end of the rows, and then loop over the groups before it.
+- For the rows of a grouped product there is another variant, since rows after the last matrix's rows must be skipped.
+  The grid then has as many CTAs as are resident at once. The CTAs read the end of the last matrix's rows, and loop over
+  the groups before it.
 Shared memory: none.
 Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
 Roofline: bound by memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 bytes are written. A channel takes
@@ -174,8 +175,8 @@ def _operands(dtype: str, limited: bool, multiple: int):
 @cached
 def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool):
     """-> f(gate [T, I] dtype, up [T, I] dtype, q [T, I] e4m3, scale [T, ceil(I / 128)] fp32, limit if `limited` or
-    None); T * I > 0. I is a multiple of 128, or of 8 if `ragged`; the row strides of gate and up are multiples of 16
-    bytes."""
+    None); T * I > 0. I and the row stride of q are multiples of 128, or of 8 if `ragged`. Rows of gate and up are
+    aligned to 16 bytes."""
     operands = _operands(dtype, limited, SWIGLU_MULTIPLE if ragged else GROUP)
     return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), *operands, fake_stream())
 

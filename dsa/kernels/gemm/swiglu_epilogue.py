@@ -120,7 +120,7 @@ class SwigluEpilogue:
         all_staged = staged - warp * CHUNK_BYTES
         maxima = all_staged + SWAP_AB_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
-        of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index of the first of a row's two channels
+        of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index in h of the first of a row's two channels
         # If K is small, a warp can get here while another warp still stores the previous work tile from shared memory.
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):

@@ -1,21 +1,23 @@
 """The weighted sum of the rows that a token's experts computed, plus the shared expert's row.
 
 out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without `weights`, every weight is 1. With a residual,
-out[t] = round(residual[t] + that rounded sum).
+this rounded sum is added to residual[t], and out[t] is the result, rounded again.
 
 Plan
 - A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA computes THREADS
   vectors of one token. A token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens occupy more
   SMs.
-- All threads read the row indices and weights of up to BATCH rows. Then each thread issues the copies of these rows at
-  once by cp.async (dsa/cute/weighted_rows.py), so it has 128 bytes in flight. This repeats for the next BATCH rows.
+- Each thread reads the row indices and weights of up to BATCH rows. Then it copies one vector of each of these rows,
+  and issues all these copies at once by cp.async (dsa/cute/weighted_rows.py), so it has 128 bytes in flight. This
+  repeats for the next BATCH rows.
 - The vectors of shared and residual are loaded at the start.
 - Products are rounded and then added in the order of j, and `shared` is added last, so the result has the reference's
   bits.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
 16 bytes.
-Roofline: bound by memory, (k + 1) H elements per token, plus H each for shared and residual. The math is no bound: an
-element of y takes 9 instructions, and an SM issues 13 in the time in which memory delivers the element's 2 bytes.
+Roofline: bound by memory, (k + 1) H elements per token, plus H each for shared and residual. Arithmetic is not the
+bound: an element of y takes 9 instructions, and an SM issues 13 in the time in which memory delivers the element's 2
+bytes.
 """
 
 import cutlass

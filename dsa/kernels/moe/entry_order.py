@@ -1,11 +1,11 @@
 """Sort a few tokens' (token, expert) entries by expert, in a CTA or a cluster: the last part of the routing kernels.
 
 A warp has a token's experts, one entry per lane. Each entry gets a key: its expert's index among the experts of this
-process in the high bits, the entry's index in the low bits. Entries of other processes' experts come last. So keys sort
-like the entries in the result, and no two keys are equal. Each warp sends its keys to the shared memory of every CTA,
-and after one barrier every CTA has all keys. The row of an entry is the number of smaller keys. The end of an expert's
-rows is the number of keys of this expert and of lower experts. A warp counts keys for BATCH entries or experts at a
-time; each lane compares every 32nd key.
+process in the high bits, the entry's index in the low bits. Entries of other processes' experts come last. So entries
+sorted by key are in the order of the result, and no two keys are equal. Each warp sends its keys to the shared memory
+of every CTA, and after one barrier every CTA has all keys. The row of an entry is the number of smaller keys. The end
+of an expert's rows is the number of keys of this expert and of lower experts. A warp counts keys for BATCH entries or
+experts at a time; each lane compares every 32nd key.
 """
 
 import cutlass
@@ -24,8 +24,8 @@ ENTRY_BITS = 16  # bits of a key for the entry's index
 
 
 class EntryOrder:
-    """ctas: CTAs of the kernel, 1 for up to FEW_TOKENS tokens. places: number of Int32 keys that shared memory must
-    have room for."""
+    """The sort of a routing kernel. few: whether there are at most FEW_TOKENS tokens. ctas: number of CTAs that the
+    kernel must have, 1 if `few`. places: number of Int32 keys that shared memory must have room for."""
 
     def __init__(self, top_k: int, few: bool):
         self.top_k, self.ctas = top_k, 1 if few else CTAS
@@ -41,7 +41,7 @@ class EntryOrder:
     def write(
         self, keys: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, entries, rank, warp, lane
     ):
-        """Wait until all warps have sent their keys, and write the results. All threads call this."""
+        """Wait until all warps have sent their keys, and write `order`, `rows` and `ends`. All threads call this."""
         if const_expr(self.ctas > 1):
             cluster_sync()
         else:
@@ -52,8 +52,8 @@ class EntryOrder:
 
     @cute.jit
     def send(self, keys: cute.Tensor, own: Int32, count: Int32, entry: Int32):
-        """Send an entry's key to all CTAs. own: the expert's index among the `count` experts of this process. If it is
-        outside [0, count), the entry sorts after all of these experts."""
+        """Send the key of entry number `entry` to all CTAs. own: the index of the entry's expert among the `count`
+        experts of this process. If `own` is outside [0, count), the entry comes after those of all these experts."""
         group = own if own >= 0 and own < count else count
         key = (group << ENTRY_BITS) | entry
         if const_expr(self.ctas == 1):
@@ -66,8 +66,8 @@ class EntryOrder:
 
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
-        """Count the keys below BATCH bounds, and write the results for the indices `begin` to `begin` + BATCH - 1. An
-        index i < `entries` is that of an entry; index `entries` + e is expert e. One warp calls this."""
+        """Count the keys below BATCH bounds, and write the results for the indices `begin` to `begin` + BATCH - 1.
+        Index i < `entries` stands for entry i, index `entries` + e for expert e. One warp calls this."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = filled((BATCH,), 0, Int32)

@@ -146,8 +146,8 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant for the gates of published models. Other gates are
-    compiled at their first call."""
+    """Return a (compile function, arguments) pair for each variant that the gates of published models need. Other
+    variants are compiled at their first call."""
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))
         for count in (256, 384)  # experts of V4-Flash and V4-Pro

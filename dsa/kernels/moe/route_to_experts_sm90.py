@@ -4,8 +4,8 @@ experts of each token, their weights, and the order of (token, expert) entries b
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
   (SmallMProduct), because it is bound by loading the matrix. The second computes everything else and is bound by
-  latency. A single kernel would have to run on 8 SMs, and loading the matrix there would take longer than the start of
-  the second kernel.
+  latency. A single kernel would have to be one cluster, so it would run on 8 SMs. Loading the matrix with these would
+  take longer than the start of a second kernel.
 - The second kernel is one CTA for up to 8 tokens, otherwise a cluster of 8 CTAs. One warp per token runs the code of
   moe_gate_sm90.py, so experts and weights have the bits of that kernel. Then entry_order.py sorts.
 Shared memory of the second kernel: 4 bytes per entry, and 8 top_k bytes per warp for a token's experts. Constraints: E
@@ -115,8 +115,8 @@ class RouteToExpertsSm90:
 
     @cute.jit
     def choose(self, own, own_bias, chosen: cute.Tensor, weights, token, scale: Float32, lane):
-        """Run the gate for one token, of which this lane has every 32nd logit. The token's experts are written to
-        `chosen`, and its weights to `weights`."""
+        """Run the gate for one token. This lane has every 32nd logit in `own` and the biases of these experts in
+        `own_bias`. Write the token's experts to `chosen` and the experts' weights to `weights`."""
         score = cute.make_rmem_tensor((self.gate.each,), Float32)
         order = cute.make_rmem_tensor((self.gate.each,), Int32)
         for i in cutlass.range_constexpr(self.gate.each):
@@ -165,8 +165,8 @@ def compile_route_to_experts(
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant for the gates of published models. Other gates are
-    compiled at their first call."""
+    """Return a (compile function, arguments) pair for each variant that the gates of published models need. Other
+    variants are compiled at their first call."""
     gates = [
         (256, 8, "sigmoid", 8, 4, True),  # V3.2
         (256, 8, "sigmoid", 1, 1, True),  # GLM-5

@@ -2,8 +2,8 @@
 
 Plan
 - One CTA per expert, and one for entries without an expert, which come last. Each warp of a CTA has a part of all
-  entries. First the warp counts the entries of lower experts and those of the CTA's expert. If its part contains
-  entries of the CTA's expert, the warp then reads the part again, and computes and writes the rows of these entries.
+  entries. First the warp counts the entries of lower experts and the entries of the CTA's expert in this part. If there
+  are entries of the CTA's expert, the warp reads the part again, and computes and writes the rows of these entries.
   No CTA waits for another.
 Shared memory: two numbers per warp.
 Roofline: bound by L2, up to 8 (E + 1) N bytes with int32 experts; for few entries, by the latency of two loads.

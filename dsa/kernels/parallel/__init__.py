@@ -1,2 +1,2 @@
-"""Kernels in which each GPU of a machine writes to the memory of the other GPUs, and reads what they wrote to its own
+"""Kernels for several GPUs of one machine. Each GPU writes to the memory of the other GPUs, and reads only its own
 memory."""

@@ -3,8 +3,8 @@ experts' rows, as combine_experts_sm90.py does; then the sums are sent and added
 out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]))
 
 Plan
-- The plan of one_shot_sum_sm90.py, but a thread computes the places (8 bytes) of this rank's part instead of loading
-  them. This saves a kernel, and the part does not pass through memory.
+- The plan of one_shot_sum_sm90.py, but a thread computes the places (8 bytes each) of this rank's part instead of
+  loading them. This saves a kernel, and the part does not pass through memory.
 - For each place, a thread reads the row indices and weights, then issues the copies of BATCH rows at once by cp.async
   (dsa/cute/weighted_rows.py). This repeats for the next BATCH rows.
 - Products are rounded and added in the order of j, and `shared` is added last. So a part has the bits of

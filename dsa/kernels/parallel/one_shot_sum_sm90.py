@@ -11,14 +11,15 @@ Plan
   it had finished sum n. So no part is overwritten while it is read.
 - A thread writes its places of this rank's part to all GPUs, including its own GPU. Then it adds the ranks' parts at
   the same places in fp32, in the order of the ranks, and rounds once. So all GPUs get the same bits.
-- The turn is in device memory, so that each replay of a CUDA graph has a new turn. All threads read it first. The last
-  CTA to read it increments it. This happens while packets are in flight, so that it does not delay the kernel's end.
+- The turn is in device memory, so that each replay of a CUDA graph has a new turn. First, all threads read the turn.
+  The last CTA that has read it stores the new turn. This happens while packets are in flight, so that it does not delay
+  the kernel's end.
 - A thread loads its next place before it sends the current one. It loads its first place together with the turn.
 - A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes 1 + the rank that
   it waited for to `lost`, an address in host memory, and sets turns[2]. All other threads of this GPU and all later
   sums then stop waiting as well. The result of such a sum is undefined.
 Constraints: all ranks compute the same sums in the same order, one at a time. Turns have 32 bits, so a turn repeats
-after 2^32 sums. Then a place that no sum has written since gives a wrong match.
+after 2^32 sums. Data that was never overwritten in the meantime would then be mistaken for new data.
 Shared memory: none. Registers: few.
 Roofline: small tensors are bound by latency: a load, a trip over NVLink, and the load that receives the packet. Large
 tensors are bound by NVLink: a GPU sends twice its part's bytes to each of the other GPUs.
@@ -40,8 +41,8 @@ THREADS = 256
 
 
 def choose_ctas(places: int, sms: int) -> int:
-    """Return the number of CTAs: one thread per place, but no more CTAs than can be resident at once, because threads
-    wait for other ranks."""
+    """Return the number of CTAs: one thread per place, but at most one CTA per SM. All CTAs must be resident at once,
+    because threads wait for other ranks."""
     return min(-(-places // THREADS), sms)
 
 
@@ -81,8 +82,8 @@ def _look(address: Int64, turn: Uint32, gave_up: Int64):
 
 @cute.jit
 def _receive(address: Int64, turn: Uint32, rank: cutlass.Constexpr, patience: Patience):
-    """Wait for a rank's packet of this turn, and return its two words of data. After `patience`, return whatever is in
-    memory."""
+    """Wait for a rank's packet of this turn, and return its two words of data. If the wait exceeds `patience`, or if
+    another thread of this GPU has stopped waiting, report the rank and return what memory contains."""
     began = cute.arch.clock64()
     first, second, arrived, stopped = _look(address, turn, patience.gave_up)
     while not (arrived or stopped):
@@ -188,9 +189,9 @@ class OneShotSumSm90:
 @cached
 def compile_one_shot_sum(dtype: str, ranks: int):
     """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [3] int32, rank, ctas,
-    patience, lost); x has a whole number of places, more than 0, and y gets the sum. All tensors start at multiples of
-    16 bytes, and all CTAs must be resident at once. memory and turns are 0 on all ranks before the first sum. lost:
-    address of 4 bytes in host memory that the GPU can write to."""
+    patience, lost); x has a whole number of places, more than 0, and y gets the sum. All tensors except turns start at
+    multiples of 16 bytes, and all CTAs must be resident at once. memory and turns are 0 on all ranks before the first
+    sum. lost: address of 4 bytes in host memory that the GPU can write to."""
     kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
     x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
     return compile_sm90(OneShotSumSm90(kind, ranks), x, y, *fake_memory(ranks), *fake_numbers(), fake_stream())
