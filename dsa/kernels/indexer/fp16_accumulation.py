@@ -19,8 +19,8 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-# Threads that scale a tile's query rows. A step scales THREADS / lanes rows, which divides the number of the tile's
-# rows. So all lanes of a warp take part in every shuffle.
+# Threads that scale a tile's query rows. With L lanes per row, a step scales THREADS / L rows, which divides the tile's
+# number of rows. So all lanes of a warp take part in every shuffle.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
 # |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers the rounding of q' to e4m3, of |q'|_1, and of

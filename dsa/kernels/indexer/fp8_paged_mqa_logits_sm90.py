@@ -237,8 +237,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
-        """Return the number of keys that row `row` of a sequence sees. With one length per sequence, the last row sees
-        that many keys, and each earlier row one fewer than the next."""
+        """Return the number of keys that row `row` of a sequence sees, at most `capacity`. With one length per
+        sequence, the last row sees that many keys, and each earlier row sees one fewer than the next row."""
         columns = lengths.shape[1]
         # Clip to 0 before the subtraction, which would overflow for the lowest int32.
         length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
@@ -248,8 +248,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def page_numbers(self, block_table, sequence, tile, lane):
-        """Return the page numbers of a warpgroup's next 32 / pages_a_tile tiles, from `tile` on, one number per lane.
-        They are -1 past the end of the block table."""
+        """Return the page numbers of a warpgroup's next 32 / pages_a_tile tiles: `tile`, `tile` + groups, and so on.
+        Each lane gets one number, or -1 past the end of the block table."""
         index = (tile + lane // self.pages_a_tile * self.groups) * self.pages_a_tile + lane % self.pages_a_tile
         page = Int32(-1)
         if index < block_table.shape[1]:
@@ -280,7 +280,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         lane,
         group,
     ):
-        """The mainloop of the producer warp of consumer warpgroup `group`."""
+        """The mainloop of the producer warp of consumer warpgroup `group`. The warp of group 0 also loads queries and
+        weights."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, spages, mk, (self.page, self.dim), (0, 0, None))
         bulk = cute.nvgpu.cpasync.CopyBulkG2SOp()
@@ -300,7 +301,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         stop = cutlass.min(last_seq + 1, batch)
         q_state, k_state = start(), start()
         tile = group
-        # The first page numbers are loaded together with the first lengths.
+        # Load the first page numbers together with the first lengths, so that the latencies overlap.
         first_pages = Int32(-1)
         if first_seq < batch:
             first_pages = self.page_numbers(block_table, first_seq, first_tile + tile, lane)
@@ -368,8 +369,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         lane,
     ):
         """Load a warpgroup's key tiles `tile`, `tile` + groups, ... of a work tile. The work tile has `tiles` tiles,
-        from the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile;
-        k_state)
+        from the sequence's tile `first` on; `tile` is relative to `first`. -> (the warpgroup's next tile, relative to
+        the end of this work tile; k_state)
 
         copies        copy atom, source and target for a page's keys; the same for a page's scales
         valid_pages   [stages]: bit i is set if page i of the tile is in the cache

@@ -98,8 +98,8 @@ class PagedMqaLogitsMetadataSm90:
 
 @cached
 def compile_paged_mqa_logits_metadata():
-    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). Row i of schedule is (sequence, split in the sequence)
-    at which SM i begins and SM i - 1 ends."""
+    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). A sequence's length is the largest number in a row of
+    lengths. Row i of schedule is (sequence, split in the sequence) at which SM i begins and SM i - 1 ends."""
     lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())
