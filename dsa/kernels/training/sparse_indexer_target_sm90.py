@@ -355,8 +355,8 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume 64 rows of the query from the pipeline. If this warpgroup needs them, copy them to registers and
-        shared memory."""
+        """Consume the q rows of 64 heads from the pipeline. If these are heads of this warpgroup, copy the rows to
+        registers and shared memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -578,7 +578,7 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_sparse_indexer_target, (channels, row_tiles, index_channels))
         for channels in MLA_CHANNELS

@@ -355,8 +355,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def finish_product(self, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
-        """Wait for the product of head h. Release the head's Q, and its K if the next head uses another KV head.
-        -> the pipelines' next states."""
+        """Wait for the product of head h. Release the head's Q. Release the head's K, too, if the next head uses
+        another KV head or if this head is the last one. -> the pipelines' next states."""
         cute.nvgpu.warpgroup.wait_group(0)
         q_state = release(queries, q_state)
         # A padding head uses the last head's keys.
@@ -405,7 +405,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def add(self, sums, acc, less, scale):
-        """Compute sums += exp(scale S - lse) for one head. less: lse of the lane's two rows."""
+        """Compute sums += exp(scale S - lse) for one head. acc: S. less: the LSEs of the lane's two rows."""
         more = [x * -LOG2E for x in less]
         flat = flatten(acc)
         for i in cutlass.range_constexpr(K_TILE // 2):
@@ -477,5 +477,5 @@ def compile_warmup_target(dtype: str, dim: int):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_warmup_target, ("bfloat16", dim)) for dim in WARMUP_CHANNELS]
