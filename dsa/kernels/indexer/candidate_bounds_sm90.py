@@ -119,12 +119,12 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
-            count = from_warp(count, tid)  # from here on relative to this warp's first thread
+            count = from_warp(count, tid)  # from here on, counted from this warp's first thread
         cute.arch.sync_threads()  # all threads have read the list before any thread overwrites it
 
         low = order_of(bound)
         if searched:
-            # The digits start at the old bound, because the list has no score below it.
+            # The search starts at the old bound (-inf for a sample), because the list has no score below that bound.
             found = low
             if const_expr(self.sample):
                 if rank <= self.threads:

@@ -339,7 +339,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             query = block * self.block_q + lane
             if block != NO_BLOCK and lane < self.block_q and query < given.bounds.shape[0]:
                 given.counts[query, back] = blocks.counters[lane, stage]
-            cute.arch.sync_warp()  # before the stage is overwritten
+            cute.arch.sync_warp()  # all lanes have read the stage before it is overwritten
 
     @cute.jit
     def prepare_part(

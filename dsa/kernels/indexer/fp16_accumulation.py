@@ -23,8 +23,8 @@ from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 # number of rows. So all lanes of a warp take part in every shuffle.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
-# |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers the rounding of q' to e4m3, of |q'|_1, and of
-# products.
+# |q'|_1 * 448 stays below 65504, the largest fp16 number. The margin of 1.5% covers the rounding of q' to e4m3, of
+# |q'|_1, and of products.
 ROW_SUM = 144.0
 LEAST_EXPONENT, MOST_EXPONENT = -8, 14  # bounds of e, which is at most 10 for finite numbers
 

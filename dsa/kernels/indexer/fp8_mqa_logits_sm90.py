@@ -264,8 +264,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
-        # tiles, so their numbers of tiles differ by at most one.
+        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
+        # work tiles, so their numbers of tiles differ by at most one.
         tile = warp // 4
 
         first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)

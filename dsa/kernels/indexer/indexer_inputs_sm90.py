@@ -238,8 +238,9 @@ def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool
 def compile_write_indexer_keys(
     dtype: str, slot_dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
 ):
-    """-> f(k [T, 128] dtype, weight [128], bias [128] fp32, cos, sin [T, R / 2] fp32, cache [pages, bytes] uint8,
-    slots [T], page_size, eps); T, pages > 0. Rows and pages start at multiples of 16 bytes."""
+    """-> f(k [T, 128] dtype, weight [128], bias [128] fp32, cos, sin [T, R / 2] fp32, cache [pages, bytes] uint8, slots
+    [T], page_size, eps), which writes the converted keys to the cache; T, pages > 0. Rows and pages start at multiples
+    of 16 bytes."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
     k = fake(element, (tokens, GROUP), (*strides(1, 128 // element.width), 1))

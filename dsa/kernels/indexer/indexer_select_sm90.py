@@ -65,7 +65,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCK_Q = 4  # queries per work tile
 GROUPS = 2  # consumer warpgroups
-SELECT_WARP, SELECTING_WARPS = 1, 2  # the first selecting warp of the last warpgroup, and the number of selecting warps
+SELECT_WARP, SELECTING_WARPS = 1, 2  # first selecting warp in the last warpgroup; number of selecting warps
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS  # queries per selecting warp
 CAPACITY = MAX_SELECTED + 1024  # entries per list
 HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half of a key tile
@@ -319,7 +319,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
 
-        # All keys are one chunk.
+        # A work tile is not divided into chunks of keys.
         chunk = cute.ceil_div(k_scale.shape[0], TILE)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -376,8 +376,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         score_ring = score_pipeline.ring(warp // 4, self.score_stages)
         q_state, k_state, s_state = start(), start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
-        # tiles: the next work tile begins with the warpgroup whose turn it is.
+        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
+        # work tiles: the next work tile begins with the warpgroup whose turn it is.
         tile = warp // 4
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)

@@ -244,7 +244,7 @@ class TopkIndicesSm90:
                 before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
-                    # The scan was a barrier, so all threads are done with the previous tile: load into its stage.
+                    # After the barrier in the scan, all threads are done with the previous tile, so its stage is free.
                     stage_before = last if state.stage == 0 else state.stage - 1
                     self.load_tile(row, first, past_last, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
@@ -309,7 +309,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def samples(self, n) -> Int32:
-        """Return the number of vectors to sample from n numbers: an even number."""
+        """Return the number of vectors to sample from n numbers. It is even, because pairs are sampled."""
         return cutlass.min(n // 16, SAMPLE) // (2 * self.width) * 2
 
     @cute.jit
@@ -350,14 +350,14 @@ class TopkIndicesSm90:
         self.fill_vector(candidates, count, tid)
         length = (count + self.width - 1) // self.width
         floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
-        limit = equal if excess > 0 else self.capacity  # ties: how many entries equal to the floor to keep, at most
+        limit = equal if excess > 0 else self.capacity  # keep at most this many entries that equal the floor
         above = next_above(floor)
         kept, equals = Int32(0), Int32(0)
         x = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Float32)
         column = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Int32)
         for base in cutlass.range(0, count, ITEMS_AT_ONCE * self.threads, unroll=1):
             i = base + ITEMS_AT_ONCE * tid
-            # Two counts in one scan: entries above the floor, and in the upper 16 bits those that tie with it.
+            # One scan adds up two counts: entries above the floor and, in the upper 16 bits, entries that tie with it.
             here = Int32(0)
             for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
                 x[j] = NAN

@@ -240,7 +240,7 @@ class IndexerKeyGradSm90:
                 q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
-                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # the sequence's columns in it
+                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns of this sequence
                 columns.ring.producer_wait(state)
                 barrier = columns.copy_barrier(state, valid == COLUMN_BLOCK)
                 with cute.arch.elect_one():

@@ -11,7 +11,7 @@ Plan
   The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A
   query's q is loaded once for all tiles of the query.
 - The query warpgroup computes the products q k, with heads as rows. Operand A of its second product, in registers, is
-  d_scores where q k is positive and 0 elsewhere. It accumulates G / g over the query's tiles.
+  d_scores where q k is positive and 0 elsewhere. The warpgroup accumulates G / g over the query's tiles.
 - Two key warpgroups alternate tiles and compute the products q k, with keys as rows. To repeat the product in this
   orientation costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's
   buffer, is the tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so
@@ -394,11 +394,11 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, which lane n of a quad has.
+                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, whose sums the quad's lane n has.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, which lane n of a quad
-                        # has.
+                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, whose sums the quad's
+                        # lane n has.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 

@@ -527,7 +527,7 @@ class SparseIndexerTargetSm90:
         row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
         row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
         row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
-        # A target without mass gives a loss and gradients of 0.
+        # A target whose sum is 0, as without valid keys, gives a loss and gradients of 0.
         inverse, lse = Float32(0.0), Float32(INFINITY)
         if not mass == 0.0:
             inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2

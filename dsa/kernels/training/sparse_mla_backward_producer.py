@@ -30,7 +30,7 @@ ROPE_HALF = 32
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # warp CONSUMER_WARPS is the first producer warp
 KEY_ROW_STAGES = 4
 HEAD_TERM_BYTES = HEADS * 8
-WARP_KEYS = TILE // 4  # keys of a tile per warp
+WARP_KEYS = TILE // 4  # keys of a tile that one producer warp gathers
 
 
 class BackwardConfig:

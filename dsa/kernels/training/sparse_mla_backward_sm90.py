@@ -254,7 +254,8 @@ class SparseMlaBackwardSm90:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
-                # `score` waits for Q and dO only in a work tile's first key tile, which the other warpgroup owns here.
+                # Here the other warpgroup owns the work tile's first key tile. `score` waits for Q and dO only in that
+                # tile, so this warpgroup waits for them now.
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
@@ -511,7 +512,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_columns(self, flat, first: cutlass.Constexpr, targets, odd):
-        """Add a strip of dKV, channels `first` and on, to the rows of the lane and to those of lane ^ 4."""
+        """Add a strip of dKV, from channel `first` on, to the rows (keys) of this lane and to those of lane ^ 4."""
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []

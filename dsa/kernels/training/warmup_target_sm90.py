@@ -271,7 +271,7 @@ class WarmupTargetSm90:
                 q_state, k_state, less = self.add_overlapped(
                     sums, accs, lse, rq, rk, queries, keys, q_state, k_state, rows, scale, group, heads
                 )
-            number = opaque(number)  # the compiler recomputes values derived from `number`, which saves registers
+            number = opaque(number)  # so the compiler recomputes values derived from `number`, which saves registers
             own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
             if const_expr(self.chunks == 1):
                 last = heads - 1 + (heads & 1)
@@ -347,7 +347,7 @@ class WarmupTargetSm90:
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
-            if const_expr(step % 4 == 0):  # limits the live descriptors; all of them together would spill
+            if const_expr(step % 4 == 0):  # `opaque` limits how many descriptors are live; all at once would spill
                 q_stage, k_stage = opaque(q_stage), opaque(k_stage)
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             cute.gemm(mma, acc, rq[None, None, step, q_stage], rk[None, None, step, k_stage], acc)
@@ -359,7 +359,7 @@ class WarmupTargetSm90:
         another KV head or if this head is the last one. -> the pipelines' next states."""
         cute.nvgpu.warpgroup.wait_group(0)
         q_state = release(queries, q_state)
-        # A padding head uses the last head's keys.
+        # A padding head uses the last head's keys, so they are released after the padding head.
         last = h == heads - 1 + (heads & 1)
         if h < heads - 1:
             last = h // group != (h + 1) // group
