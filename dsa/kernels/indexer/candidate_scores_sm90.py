@@ -24,12 +24,12 @@ Plan
   the entries is unspecified. The set of entries is deterministic unless the list overflows.
 - Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
   one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
-  The order of the CTAs reverses from one whole block to the next, because in a causal batch later blocks have more
-  keys.
+  In a causal batch, later blocks have more keys. So the order of the CTAs reverses from one whole block to the next: the
+  CTA with the most keys in one round has the fewest in the next.
 Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for each of two blocks its weights, ranges,
 bounds and counters.
-Registers: a consumer thread has 8 fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more with two
-consumer warpgroups, and 24 more with three.
+Registers: a consumer thread has 8 registers fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more
+with two consumer warpgroups, and 24 more with three.
 Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a warp executes 2 instructions per key
 tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more. To append, a warp
 executes 24 more. A warp appends in 2 of 3 tiles at 128K keys and k = 2048, and in 1 of 4 tiles at 512K keys.

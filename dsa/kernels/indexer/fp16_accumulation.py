@@ -75,8 +75,8 @@ def pack_weights(weights):
 
 @cute.jit
 def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """-> the sums sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the lane's two keys. Each is
-    a pair of fp16: the sum over the even heads and the sum over the odd heads.
+    """-> the sums sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the lane's two keys. The sum
+    of a key is a pair of fp16: the sum over the even heads and the sum over the odd heads.
 
     acc      this thread's accumulators in pairs, flat: [column / 8][key half], where half 1 is 8 keys after half 0
     weights  the weights of this lane's columns in pairs, flat: [column / 8]

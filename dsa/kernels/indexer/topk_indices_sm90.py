@@ -449,7 +449,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def store(self, out: cute.Tensor, columns: cute.Tensor, found, to_index, tid):
-        """out[i] = columns[i] + to_index for i < found, with 16-byte stores if `out` is aligned to 16 bytes."""
+        """Store out[i] = columns[i] + to_index for i < found, with 16-byte stores if `out` is aligned to 16 bytes."""
         whole = Int32(0)
         if Int32(out.iterator.toint()) & 15 == 0:
             whole = found // 4

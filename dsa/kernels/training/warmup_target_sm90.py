@@ -23,8 +23,8 @@ Plan
 Constraints: bf16; the channels per head are the keys of STAGES. Any number of heads.
 Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and one or two accumulators of 64, of
 240.
-Roofline: per head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU. Measured: 1750 to
-1900 cycles.
+Roofline: per work tile and head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU.
+Measured: 1750 to 1900 cycles.
 """
 
 import cutlass
