@@ -24,8 +24,8 @@ Plan
   the entries is unspecified. The set of entries is deterministic unless the list overflows.
 - Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
   one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
-  In a causal batch, later blocks have more keys. So the order of the CTAs reverses from one whole block to the next: the
-  CTA with the most keys in one round has the fewest in the next.
+  In a causal batch, later blocks have more keys. So the order of the CTAs reverses from one whole block to the next:
+  the CTA with the most keys in one round has the fewest in the next.
 Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for each of two blocks its weights, ranges,
 bounds and counters.
 Registers: a consumer thread has 8 registers fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more

@@ -209,8 +209,8 @@ class SelectionList:
 
     @cute.jit
     def keep(self, count: Int32, low: Int32, equals: Int32, lane: Int32) -> Int32:
-        """Keep the entries with orders above `low` and the first `equals` of the entries with order `low`, in their
-        order. -> number of entries kept.
+        """Keep the entries with orders above `low`, and the first `equals` of the entries with order `low`. The kept
+        entries stay sorted by key. -> number of entries kept.
 
         The list is compacted in place. All lanes read a round of entries before any lane writes, and an entry never
         moves to a higher index, so no entry is overwritten before it is read."""
