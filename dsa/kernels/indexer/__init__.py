@@ -1,1 +1,1 @@
-"""CuTe DSL kernels of the lightning indexer: scores, top-k selection and their inputs."""
+"""CuTe DSL kernels of the lightning indexer: conversion of queries and keys to FP8, scores, and top-k selection."""

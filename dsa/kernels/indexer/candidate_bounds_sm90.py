@@ -1,5 +1,5 @@
-"""Compute the bound of each query for the next pass of scores, from the query's sample or list of candidates.
-candidate_lists.py describes the passes.
+"""Compute each query's bound for the next pass of scores, from the query's sample (after the first pass) or from its
+list of candidates (after a later pass). candidate_lists.py describes the passes.
 
 Plan
 - One CTA per query. The CTA loads the scores of the query's sample or list into registers. The new bound is the
@@ -15,10 +15,9 @@ Plan
   overflowed gets a bound of NaN, which no score reaches, and keeps a length above its capacity.
 - The order of a list's entries is unspecified.
 Shared memory: 8 KiB of digit counts and a few sums; 32 KiB for the kept scores of a sample.
-Registers: 24 scores of a sample per thread, within 48 registers, five CTAs per SM; or 16 entries of a list, within 64
-registers, four CTAs per SM.
-Roofline: neither memory nor math is the bound. A query of a sample loads up to 24 KB and takes 7 thousand warp
-instructions.
+Registers: for a sample, a thread has 24 scores and at most 48 registers, so that an SM has room for five CTAs. For a
+list, a thread has 16 entries and at most 64 registers, so that an SM has room for four CTAs.
+Roofline: bound by the issue slots. With a sample, a query loads up to 24 KB and takes 7 thousand warp instructions.
 """
 
 from collections.abc import Callable
@@ -46,7 +45,7 @@ from dsa.kernels.indexer.radix_select import RankMemory, number_of, order_of
 from dsa.kernels.indexer.score_mainloop import key_range
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-THREADS, SAMPLE_CTAS, LIST_CTAS = 256, 5, 4  # threads per CTA, CTAs per SM
+THREADS, SAMPLE_CTAS, LIST_CTAS = 256, 5, 4  # threads per CTA; CTAs per SM for a sample, for a list
 VECTOR = 4  # scores of a sample per load
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
@@ -120,12 +119,12 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
-            count = from_warp(count, tid)  # from here on relative to this warp's first thread
+            count = from_warp(count, tid)  # from here on, counted from this warp's first thread
         cute.arch.sync_threads()  # all threads have read the list before any thread overwrites it
 
         low = order_of(bound)
         if searched:
-            # The digits start at the old bound, because the list has no score below it.
+            # The search starts at the old bound (-inf for a sample), because the list has no score below that bound.
             found = low
             if const_expr(self.sample):
                 if rank <= self.threads:
@@ -180,16 +179,16 @@ class CandidateBoundsSm90:
         """-> an order that is at most the rank-th largest of the sample, and close to it; `low` if there are fewer
         maxima than `rank`.
 
-        The search runs over maxima. Each is the maximum of the scores at the same index in all vectors of a thread,
-        which belong to different tiles. There are a sixth as many maxima as scores. Two of the largest few percent of
-        the scores hardly ever share a maximum, so the maxima lose few of them."""
+        The search runs over maxima, of which there are a sixth as many as scores. A thread has VECTOR maxima: maximum j
+        is the maximum of the j-th scores of all the thread's vectors, which belong to different tiles. Two of the
+        largest few percent of the scores hardly ever share a maximum, so few of these scores are lost."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]
             for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
                 maxima[j] = cutlass.max(maxima[j], orders[i])
-        # `above` is the least of the threads' largest maxima. Every thread has a maximum that is not below it, so if
-        # the rank is at most the number of threads, the rank-th largest maximum is not below it either.
+        # `above` is the least of the threads' largest maxima. Every thread has a maximum of at least `above`. So if the
+        # rank is at most the number of threads, the rank-th largest maximum is at least `above`, too.
         largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
         least = cute.arch.warp_redux_sync(largest, "min")
         if tid % WARP == 0:
@@ -216,9 +215,10 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store the scores that are not below `low` in the list. This thread's scores go to the entries from `place`
-        on. The scores first go to `kept` in shared memory. There are few of them, and after that all threads share the
-        computation of their keys evenly."""
+        """Store in the list the scores that are not below `low`. This thread's scores go to entry `place` and the
+        following entries. The threads first collect these scores and their indices in the sample in `kept` (shared
+        memory), because the threads have different numbers of them. Then each thread computes the keys of equally many
+        scores."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
@@ -245,7 +245,8 @@ def compile_candidate_bounds(sample: bool):
     """sample: whether the input is the sample of the first pass; otherwise the input is a list of candidates per query.
 
     -> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], keys, block_q, log_stride,
-    rank); S > 0. block_q and log_stride are those of the previous pass."""
+    rank); S > 0. keys is the number of keys. block_q and log_stride are those of the previous pass. rank comes from
+    `bound_ranks`."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     return compile_sm90(CandidateBoundsSm90(sample), starts, ends, *fake_lists(queries), *[Int32(1)] * 4, fake_stream())

@@ -1,9 +1,10 @@
 """Sizes and schedule of the candidate passes: capacity of the lists, strides of the passes, ranks of the bounds.
 
-Each query has a list of the keys whose scores are not below the query's bound. Each pass scores a part of the key
-tiles. The first pass scores every `strides[0]`-th tile, the second every `strides[1]`-th tile except those already
-scored, and so on. The last pass scores all remaining tiles. After each pass, the scores so far are a sample of all
-scores, and their r-th largest is the bound for the next pass. Kernels and the bridge (host code) read these numbers.
+indexer_select scores the keys in several passes, and stores only few of the scores. Each query has a list of
+candidates: the keys whose scores are not below the query's bound. The first pass scores every `strides[0]`-th key tile.
+The second pass scores every `strides[1]`-th tile except those already scored, and so on. The last pass scores all
+remaining tiles. After each pass but the last, the scores so far are a sample of all scores. The r-th largest of them,
+or a number slightly below it, is the bound for the next pass. Kernels and the bridge (host code) read these numbers.
 """
 
 import functools
@@ -11,17 +12,17 @@ import itertools
 import math
 
 LOG_TILE, LOG_GROUP = 6, 4
-TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys per tile, and per TMA copy: the 16 rows that a warp has in a wgmma
+TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys per tile; keys per TMA copy, which are one warp's 16 rows of a wgmma
 PARTS = TILE // GROUP
-CAPACITY = 4080  # candidates per query, 8 bytes each: with the query's other data, less than 32 KiB
-BATCH = 4  # candidates per thread that a loop skips together if no lane of the warp has one of them
+CAPACITY = 4080  # candidates per list, 8 bytes each; with its other data, a query needs less than 32 KiB
+BATCH = 4  # a loop over a thread's candidates skips this many at once if no lane of the warp has any of them
 SAMPLE_TILES = 96  # the first pass keeps the scores of at most this many tiles
 SAMPLES = SAMPLE_TILES * TILE
 FINAL_STRIDE = 4  # the last bound comes from a quarter of the keys
-MOST_RATIO = 64  # between the strides of consecutive passes
+MOST_RATIO = 64  # largest ratio of the strides of consecutive passes
 LOG_MAX_KEYS = 28
 MAX_KEYS = 1 << LOG_MAX_KEYS  # so that a number of tiles times a number of CTAs fits an int32
-NOTHING_LEFT = -(2**31)  # value in `remaining` of a query whose result is complete
+NOTHING_LEFT = -(2**31)  # value in `remaining` (candidate_select_sm90.py) of a query whose result is complete
 
 
 def pass_strides(keys: int) -> tuple[int, ...]:
@@ -39,11 +40,11 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return, for each pass but the last, the rank (1: the largest) that the next pass's bound has among the scores so
     far.
 
-    The k-th largest score of all keys is expected at rank e = k / stride of the sample, with a standard deviation of
-    sqrt(e). The rank of the bound for the last pass is e plus 8 deviations plus 2. But this rank is at most the rank
-    with which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a full list. The ranks of
-    the earlier bounds are e plus 7 deviations plus 2, but at most the rank with which the next pass fills 0.6 of the
-    list.
+    Among the scores so far, the k-th largest score of all keys has the expected rank e = k / stride, with a standard
+    deviation of sqrt(e). The rank of the bound for the last pass is e plus 8 deviations plus 2, but at most the rank
+    with which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a full list. The rank of an
+    earlier bound is e plus 7 deviations plus 2, but at most the rank with which the next pass is expected to fill 0.6
+    of the list.
     """
     ranks = []
     for stride, following in itertools.pairwise(strides):
@@ -57,6 +58,6 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def choose_ctas(queries: int, block_q: int, sms: int) -> int:
-    """Return the number of CTAs of a pass. At most two CTAs share a block of queries."""
+    """Return the number of CTAs of a pass. At most two CTAs process a block of `block_q` queries."""
     blocks = -(-queries // block_q)
     return 2 * blocks if 2 * blocks <= sms else min(blocks, sms)

@@ -1,13 +1,14 @@
-"""Key tiles, and lists of candidates in global memory, for all kernels of the candidate passes.
+"""Key tiles and lists of candidates of the candidate passes (candidate_lists.py), for all kernels of these passes.
 
-The tiles are built so that every S-th tile is a fair sample of all keys. The keys that a block of queries sees, from
-the smallest start to the largest end, are divided into groups of 16 consecutive keys. The groups form four parts of
-`tiles` consecutive groups. Tile r consists of the r-th group of every part, one group per warp of a warpgroup; key i of
-its group in part p is key (base + p * tiles + r) * 16 + i of the sequence. So every S-th tile contains every S-th group
-of all parts. That is a fairer sample than tiles of 64 consecutive keys would give. Four TMA copies load a tile.
+Every S-th tile should be a fair sample of all keys, so a tile does not have 64 consecutive keys. The keys that a block
+of queries sees, from the smallest start to the largest end, are divided into groups of 16 consecutive keys. The list of
+groups is divided into four parts of `tiles` consecutive groups. Tile r consists of the r-th group of every part, one
+group per warp of a warpgroup. Key i of the group from part p is key (base + p * tiles + r) * 16 + i, where `base` is
+the index of the first group. So every S-th tile contains every S-th group of all parts. Four TMA copies load a tile.
 
-A query's list has CAPACITY entries and is filled from both ends:
-- entries [queries, CAPACITY]: 8 bytes each, a score and its key
+A query's list has CAPACITY entries. It is filled from both ends, because two CTAs can append to it:
+- entries [queries, CAPACITY]: 8 bytes each, a score and its key. After the first pass, a query's row contains the
+  sample instead: fp32 scores without keys
 - counts [queries, 2]: number of entries at the front, and number of entries at the back
 - bounds [queries]: the least score that a candidate must have
 """
@@ -61,7 +62,8 @@ def load_candidates(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """Load a query's list of `count` entries, `front` of them from the front, into the registers of a CTA's threads.
+    """Load a query's list of `count` entries into the registers of a CTA's threads. `front` of the entries are at the
+    front of the list, the others at the back. Register i of thread `tid` gets entry `tid` + i * `threads`.
 
     orders    gets the orders of the scores (`order_of`), and LOWEST where there is no entry
     own_keys  gets the keys, relative to first_key"""
@@ -88,15 +90,15 @@ def load_candidates(
 
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
-    """Return how many of `count` items come at or after the item of this warp's first thread, where thread i has item
-    i. If the result is at most b * (threads of the CTA), this warp has no item in the b-th and later rounds."""
+    """Return how many of `count` items do not come before this warp's first item. In round b, thread t of the CTA has
+    item b * threads + t. So if the result is at most b * threads, this warp has no items in round b and later."""
     return count - tid // WARP * WARP
 
 
 @cute.jit
 def _load_if_below(first: Int64, tid, count: Int32, ahead: cutlass.Constexpr):
-    """Load entry tid + `ahead` without a branch. -> (score, key), or (NaN, the largest int32) if the entry is at or
-    past `count`. `first` is the address of entry tid."""
+    """Load entry `tid` + `ahead` without a branch. -> (score, key), or (NaN, the largest int32) if `tid` + `ahead` is
+    not below `count`. `first` is the address of entry `tid`."""
     return cute.arch.inline_ptx(
         "{{ .reg .pred p; .reg .b32 a, s, k; "
         f"add.s32 a, {{$r1}}, {ahead}; setp.lt.s32 p, a, {{$r2}}; "

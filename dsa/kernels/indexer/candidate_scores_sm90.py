@@ -1,7 +1,7 @@
 """Lightning-indexer scores of some of the key tiles. For each query the kernel stores candidates: the scores that are
 not below the query's bound, ties with the bound included.
 
-The scores are bitwise those of fp8_mqa_logits_sm90; wgmma, sums over heads and warp roles are the same.
+The scores are bitwise those of fp8_mqa_logits_sm90, because the wgmma and the sums over heads are the same.
 
 Plan
 - For every block of queries, a pass scores the key tiles (candidate_passes.py) whose indices are multiples of
@@ -11,25 +11,25 @@ Plan
   warpgroup. The producers execute more instructions than the single producer of fp8_mqa_logits_sm90. With several
   producer warps, these instructions are spread over the quarters of an SM. Four TMA copies of 16 keys load a key tile.
   The last warp of the producer warpgroup loads a block's queries and computes their key ranges.
-- Prologue: consumers need not wait at the start of a block. While they score the previous block, each of the four
-  producer warps prepares a quarter of the block's columns in shared memory. With fp16 accumulation, the warp scales the
-  queries into fp16's range. With fp16 and with fp32 accumulation, it packs the weights in the layout of the consumers'
-  lanes. Shared memory then contains everything that a consumer needs to know about the block.
-- Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies by the key's scale and compares with
-  the bound, for each of the lane's queries. One vote for both keys of a lane decides whether the warp has anything to
-  append for the query. Only then does the warp check the key ranges.
-- Lists: in a pass, one CTA or two CTAs process all keys of a query. One CTA appends from the front of the list, and the
-  other CTA appends from the end. So a counter in shared memory is enough to assign the entries. An atomic on this
-  counter takes 100 cycles, during the next tile's wgmma; on a counter in global memory it takes 700. The order of the
-  entries is unspecified. The set of entries is deterministic unless the list overflows.
+- Prologue: while the consumers score a block, each of the four producer warps prepares a quarter of the next block's
+  columns in shared memory, so that the consumers need not wait for it. With fp16 accumulation, the warp scales the
+  queries into fp16's range. With either accumulation, it packs the weights in the layout of the consumers' lanes.
+  Shared memory then contains everything that a consumer needs to know about the block.
+- Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies each sum over heads by the key's
+  scale, and compares the score with the bound. A lane has several queries. For each of them, one vote over both keys of
+  every lane decides whether the warp has anything to append. Only then does the warp check the key ranges.
+- Lists: in a pass, at most two CTAs process the keys of a query. One CTA appends from the front of the list, and the
+  other CTA appends from the end. So each CTA can assign entries by a counter in shared memory. An atomic on this
+  counter takes 100 cycles, during the next tile's wgmma; on a counter in global memory it would take 700. The order of
+  the entries is unspecified. The set of entries is deterministic unless the list overflows.
 - Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
   one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
-  The order of the CTAs reverses from one whole block to the next, because in a causal batch later blocks have more
-  keys.
+  In a causal batch, later blocks have more keys. So the order of the CTAs reverses from one whole block to the next:
+  the CTA with the most keys in one round has the fewest in the next.
 Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for each of two blocks its weights, ranges,
 bounds and counters.
-Registers: a consumer thread has 8 fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more with two
-consumer warpgroups, and 24 more with three.
+Registers: a consumer thread has 8 registers fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more
+with two consumer warpgroups, and 24 more with three.
 Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a warp executes 2 instructions per key
 tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more. To append, a warp
 executes 24 more. A warp appends in 2 of 3 tiles at 128K keys and k = 2048, and in 1 of 4 tiles at 512K keys.
@@ -81,8 +81,8 @@ QUIET_NAN = float("nan")
 class Pass(NamedTuple):
     """The arguments of a pass. starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the
     front and at the back of the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass scores
-    the key tiles that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period). For the sample
-    log_period is 0, and the pass scores all multiples of 1 << log_stride."""
+    the key tiles whose indices are multiples of 1 << log_stride but not of 1 << (log_stride + log_period). For the
+    sample log_period is 0, and the pass scores all multiples of 1 << log_stride."""
 
     starts: cute.Tensor
     ends: cute.Tensor
@@ -112,9 +112,10 @@ class Blocks:
 
     Each stage contains the fields of a WorkTileInfo (`info`). Per query it contains the bound, the key range
     (first_keys, counts), the length of the list (counters), and with fp16 accumulation the power of two that the scores
-    are multiplied by (units). A query past the end has a count below 0. `factors` is the address of the query rows'
-    factors. `weights` is the address of the packed weights, one row per lane of a quad. info, bounds, key ranges and
-    counters are valid after the queries' full barrier; all fields are valid after the barrier `ready`."""
+    are multiplied by (units). A query past the end has a count below 0. `factors` is the address of the powers of two
+    that the query rows were divided by. `weights` is the address of the packed weights, one row per lane of a quad.
+    info, bounds, key ranges and counters are valid after the queries' full barrier; all fields are valid after the
+    barrier `ready`."""
 
     info: cute.Tensor
     bounds: cute.Tensor
@@ -237,9 +238,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def work_tiles_of_cta(self, queries):
-        """-> (number of the CTA's work tiles, its share (whole, piece, begin, end)). The CTA first computes `whole`
-        blocks of queries. The remaining blocks are divided evenly among all CTAs: this CTA computes [begin, end) of
-        them, in units of 1 / CTAs of a block. `piece` is the first remaining block that this range touches."""
+        """-> (number of this CTA's work tiles, (whole, piece, begin, end)). The CTA first computes `whole` blocks of
+        queries. The remaining blocks are divided evenly among all CTAs. This CTA computes the range [begin, end) of
+        them, counted in units of 1 / CTAs of a block. `piece` is the first remaining block that this range touches."""
         cta, ctas = static_persistent_scheduler()
         blocks = cute.ceil_div(queries, self.block_q)
         whole = cutlass.max(blocks // ctas - 1, 0)
@@ -250,7 +251,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def work_tile_of(self, number, share, given: Pass, lane) -> WorkTileInfo:
-        """Return the CTA's work tile `number`. Later queries come first: in a causal batch, they see the most keys."""
+        """Return the CTA's work tile `number`. `share` is the second result of `work_tiles_of_cta`. Later queries come
+        first: in a causal batch, they see the most keys."""
         cta, ctas = static_persistent_scheduler()
         whole, first_piece, begin, end = share
         blocks = cute.ceil_div(given.starts.shape[0], self.block_q)
@@ -278,8 +280,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def load_queries(self, q_atom, mq, weights, given: Pass, sq, blocks: Blocks, pipelines: Pipelines, lane):
-        """The role of the query producer. It computes the work tiles, loads their queries, and opens and closes the
-        queries' lists."""
+        """The role of the query producer. It computes the work tiles, loads their queries, loads and stores the lengths
+        of their lists, and prepares a quarter of each block."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         count, share = self.work_tiles_of_cta(given.starts.shape[0])
         if lane < Q_STAGES:
@@ -337,14 +339,14 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             query = block * self.block_q + lane
             if block != NO_BLOCK and lane < self.block_q and query < given.bounds.shape[0]:
                 given.counts[query, back] = blocks.counters[lane, stage]
-            cute.arch.sync_warp()  # before the stage is overwritten
+            cute.arch.sync_warp()  # all lanes have read the stage before it is overwritten
 
     @cute.jit
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """Prepare a producer warp's quarter of a block's columns, after the queries have arrived: with fp16
-        accumulation, scale the queries into fp16's range; with fp16 and with fp32 accumulation, pack the weights."""
+        """Prepare this producer warp's quarter of a block's columns. The block's queries must have arrived. With fp16
+        accumulation, scale the queries into fp16's range. With either accumulation, pack the weights."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
         # Each lane has a pair of heads. If there are fewer pairs than lanes, several lanes have the same pair.
@@ -386,8 +388,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def load_keys(
         self, k_atom, mk, weights, given: Pass, sq, sgroups, blocks: Blocks, pipelines: Pipelines, part, lane
     ):
-        """The role of the producer of one consumer warpgroup's key tiles. With two consumer warpgroups, one of these
-        three warps loads no tiles and only prepares blocks."""
+        """The role of producer warp `part`. It loads the key tiles of consumer warpgroup `part`, and prepares a quarter
+        of each block. With two consumer warpgroups, the warp with `part` = 2 loads no tiles."""
         tks, tkg = tile_partition(k_atom, sgroups, mk, (GROUP, self.dim))
         period = Int32(1) << given.log_period
         ring = pipelines.k.ring(part, self.group_stages)
@@ -413,9 +415,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def first_tile(self, tile: WorkTileInfo, turn, log_period):
-        """-> (index in the pass of the first tile of the warpgroup whose turn is `turn`, this warpgroup's turn in the
-        next work tile). The warpgroups take turns across work tiles, so their numbers of tiles differ by at most
-        one."""
+        """-> (index among the pass's tiles of a warpgroup's first tile in this work tile, the warpgroup's turn in the
+        next work tile). The warpgroup with `turn` 0 takes the first tile, the one with `turn` 1 the second tile, and so
+        on. The turns continue across work tiles, so the warpgroups' numbers of tiles differ by at most one."""
         v, count = tile.first + turn, tile.end - tile.first
         if const_expr(not self.sample):
             v += 1
@@ -455,7 +457,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         q_state, k_state = start(), start()
         turn = warp // 4
 
-        # Per query of the lane: bound, key range, and the address of the list entry where the CTA begins to append.
+        # Per query of the lane: bound, key range, and the address of the list's first entry or, if the CTA appends from
+        # the end, of its last entry.
         own = [cute.make_rmem_tensor((self.lane_q,), dtype) for dtype in (Float32, Int32, Int32, Int64)]
         bounds, first_keys, counts, pointers = own
         tile = self.wait_for_block(blocks, pipelines, q_state)
@@ -513,8 +516,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def finish(self, scoring: Scoring, own, counter, entry_step, key, v, place, quad):
-        """Store the lane's scores of `key` and `key` + 8, which belong to the pass's tile v, if they are candidates or
-        part of a sample."""
+        """Store the lane's scores of `key` and `key` + 8, which belong to the pass's tile v. In a sample, store all of
+        them. In other passes, append those that are candidates to the lists."""
         bounds, first_keys, counts, pointers = own
         for i in cutlass.range_constexpr(self.lane_q):
             values = [self.score(scoring, i, half, quad) for half in range(2)]
@@ -538,8 +541,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
-        """Append a lane's scores of `key` and `key` + 8, where `taken` is 1, to the query's list while there is room.
-        One atomic assigns the entries of both scores, because its latency is most of the cost of an append."""
+        """Append to the query's list, while there is room, those of a lane's scores of `key` and `key` + 8 for which
+        `taken` is 1. One atomic assigns the entries of both scores, because its latency is most of the cost of an
+        append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",

@@ -12,12 +12,12 @@ Plan
 - Order: the CTA counts the selected candidates in up to 4096 buckets of keys, all equally wide. The buckets reuse the
   memory of the digit counts, with two 16-bit counts per word. A scan finds where each bucket begins. A thread finds the
   output position of a key by comparison with the other keys of the bucket.
-- A list does not determine the result if it overflowed, or if it has a bound above -inf and fewer than min(k, keys)
-  entries. The kernel then writes the end of the query's key range to `remaining`, for indexer_select_sm90. For all
-  other queries it writes NOTHING_LEFT.
+- A list does not determine the result if it overflowed, or if it has a bound above -inf and fewer entries than min(k,
+  number of keys that the query sees). The kernel then writes the end of the query's key range to `remaining`, so that
+  indexer_select_sm90 computes the query. For all other queries it writes NOTHING_LEFT.
 Shared memory: 25 KiB.
 Registers: 16 candidates per thread, two registers each; four CTAs per SM.
-Roofline: neither memory nor math is the bound. A query loads 22 KB and takes about 10 thousand warp instructions.
+Roofline: bound by the issue slots. A query loads 22 KB and takes about 10 thousand warp instructions.
 """
 
 from collections.abc import Callable
@@ -62,9 +62,9 @@ NO_KEY = -1
 @dataclass(frozen=True)
 class Memory:
     """Shared memory. rank: memory of the search, whose digit counts are later reused as buckets. few [2, FEW]: orders
-    and keys of the candidates of one digit. few_count [1]: their number. last [2]: order and key of the last of them
-    that is selected. keys, orders [MAX_SELECTED]: the selected candidates, sorted by bucket; `keys` has two more
-    elements, a NO_KEY before the first key and one after the last."""
+    and keys of the candidates of a digit that has few. few_count [1]: number of candidates in `few`. last [2]: order
+    and key of the last candidate in `few` that is selected. keys, orders [MAX_SELECTED]: the selected candidates,
+    sorted by bucket; `keys` has two more elements, a NO_KEY before the first key and one after the last."""
 
     rank: RankMemory
     few: cute.Tensor
@@ -159,7 +159,7 @@ class CandidateSelectSm90:
         if not unknown:
             orders, own_keys = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Int32)
             load_candidates(entries, query, front, count, first_key, orders, own_keys, tid, THREADS)
-            # Selected: orders above `floor`, and orders equal to `floor` with keys up to `last`.
+            # Selected (`is_selected`): orders above `floor`, and orders equal to `floor` with keys up to `last`.
             floor, last = Int32(LOWEST), Int32(-1)
             if count > k:
                 least = order_of(bounds[query])
@@ -226,8 +226,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def cut(self, found: RankFound, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
-        """Find the `found.rank` best of the digit's candidates, where ties go to the lowest keys. -> (floor, last):
-        these candidates have orders above `floor`, or orders equal to `floor` and keys up to `last`."""
+        """Find which candidates of the digit `found` are among the k best: the `found.rank` best, where ties go to the
+        lowest keys. -> (floor, last), for `is_selected`."""
         floor, last = found.low, Int32(HIGHEST)
         if found.inside > found.rank:
             if found.inside <= FEW:
@@ -238,7 +238,8 @@ class CandidateSelectSm90:
                                 at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
                                 memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
-                # Each warp ranks every 8th of these candidates: it counts the better ones. Ties go to the lower key.
+                # Each warp ranks every 8th of these candidates: it counts the candidates that are better. Of two that
+                # tie, the one with the lower key is better.
                 lane = tid % WARP
                 order, key = memory.few[0, lane], memory.few[1, lane]
                 for i in cutlass.range(tid // WARP, found.inside, THREADS // WARP, unroll=1):
@@ -271,14 +272,15 @@ class CandidateSelectSm90:
 
     @cute.jit
     def add_to_bucket(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
-        """Increment the bucket's count. -> the count before."""
+        """Increment the bucket's number. -> the number before: the bucket's count so far or, after `begin_buckets`, the
+        bucket's next free position."""
         half = (bucket & 1) << 4
         word = cute.arch.atomic_add(buckets.iterator + (bucket >> 1), Int32(1) << half, scope="cta")
         return (word >> half) & 0xFFFF
 
     @cute.jit
     def begin_buckets(self, memory: SelectMemory, tid) -> Int32:
-        """Turn the buckets' counts into their start positions. -> the sum of all counts."""
+        """Replace each bucket's count by the position of the bucket's first key. -> the sum of all counts."""
         words = cute.make_rmem_tensor((OWN_WORDS,), Int32)
         own = cute.local_tile(memory.counts, (OWN_WORDS,), (tid,))
         cute.autovec_copy(own, words)

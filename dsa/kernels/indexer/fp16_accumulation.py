@@ -19,12 +19,12 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-# Threads that scale a tile's query rows. A step scales THREADS / lanes rows, which divides the number of the tile's
-# rows. So all lanes of a warp take part in every shuffle.
+# Threads that scale a tile's query rows. With L lanes per row, a step scales THREADS / L rows, which divides the tile's
+# number of rows. So all lanes of a warp take part in every shuffle.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
-# |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers the rounding of q' to e4m3, of |q'|_1, and of
-# products.
+# |q'|_1 * 448 stays below 65504, the largest fp16 number. The margin of 1.5% covers the rounding of q' to e4m3, of
+# |q'|_1, and of products.
 ROW_SUM = 144.0
 LEAST_EXPONENT, MOST_EXPONENT = -8, 14  # bounds of e, which is at most 10 for finite numbers
 
@@ -75,8 +75,8 @@ def pack_weights(weights):
 
 @cute.jit
 def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """-> the sums sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the lane's two keys. Each is
-    a pair of fp16: the sum over the even heads and the sum over the odd heads.
+    """-> the sums sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the lane's two keys. The sum
+    of a key is a pair of fp16: the sum over the even heads and the sum over the odd heads.
 
     acc      this thread's accumulators in pairs, flat: [column / 8][key half], where half 1 is 8 keys after half 0
     weights  the weights of this lane's columns in pairs, flat: [column / 8]

@@ -81,8 +81,8 @@ class MqaLogitsConfig:
         return registers_fit(columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
-# For fp16 accumulation with 32 or 64 heads, as published models have. The accumulators need half as many registers, so
-# a third warpgroup fits even with wide tiles.
+# For fp16 accumulation with 32 or 64 heads of 128 channels, as published models have. The accumulators need half as
+# many registers, so a third warpgroup fits even with wide tiles.
 HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
@@ -179,12 +179,12 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane):
-        """-> (block, first, end, the first key tile of the chunk) of work tile `index`. `block` is the index of the
-        block of queries. Of the chunk's key tiles, the block's queries see those in [first, end).
-
+        """-> (block, first, end, first key tile of the chunk) of work tile `index`. `block` is the index of the block
+        of queries. Of the chunk's key tiles, those in [first, end) lie between the smallest start and the largest end
+        of the block's queries.
         Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
-        same chunk. If they were chunks of the same block, each CTA could get the same chunk of every block, for example
-        with two chunks and an even number of CTAs. In a causal batch chunks differ in work.
+        same chunk. If they were chunks of the same block, a CTA could get the same chunk of every block, for example
+        with two chunks and an even number of CTAs. In a causal batch the chunks differ in work, so the CTAs would, too.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -264,8 +264,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
-        # tiles, so their numbers of tiles differ by at most one.
+        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
+        # work tiles, so their numbers of tiles differ by at most one.
         tile = warp // 4
 
         first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -343,11 +343,12 @@ def compile_fp8_mqa_logits(
     half: bool,
     config: MqaLogitsConfig,
 ):
-    """half: fp16 accumulation (fp16_accumulation.py).
+    """clean: write -inf to the columns in [0, fill_columns) that have no score. compressed: column j of row t is the
+    score of key starts[t] + j. half: fp16 accumulation (fp16_accumulation.py).
 
-    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
-    out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes. They have at
-    least 64 * ceil(Skv / 64) columns unless compressed."""
+    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S], out [S, columns],
+    fill_columns, chunk, ctas); S, Skv > 0. chunk is the number of key tiles per work tile (`choose_chunk`). Rows of out
+    start at multiples of 16 bytes. Unless compressed, out has at least 64 * ceil(Skv / 64) columns."""
     queries, out_type = cute.sym_int(), cute_dtype(out_dtype)
     scored = fake_scored(heads, dim, queries)
     out = fake(out_type, (queries, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
@@ -368,7 +369,8 @@ def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
     """-> (key tiles per work tile, number of work tiles). A work tile has all key tiles if there are more blocks of
-    queries than SMs; otherwise keys are divided into chunks, to have about two work tiles per SM."""
+    queries than SMs. Otherwise the keys are divided into chunks of at least 8 tiles, to have about two work tiles per
+    SM."""
     blocks = -(-queries // block_q)
     tiles = -(-keys // TILE)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))

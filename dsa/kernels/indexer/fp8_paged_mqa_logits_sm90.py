@@ -237,8 +237,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
-        """Return the number of keys that row `row` of a sequence sees. With one length per sequence, the last row sees
-        that many keys, and each earlier row one fewer than the next."""
+        """Return the number of keys that row `row` of a sequence sees, at most `capacity`. With one length per
+        sequence, the last row sees that many keys, and each earlier row sees one fewer than the next row."""
         columns = lengths.shape[1]
         # Clip to 0 before the subtraction, which would overflow for the lowest int32.
         length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
@@ -248,8 +248,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def page_numbers(self, block_table, sequence, tile, lane):
-        """Return the page numbers of a warpgroup's next 32 / pages_a_tile tiles, from `tile` on, one number per lane.
-        They are -1 past the end of the block table."""
+        """Return the page numbers of a warpgroup's next 32 / pages_a_tile tiles: `tile`, `tile` + groups, and so on.
+        Each lane gets one number, or -1 past the end of the block table."""
         index = (tile + lane // self.pages_a_tile * self.groups) * self.pages_a_tile + lane % self.pages_a_tile
         page = Int32(-1)
         if index < block_table.shape[1]:
@@ -280,7 +280,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         lane,
         group,
     ):
-        """The mainloop of the producer warp of consumer warpgroup `group`."""
+        """The mainloop of the producer warp of consumer warpgroup `group`. The warp of group 0 also loads queries and
+        weights."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, spages, mk, (self.page, self.dim), (0, 0, None))
         bulk = cute.nvgpu.cpasync.CopyBulkG2SOp()
@@ -300,7 +301,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         stop = cutlass.min(last_seq + 1, batch)
         q_state, k_state = start(), start()
         tile = group
-        # The first page numbers are loaded together with the first lengths.
+        # Load the first page numbers together with the first lengths, so that the latencies overlap.
         first_pages = Int32(-1)
         if first_seq < batch:
             first_pages = self.page_numbers(block_table, first_seq, first_tile + tile, lane)
@@ -368,8 +369,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         lane,
     ):
         """Load a warpgroup's key tiles `tile`, `tile` + groups, ... of a work tile. The work tile has `tiles` tiles,
-        from the sequence's tile `first` on. -> (the warpgroup's next tile, relative to the end of this work tile;
-        k_state)
+        from the sequence's tile `first` on; `tile` is relative to `first`. -> (the warpgroup's next tile, relative to
+        the end of this work tile; k_state)
 
         copies        copy atom, source and target for a page's keys; the same for a page's scales
         valid_pages   [stages]: bit i is set if page i of the tile is in the cache
@@ -444,8 +445,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         own_page = key_in_tile // self.page
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
-        # tiles, so their numbers of tiles differ by at most one.
+        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
+        # work tiles, so their numbers of tiles differ by at most one.
         tile, tiles = warp // 4, Int32(1)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)
@@ -546,9 +547,10 @@ def compile_fp8_paged_mqa_logits(
     """half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
-    next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns);
-    B, pages, max_pages > 0. Pages, rows of weights and rows of out start at multiples of 16 bytes. Rows of out have at
-    least 64 * ceil(capacity / 64) columns."""
+    next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns); P =
+    page_size, and B, pages, max_pages > 0. A query sees at most `capacity` keys. Columns before fill_columns that have
+    no score get -inf. Pages, rows of weights and rows of out start at multiples of 16 bytes. Rows of out have at least
+    64 * ceil(capacity / 64) columns."""
     out_type = cute_dtype(out_dtype)
     batch, rows = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))

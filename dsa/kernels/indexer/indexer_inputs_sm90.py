@@ -8,8 +8,8 @@ Plan
   pairs (adjacent channels) stays within a lane. RoPE on halves (channels R / 2 apart) exchanges with the lane R / 32
   away. Each step rounds to the projection's dtype, as separate ops would.
 - Queries: a vector is one head of a token, and its scale multiplies the head's weight. Keys: a vector is a token's key.
-  It is written to the page of its slot; a page has all values first, then all scales. A slot outside the cache is
-  skipped.
+  The kernel writes the key to the token's slot in the cache, unless the slot is outside the cache. A page has the
+  values of all keys first, then the scales.
 Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at multiples of 16 bytes.
 Roofline: memory moves 3 bytes per channel (bf16). But the kernel of queries is bound by the issue slots: about 32
 instructions per channel limit it to 57% of the copy bandwidth for long inputs. There are few keys, so their kernel
@@ -238,8 +238,9 @@ def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool
 def compile_write_indexer_keys(
     dtype: str, slot_dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
 ):
-    """-> f(k [T, 128] dtype, weight [128], bias [128] fp32, cos, sin [T, R / 2] fp32, cache [pages, bytes] uint8,
-    slots [T], page_size, eps); T, pages > 0. Rows and pages start at multiples of 16 bytes."""
+    """-> f(k [T, 128] dtype, weight [128], bias [128] fp32, cos, sin [T, R / 2] fp32, cache [pages, bytes] uint8, slots
+    [T], page_size, eps), which writes the converted keys to the cache; T, pages > 0. Rows and pages start at multiples
+    of 16 bytes."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
     k = fake(element, (tokens, GROUP), (*strides(1, 128 // element.width), 1))

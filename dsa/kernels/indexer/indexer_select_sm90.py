@@ -1,14 +1,16 @@
 """Lightning-indexer scores over contiguous keys and the selection of each query's k largest, in one kernel.
 
 The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. Ties (equal scores) go to
-the lowest keys. The scores do not go through global memory. The kernel computes the queries whose list of candidates
-does not determine the result (candidate_select_sm90.py), and all queries if the op uses no lists. For a query without
-keys it writes nothing: candidate_select_sm90.py or the op has written -1 before. A work tile that has only such queries
-ends at once.
+the lowest keys. The scores do not go through global memory.
+
+If the op uses lists of candidates, the kernel computes only the queries whose list does not determine the result. For
+the other queries candidate_select_sm90.py has written an `ends` of NOTHING_LEFT, so they see no keys. For a query that
+sees no keys the kernel writes nothing, because candidate_select_sm90.py or the op has written the row. A work tile that
+has only such queries ends at once.
 
 Plan
 - Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
-  queries by all keys that at least one of them sees.
+  queries by the key tiles from the smallest start to the largest end of the queries' key ranges.
 - Warp roles: two consumer warpgroups multiply, and write a key tile's scores to shared memory. In the last warpgroup,
   one warp is the producer, and two other warps each select for two queries (SelectionList). A selecting warp appends
   keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the bound.
@@ -22,7 +24,7 @@ Plan
 - Scheduler: static persistent; later queries come first.
 - Output: the selecting warps write it from the lists, which are sorted by key.
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D bytes of keys, GROUPS x score_stages x 4 x 72
-scores, four lists of CAPACITY (order, key), 1 KiB of counts per selecting warp; together at most 208 KiB.
+scores, four lists of CAPACITY (order, key) pairs, 1 KiB of counts per selecting warp; together at most 208 KiB.
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
 Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
@@ -63,7 +65,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCK_Q = 4  # queries per work tile
 GROUPS = 2  # consumer warpgroups
-SELECT_WARP, SELECTING_WARPS = 1, 2  # the first selecting warp of the last warpgroup, and the number of selecting warps
+SELECT_WARP, SELECTING_WARPS = 1, 2  # first selecting warp in the last warpgroup; number of selecting warps
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS  # queries per selecting warp
 CAPACITY = MAX_SELECTED + 1024  # entries per list
 HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half of a key tile
@@ -161,7 +163,8 @@ class SelectionList:
 
     @cute.jit
     def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
-        """counts[d] = number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), d < digits."""
+        """Set counts[d] to the number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), d <
+        digits."""
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
@@ -206,8 +209,8 @@ class SelectionList:
 
     @cute.jit
     def keep(self, count: Int32, low: Int32, equals: Int32, lane: Int32) -> Int32:
-        """Keep the entries with orders above `low` and the first `equals` of the entries with order `low`, in their
-        order. -> number of entries kept.
+        """Keep the entries with orders above `low`, and the first `equals` of the entries with order `low`. The kept
+        entries stay sorted by key. -> number of entries kept.
 
         The list is compacted in place. All lanes read a round of entries before any lane writes, and an entry never
         moves to a higher index, so no entry is overwritten before it is read."""
@@ -316,7 +319,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
 
-        # All keys are one chunk.
+        # A work tile is not divided into chunks of keys.
         chunk = cute.ceil_div(k_scale.shape[0], TILE)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -373,8 +376,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         score_ring = score_pipeline.ring(warp // 4, self.score_stages)
         q_state, k_state, s_state = start(), start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take turns across work
-        # tiles: the next work tile begins with the warpgroup whose turn it is.
+        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
+        # work tiles: the next work tile begins with the warpgroup whose turn it is.
         tile = warp // 4
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
@@ -408,7 +411,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def pass_on(self, scoring: Scoring, scores, ring: Pipeline, state, row_key, quad):
-        """Store a warp's part of a tile's scores in shared memory. Each lane stores the two scores of its query."""
+        """Store a warp's part of a tile's scores in shared memory, for the selecting warps. Each lane stores the scores
+        of one query for two keys."""
         ring.producer_wait(state)
         for half in cutlass.range_constexpr(2):
             scores[row_key + 8 * half, quad, ring.index(state)] = self.score(scoring, 0, half, quad)
@@ -477,8 +481,9 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging: Paging, options, lane):
-        """Write a query's results and their scores. Results are key indices relative to the query's first key, or cache
-        slots, -1 where the block table has no page."""
+        """Write a query's row of indices and, with VALUES, its row of scores. Indices are relative to the query's first
+        key. With PAGED they are cache slots instead, or -1 with a score of -inf where the block table has no page.
+        After the selected keys, a row is padded with -1, and with scores of -inf."""
         known = Int32(0)
         if options & PAGED:
             sequence = paging.sequence(query, options)

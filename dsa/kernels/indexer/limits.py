@@ -4,7 +4,7 @@
 HEADS, HEAD_DIMS = (8, 16, 32, 64), (32, 64, 128)
 LOGITS_DTYPES = ("float32", "bfloat16")
 NEXT_N = (1, 2, 3, 4)  # query tokens per sequence, for scores over a paged cache
-PAGE_SIZES = (32, 64)  # of the paged cache
+PAGE_SIZES = (32, 64)  # keys per page of the paged cache
 SCHEDULE_SPLIT = 256  # keys per split in the schedule of the paged scores
 
 # Inputs: the conversion of projected queries and keys to FP8.
@@ -13,7 +13,7 @@ ROTATED = (32, 64, 128)  # channels that RoPE rotates
 
 # Scores and selection in one op.
 MAX_SELECTED = 2048  # largest k
-TWO_OPS_KEYS = 8192  # up to this many keys, a query's fp32 scores need no more memory than its list of candidates
+TWO_OPS_KEYS = 8192  # with up to this many keys, a query's fp32 scores need no more memory than a list of candidates
 
 # Top-k.
 TOPK_DTYPES = ("float32", "bfloat16")  # dtypes of the scores

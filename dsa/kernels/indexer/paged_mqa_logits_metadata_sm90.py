@@ -3,9 +3,8 @@
 Plan
 - One CTA. All threads together sum the numbers of splits of all sequences. Then the CTA processes 1024 sequences at a
   time: a scan gives the number of splits up to the end of each sequence.
-- Boundary i of the schedule is the index of the first split of SM i, computed from the total. Thread i finds the
-  sequence that contains this split. It searches the scanned ends (binary search), in the round of 1024 sequences that
-  contains this sequence.
+- Boundary i of the schedule is the index of the first split of SM i, computed from the total. In the round of 1024
+  sequences that contains this split, thread i finds the split's sequence by binary search in the scanned ends.
 - A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores, because
   the SM that begins the next sequence first processes all remaining keys of this one.
 Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or SMs.
@@ -98,8 +97,8 @@ class PagedMqaLogitsMetadataSm90:
 
 @cached
 def compile_paged_mqa_logits_metadata():
-    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). Row i of schedule is (sequence, split in the sequence)
-    at which SM i begins and SM i - 1 ends."""
+    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). A sequence's length is the largest number in a row of
+    lengths. Row i of schedule is (sequence, split in the sequence) at which SM i begins and SM i - 1 ends."""
     lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())

@@ -4,9 +4,9 @@ in the registers of a CTA's threads.
 `find_floor` searches a list. The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa),
 11 bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest digit finds the
 digit of the r-th largest number. The next pass counts the second digits of the numbers that have this first digit, and
-so on. The passes end when r to r + `slack` numbers are not less than a bound, or after the third digit, when the
-numbers of the digit are ties (equal). Two passes suffice for most lists, three for any list. bf16 numbers are converted
-to fp32.
+so on. The search ends early if r to r + `slack` numbers have this digit or a larger one. It ends at the latest after
+the third digit, because numbers with three equal digits are ties (equal). Two passes suffice for most lists, three for
+any list. bf16 numbers are converted to fp32.
 
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
@@ -63,7 +63,7 @@ class SelectMemory:
 
 
 def vector_width(dtype: type[cutlass.Numeric]) -> int:
-    """Return the numbers of `dtype` per 16-byte vector."""
+    """Return how many numbers of `dtype` a 16-byte vector has."""
     return VECTOR_BYTES * 8 // dtype.width
 
 
@@ -159,7 +159,7 @@ def find_digit(
         for j in cutlass.range_constexpr(width):
             total += mine[j]
     if const_expr(first_pass):
-        if tid == 0:  # the largest digit is that of NaN, which does not count
+        if tid == 0:  # position 0 has the digit of NaN (1023), and NaN is no candidate
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
     before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
@@ -202,7 +202,8 @@ def find_floor(
     """-> (floor, equal, excess): `rank` + excess of the numbers are at least floor.
 
     excess is 0, or at most `slack` if that saves a pass. A larger excess means that more numbers than needed tie with
-    (are equal to) the rank-th largest. Then floor is that number, and `equal` of the tied numbers are needed.
+    (are equal to) the rank-th largest. Then floor is that number, and `equal` of the tied numbers are needed. If fewer
+    than `rank` numbers are not NaN, floor is -inf, and only these numbers are at least floor.
 
     numbers  fp32 or bf16 in shared memory, written before a barrier. NaN is never at least floor
     vectors  number of 16-byte vectors in `numbers`
@@ -214,11 +215,12 @@ def find_floor(
         for j in cutlass.range_constexpr(width):
             digit = Int32(_canonical(x[j]) >> 21)
             cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
-    # From the largest number on, digits are those of positive numbers, descending, then of negative ones, ascending.
+    # In descending order, the numbers have the digits 1023 to 0 (positive numbers), then 1024 to 2047 (negative
+    # numbers).
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
     prefix, rank, inside, enough = find_digit(rank, flip, memory, tid, threads, True)
     shift = Int32(21)
-    if not enough:  # fewer than `rank` numbers are not NaN: all of them are selected
+    if not enough:  # fewer than `rank` numbers are not NaN: select all numbers from -inf on
         prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
     while shift > 0 and inside - rank > slack:
         digits = cutlass.min(shift, 11)
@@ -240,11 +242,11 @@ def find_floor(
 def mask_from(
     numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid, unroll: cutlass.Constexpr = 2
 ) -> Uint32:
-    """Return this thread's mask. Bit j says whether number tid * own * width + j of the list is at least floor. Numbers
-    past the first `vectors` vectors have the bit 0.
+    """Return this thread's mask. Bit j says whether number tid * own * width + j of the list is at least floor, where
+    `width` is the number of numbers per vector. Numbers past the first `vectors` vectors have the bit 0.
 
-    own  vectors per thread, together at most 32 numbers. Each thread reads its vectors in an order in which eight
-         adjacent threads access different banks
+    own  vectors per thread, together at most 32 numbers. If it is a power of two, adjacent threads read their vectors
+         in different orders, so that eight adjacent threads access different banks
     """
     width = vector_width(numbers.element_type)
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
@@ -352,7 +354,7 @@ class RankMemory:
 
     @cute.jit
     def span(self, orders: cute.Tensor, count: Int32, low: Int32, tid, threads: cutlass.Constexpr) -> Uint32:
-        """Return the distance of the CTA's largest order from `low`. Contains a barrier."""
+        """Return the CTA's largest order minus `low`, or 0 if no order is above `low`. Contains a barrier."""
         largest = low
         for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
             if base * threads < count:

@@ -1,5 +1,6 @@
-"""Tiles of index scores, as all score kernels compute them: an FP8 wgmma of 64 keys by N columns, one column per
-(query, head); then the sum over the heads of each lane; then each lane's score from the sums of its quad.
+"""Tiles of index scores, as all score kernels compute them. An FP8 wgmma multiplies 64 keys by N columns, one column
+per (query, head). Each lane adds up its heads. Then the four lanes of a quad add up their sums, so that each lane gets
+different scores.
 
 Each kernel's mainloop chooses the key tiles and uses their scores. With contiguous keys, the mainloop of a tile is:
 
@@ -29,7 +30,9 @@ from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.indexer import fp16_accumulation
 
 TILE = 64  # keys per tile
-NO_KEY = 2**30  # above all keys: first key of a block of queries that sees no key; key of a tile that does not exist
+# A number above all keys. It is the smallest start of a block of queries that sees no keys, and the key of a tile that
+# does not exist.
+NO_KEY = 2**30
 RANGE_BARRIER = 1  # named barrier after which a block's queries are in fp16's range
 
 
@@ -76,7 +79,7 @@ class ScoreMainloop:
         self.consumer_warps, self.threads = 4 * groups, (groups + 1) * WARPGROUP
         self.consumer_registers, self.producer_registers = REGISTERS[groups]
         self.block_q = columns // heads  # queries per block
-        self.lane_q = self.block_q // 4  # a lane stores every fourth query
+        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth of the block
 
     def mma(self) -> cute.TiledMma:
         """Return the wgmma of keys [64, D] and queries [N, D], both e4m3 in shared memory, with fp32 or fp16
@@ -128,7 +131,8 @@ class ScoreMainloop:
     def take_queries(
         self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
     ):
-        """Wait for a block's queries, and load its weights into registers."""
+        """Load a block's weights into registers, and wait for its queries. With fp16 accumulation, also bring the
+        queries into fp16's range."""
         given = cute.make_rmem_tensor((self.n // 4,), Float32) if self.half else scoring.w
         for j in range(self.n // 8):
             t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
@@ -142,7 +146,7 @@ class ScoreMainloop:
     @cute.jit
     def bring_into_range(self, scoring: Scoring, sq, factors, stage, weight_of: cutlass.Constexpr[Callable], tid, quad):
         """With fp16 accumulation: scale a block's queries into fp16's range, and adjust the weights. All threads of all
-        consumer warpgroups call this; it contains their barrier.
+        consumer warpgroups must call this, because it contains a barrier.
 
         factors    address of the powers of two that the query rows of all stages are divided by
         weight_of  (j, column, c) -> weight of column + c, which is the lane's (2 j + c)-th column
@@ -167,7 +171,7 @@ class ScoreMainloop:
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lane that stores its scores."""
+        """Keep the unit of the block's query i in the lane that stores this query's scores."""
         if quad == i % 4:
             scoring.unit[i // 4] = unit
 
@@ -193,8 +197,8 @@ class ScoreMainloop:
 
     @cute.jit
     def score(self, scoring: Scoring, i: cutlass.Constexpr, half: cutlass.Constexpr, quad):
-        """Return the score of the lane's i-th query and its first or second key: the sum of the quad's sums over heads,
-        times the key's scale."""
+        """Return the score of the lane's i-th query for the lane's first key (`half` 0) or second key (`half` 1): the
+        quad's sum over heads, times the key's scale and, with fp16 accumulation, the query's unit."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         of_quad = [scoring.sums[2 * (4 * i + j) + half] for j in range(4)]
         if const_expr(self.half):
@@ -212,15 +216,15 @@ def thread_index():
 
 
 def tile_partition(atom: cute.CopyAtom, smem: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], at=(None, 0)):
-    """-> (shared memory [rows, columns, stages] partitioned for the TMA `atom`, the blocks [shape] of x at the
-    coordinates `at` partitioned in the same way). The second mode of the shared memory is the stage; the second mode of
-    x is the block."""
+    """Partition shared memory `smem` [rows, columns, stages] and the blocks of x for copies by the TMA `atom`. x is
+    divided into blocks of `shape`; a None in `at` keeps all blocks along this mode. -> (smem [one copy, stage], x [one
+    copy, block])."""
     source, target = cute.group_modes(cute.local_tile(x, shape, at), 0, 2), cute.group_modes(smem, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), target, source)
 
 
 def registers_fit(columns: int, groups: int) -> bool:
-    """Whether a thread has enough registers for its accumulators, its weights and 24 other numbers, if there are
+    """Whether a consumer thread has enough registers for its accumulators, its weights and 24 other numbers, with
     `groups` consumer warpgroups."""
     return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
 

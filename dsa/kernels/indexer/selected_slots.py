@@ -13,7 +13,7 @@ from dsa.kernels.indexer.limits import ROW_TO_SEQ, VALUES
 
 class Paging(NamedTuple):
     """block_table [B, pages]. row_to_seq [S]: sequence of each query, if `options` has the bit ROW_TO_SEQ; without this
-    bit, query i belongs to sequence i."""
+    bit, query i belongs to sequence i. divisor: a fast divisor by page_size, the keys per page."""
 
     block_table: cute.Tensor
     row_to_seq: cute.Tensor

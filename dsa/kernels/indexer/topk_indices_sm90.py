@@ -9,9 +9,9 @@ Plan
 - Streaming: a longer row goes through a pipeline of tiles in shared memory, which one thread fills by bulk copies
   (`collect`). Scores that are not below a threshold are appended to a list of candidates, with their columns and in
   ascending order of the columns. A row that fits the list needs no threshold.
-- Threshold: it comes from a sample of at most every 16th number (pairs of vectors at jittered positions: 32 bytes). It
-  is the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the sample that the row's k-th largest
-  number is expected to have. About 1.4 k candidates remain.
+- Threshold: it comes from a sample of at most one number in 16. The sample consists of pairs of vectors (32 bytes) at
+  jittered positions. The threshold is the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the
+  sample that the row's k-th largest number is expected to have. About 1.4 k candidates remain.
 - Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because a tie would
   go to the earlier, lower column. If fewer than k candidates remain at the end, the threshold was too high. The CTA
   then reads the row again with a lower threshold, and finally without a threshold. So the result is exact for any
@@ -21,9 +21,9 @@ Plan
   memory of the first CTA. The first CTA then continues alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list. If more
   scores tie with the k-th largest than are needed, those with the lowest columns are selected.
-- Order: a thread owns up to 32 consecutive numbers of the list and has a bit for each that is selected. A scan over
-  the threads' bit counts gives the output positions of the thread's columns. Tiles are appended to the list in the same
-  way.
+- Order: a thread owns up to 32 consecutive numbers of the row or list, and has a mask with a bit for each number that
+  is selected. A scan over the threads' numbers of set bits gives the output positions. Tiles are appended to the list
+  in the same way.
 - By value: a bitonic sort then orders the selected columns by descending value, ties by ascending column.
 Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns are contiguous. Rows may start at any element: numbers before the first and after the last
@@ -209,8 +209,8 @@ class TopkIndicesSm90:
         """List the row's candidates. With a cluster, the list is in the shared memory of the cluster's first CTA. ->
         number of candidates. NaN pads the list to a multiple of a vector.
 
-        loaded  a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
-                counts synchronizes all threads before the next tile"""
+        loaded  a full barrier for each stage of `tiles`. Empty barriers are not needed: the scan over a tile's counts
+                is a barrier, after which all threads are done with the previous tile"""
         lane, warp = tid % WARP, tid // WARP
         each = (row.vectors + self.cluster - 1) // self.cluster
         first = cutlass.min(rank * each, row.vectors)
@@ -244,7 +244,7 @@ class TopkIndicesSm90:
                 before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
-                    # The scan was a barrier, so all threads are done with the previous tile: load into its stage.
+                    # After the barrier in the scan, all threads are done with the previous tile, so its stage is free.
                     stage_before = last if state.stage == 0 else state.stage - 1
                     self.load_tile(row, first, past_last, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
@@ -309,7 +309,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def samples(self, n) -> Int32:
-        """Return the number of vectors to sample from n numbers: an even number."""
+        """Return the number of vectors to sample from n numbers. It is even, because pairs are sampled."""
         return cutlass.min(n // 16, SAMPLE) // (2 * self.width) * 2
 
     @cute.jit
@@ -350,14 +350,14 @@ class TopkIndicesSm90:
         self.fill_vector(candidates, count, tid)
         length = (count + self.width - 1) // self.width
         floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
-        limit = equal if excess > 0 else self.capacity  # ties: how many entries equal to the floor to keep, at most
+        limit = equal if excess > 0 else self.capacity  # keep at most this many entries that equal the floor
         above = next_above(floor)
         kept, equals = Int32(0), Int32(0)
         x = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Float32)
         column = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Int32)
         for base in cutlass.range(0, count, ITEMS_AT_ONCE * self.threads, unroll=1):
             i = base + ITEMS_AT_ONCE * tid
-            # Two counts in one scan: entries above the floor, and in the upper 16 bits those that tie with it.
+            # One scan adds up two counts: entries above the floor and, in the upper 16 bits, entries that tie with it.
             here = Int32(0)
             for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
                 x[j] = NAN
@@ -383,8 +383,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
-        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA lane % cluster). Each element `place`
-        of list_sizes can be used only once, because no barrier follows the reads."""
+        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA tid % cluster). Each element `place` of
+        list_sizes can be used only once, because no barrier follows the reads."""
         if tid == 0:
             list_sizes[place] = count
         cluster_sync()
@@ -449,7 +449,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def store(self, out: cute.Tensor, columns: cute.Tensor, found, to_index, tid):
-        """out[i] = columns[i] + to_index for i < found, with 16-byte stores if `out` is aligned to 16 bytes."""
+        """Store out[i] = columns[i] + to_index for i < found, with 16-byte stores if `out` is aligned to 16 bytes."""
         whole = Int32(0)
         if Int32(out.iterator.toint()) & 15 == 0:
             whole = found // 4
@@ -502,10 +502,11 @@ class TopkIndicesSm90:
 
     @cute.jit
     def sort(self, row: Row, columns: cute.Tensor, count, tid):
-        """Sort columns[:count] by their numbers, the largest first. Ties are sorted by ascending column."""
+        """Sort columns[:count] by their scores, the largest first. Ties are sorted by ascending column."""
         log = 32 - Int32(cute.arch.clz(Uint32(cutlass.max(count, 1) - 1)))
         size = 1 << log
-        # The sort keys ascend as the numbers descend. The padding to a power of two has the largest key.
+        # The sort keys are in columns[size:] and ascend as the scores descend. The padding to a power of two has the
+        # largest key.
         for i in cutlass.range(tid, size, self.threads, unroll=2):
             key = Int32(2**31 - 1)
             if i < count:

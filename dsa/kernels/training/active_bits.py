@@ -27,7 +27,7 @@ def word_place(lane: Int32) -> Int32:
 def sign_bits(acc, block: cutlass.Constexpr) -> Uint32:
     """Return a word of the sign bits of a block of accumulators, [column / 8][half][e]. block: index of the 64 columns.
 
-    The accumulators hold -q . k, so the sign bit is 1 for an active head. A product of 0 is +0 and not active.
+    The accumulators contain -q . k, so the sign bit is 1 for an active head. A product of 0 is +0 and not active.
     """
     word = Uint32(0)
     for byte in (3, 2, 1, 0):
@@ -58,8 +58,8 @@ def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def negated_head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """Return sum_h w[h] relu(-acc[key, query * heads + h]) over this lane's heads, for the lane's two keys, row and
-    row + 8.
+    """Return the sums sum_h w[h] relu(-acc[key, query * heads + h]) over this lane's heads, for the lane's two keys,
+    which are 8 rows apart.
 
     acc      this thread's accumulators, flat: [column / 8][key half][2 adjacent columns]
     weights  w / 2 of this lane's columns, flat: [column / 8][2]

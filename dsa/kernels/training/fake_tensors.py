@@ -1,4 +1,4 @@
-"""Fake tensors with which the training kernels are compiled, and the type of the lists of shipped variants."""
+"""Fake tensors to compile the training kernels with, and the type of the lists of shipped variants."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,12 @@ from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS, SPARSE_HEAD_TILE
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK
 
-ShippedVariants = list[tuple[Callable[..., Any], tuple]]  # compile functions and their arguments
+ShippedVariants = list[tuple[Callable[..., Any], tuple]]  # a list of (compile function, arguments)
 
 
 def fake_rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """Return a fake tensor with contiguous rows that begin at multiples of 16 bytes; the other strides are 64-bit."""
+    """Return a fake tensor whose rows are contiguous and begin at multiples of 16 bytes. The strides of the other
+    dimensions are 64-bit."""
     return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
 
 
@@ -49,8 +50,8 @@ def fake_q_tiles() -> cute.Tensor:
 
 
 def fake_tiles(*extents: int) -> cute.Tensor:
-    """Return a fake fp32 tensor [S, N, *extents] with one entry per q tile and key tile of 128 keys. It is contiguous
-    except in the first dimension, because a view can have fewer key tiles per q tile."""
+    """Return a fake fp32 tensor [S, N, *extents] with one entry per (q tile, key tile of 128 keys). It is contiguous
+    except in the first dimension, because it can be a view with fewer key tiles per q tile than its memory has."""
     inner = [math.prod(extents[i:]) for i in range(len(extents) + 1)]
     return fake(Float32, (cute.sym_int(), cute.sym_int(), *extents), (cute.sym_int64(divisibility=inner[0]), *inner))
 

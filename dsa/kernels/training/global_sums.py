@@ -28,7 +28,7 @@ def store_4(target: Int64, values):
 
 @cute.jit
 def add_fixed(target: Int64, value: Float32):
-    """Round `value` to an integer and add it to the 64-bit integer at address `target`. So the sum does not depend on
+    """Round `value` to an integer and add it to the 64-bit integer at address `target`. Integer sums do not depend on
     the order of the terms."""
     cute.arch.inline_ptx(
         "{ .reg .s64 rounded; cvt.rni.s64.f32 rounded, {$r1}; red.global.add.u64 [{$r0}], rounded; }",

@@ -3,9 +3,9 @@
 dI is the gradient of the scores (warmup_target_sm90.py).
 
 Plan
-- GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the
-  sums of 128 keys, two tiles of 64 x D, in registers. It reads the queries from shared memory as operand B, which all
-  warpgroups share.
+- GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the sums
+  of 128 keys, two tiles of 64 x D, in registers. Operand B is the queries in shared memory. All warpgroups read the
+  same queries.
 - Operand A is dI w where a head is active and 0 elsewhere, computed in registers. indexer_scores_sm90.py stores each
   word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane
   masks two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix
@@ -62,8 +62,8 @@ TILE = 2 * KEY_BLOCK  # keys per consumer warpgroup
 FIXUP_THREADS = 256
 
 
-# Words of a CTA's row of `fixup`, which describe the CTA's partial sums. Other CTAs can have pairs of the key block in
-# which the CTA's range begins (the head) and of the key block in which the range ends (the tail).
+# Words of a CTA's row of `fixup`, which describe the CTA's partial sums. The head is the key block in which the CTA's
+# range begins, and the tail is the key block in which the range ends. Other CTAs can have pairs of both.
 # TAIL: 1 if the CTA's range has the first pair of its tail but not the last pair. Then partial_sums[cta, 1] is valid.
 # TAIL_KEY, TAIL_KEYS: the first key and the number of keys of the tail.
 # HEAD: 1 if another CTA has the first pair of the head. Then partial_sums[cta, 0] is valid.
@@ -84,8 +84,8 @@ class IndexerKeyGradConfig:
         return TILE * self.warpgroups
 
 
-# Keyed by (heads, channels). With 8 or 16 heads of 64 channels, three warpgroups share the queries. With 128 channels
-# the sums need the registers of a configuration with two warpgroups. As many stages as fit, at most 12.
+# Keyed by (heads, channels). With 8 or 16 heads of 64 channels, three warpgroups read the same queries. With 128
+# channels the sums need the 232 registers per thread of two warpgroups. As many stages as fit, at most 12.
 CONFIGS = {
     (8, 64): IndexerKeyGradConfig(3, 12),
     (8, 128): IndexerKeyGradConfig(2, 9),
@@ -201,8 +201,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
-        """Return the number of the key block's tiles, of 128 keys each, that the column block sees. The column block is
-        one of `span` (key_block_scheduler.py). It sees a tile if it sees the tile's first key."""
+        """Return how many tiles of 128 keys of the key block the column block sees. The column block is one of `span`
+        (key_block_scheduler.py), and sees a tile if it sees the tile's first key."""
         count = Int32(0)
         for tile in cutlass.range_constexpr(self.warpgroups):
             key = key_block * self.keys + tile * TILE
@@ -240,7 +240,7 @@ class IndexerKeyGradSm90:
                 q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
-                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # the sequence's columns in it
+                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns of this sequence
                 columns.ring.producer_wait(state)
                 barrier = columns.copy_barrier(state, valid == COLUMN_BLOCK)
                 with cute.arch.elect_one():
@@ -357,12 +357,12 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, active_at):
-        """Add the products of a stage's columns to the sums of the warpgroup's first tile (blocks = 1) or of both tiles
-        (blocks = 2)."""
+        """Add the products of a stage's columns to the sums of the warpgroup's first tile of 64 keys (blocks = 1) or of
+        both tiles (blocks = 2)."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = active_at + stage * self.active_bytes
-        # The eight row addresses of an ldmatrix matrix are equal. So lane l gets pair l % 4 of the 8 numbers at this
-        # address. With the transposing load it gets number l / 4 twice.
+        # The eight row addresses of an ldmatrix matrix are equal. So for w, lane l gets pair l % 4 of the 8 numbers at
+        # this address. For dI, the load transposes the matrix, so lane l gets number l / 4 twice.
         w = [*load_matrices(w_here), *load_matrices(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_matrices_transposed(di_here)
@@ -387,8 +387,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def store(self, flat, half: cutlass.Constexpr, row, add: cutlass.Constexpr, lane):
-        """Store the lane's sums of a key, pairs of channels that are 8 apart, to `row`. add: add them to the row's
-        old values."""
+        """Store the lane's sums of one key to `row`. The lane has a pair of adjacent channels in every 8 channels. add:
+        add the sums to the row's old values."""
         pairs = cute.local_tile(row, (2,), (None,))
         pair = cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(self.dim // 8):
@@ -447,5 +447,5 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_indexer_key_grad, (*shape, config)) for shape, config in CONFIGS.items()]

@@ -5,8 +5,8 @@ dI is the gradient of the scores (warmup_target_sm90.py).
 
 Plan
 - GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of q_tiles.py), N is channels, K is keys. A
-  consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. It reads all keys that the
-  work tile sees from shared memory, 128 per stage, as operand B, which all warpgroups share.
+  consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. Operand B is the keys that the
+  work tile sees, in shared memory, 128 per stage. All warpgroups read the same keys.
 - Operand A is dI where a head is active and 0 elsewhere, computed in registers. A lane loads the words of bits of two
   adjacent keys (active_bits.py), selects the bytes of the lane's row from both words, and expands the bits to masks of
   16 bits. ldmatrix loads pairs of dI, which are the same for all heads of a query.
@@ -331,8 +331,8 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def load_q(self, q, flat_row, end, staged, lane):
-        """Start loading this warp's rows of q to shared memory, with zeros for rows from `end` on. The rows are 16
-        heads of one query, or 8 heads of two queries."""
+        """Start loading this warp's rows of q to shared memory, with zeros for rows from `end` on. The 16 rows of a
+        block are 16 heads of one query, or 8 heads of two queries."""
         source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.blocks):
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
@@ -402,5 +402,5 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_indexer_query_grad, (*shape, config)) for shape, config in CONFIGS.items()]

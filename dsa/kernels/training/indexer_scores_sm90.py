@@ -311,5 +311,5 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_indexer_scores, (*shape, config)) for shape, config in CONFIGS.items()]

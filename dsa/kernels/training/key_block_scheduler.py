@@ -4,7 +4,8 @@ all queries that see these keys.
 - A *span* is the q tiles (q_tiles.py) of one sequence in a launch. These q tiles are adjacent and have 128 queries
   each; the last one can have fewer.
 - A *column block* is 64 of the span's flattened (query, head) pairs.
-- A *key block* is `width` keys. The column blocks from a first one (`first_column_block`) to the last one see it.
+- A *key block* is `width` keys. The span's column blocks from `first_column_block` to the last one see the key block:
+  each of them has a query that sees the key block's first key.
 - The work is the list of all (key block, column block) pairs in which the column block sees the key block, ordered by
   span, then key block, then column block. Each CTA gets an equal range of the list, whatever the lengths of the
   sequences are.
@@ -102,7 +103,7 @@ class KeyBlockScheduler:
             same = Int32(0)
             if own < count:
                 same = Int32(1) if q_tiles[own, SEQUENCE] == q_tile.sequence else Int32(0)
-            # The span's q tiles are contiguous, so the lowest lanes have them.
+            # The span's q tiles are adjacent, so if `found` lanes have one, these are the lowest lanes.
             found = cute.arch.popc(cute.arch.vote_ballot_sync(same == 1))
             end += found
         last = load_q_tile(q_tiles, cutlass.max(end - 1, 0))

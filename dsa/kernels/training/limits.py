@@ -1,13 +1,13 @@
 """Shapes and dtypes that the training kernels accept, as plain numbers and torch dtype names, for kernels, ops and
 tests."""
 
-# Dense attention's forward pass: (query and key channels, value channels) per head.
+# (query and key channels, value channels) per head in the forward pass of dense attention.
 DENSE_CHANNELS = (64, 64), (128, 128), (192, 128)
 
 # Absorbed (MLA) keys: the first MLA_V_CHANNELS channels are the value.
 MLA_CHANNELS, MLA_V_CHANNELS = (576, 512), 512
 
-# The warm-up loss, whose target is attention averaged over heads: channels per attention head.
+# Channels per attention head in the warm-up loss, whose target is attention averaged over heads.
 WARMUP_CHANNELS = 64, 128, 192, 576
 
 # Sizes of the indexer's tensors that the kernels accept without padding.

@@ -31,8 +31,9 @@ def finish_prologue():
 
 @cute.jit
 def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
-    """Make the operands of TMA copies into `stages` [rows, columns, stage]. -> (stages, tiles of x from `offset` on).
-    The tiles have `shape`. A None in `coordinate` keeps this index of the tiles in the result."""
+    """Make the operands of TMA copies into `stages` [rows, columns, stage]. x is divided into tiles of `shape` from
+    `offset` on. `coordinate` selects tiles; a None in it keeps all tiles along this mode. -> (stages [one copy, stage],
+    tiles [one copy, the modes with None])."""
     tiles = cute.local_tile(cute.domain_offset(offset, x), shape, coordinate)
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2)
@@ -65,8 +66,8 @@ def tiled_mma(
 
 
 def smem_layout(rows: int, columns: int, dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
-    """Return a shared-memory layout [rows, columns, stages], row-major, in the widest swizzle of TMA and wgmma that
-    fits."""
+    """Return a row-major shared-memory layout [rows, columns, stages], with the widest swizzle of TMA and wgmma that
+    fits a row."""
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, rows, columns), dtype, stages)
 
 
@@ -111,7 +112,8 @@ def add_product(mma, acc, a, b, b_stage, first: cutlass.Constexpr = 0):
 
 @cute.jit
 def multiply_and_wait(mma, acc, a, b, b_stage):
-    """Compute acc = a b and wait for the result. a, b: as in `add_product`."""
+    """Compute acc = a b and wait for the result. a, b: as in `add_product` with `first` = 0. The caller need not set
+    ACCUMULATE."""
     cute.nvgpu.warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
@@ -131,8 +133,8 @@ def release(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr =
 
 @cute.jit
 def skip(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
-    """Skip `count` stages that another warpgroup reads. The warp still waits for every stage, because a parity wait
-    cannot tell phases apart that differ by two. -> the state after these stages."""
+    """Skip `count` stages that another warpgroup reads. The warp still waits for each of these stages, because a parity
+    wait cannot distinguish phases that differ by two. -> the state after these stages."""
     for _ in cutlass.range_constexpr(count):
         pipeline.consumer_wait(state)
         state = release(pipeline, state)

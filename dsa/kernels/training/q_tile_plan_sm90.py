@@ -1,9 +1,9 @@
 """Split ragged sequences into q tiles of 128 queries on the device, for the kernels of the indexer's warm-up.
 
 Plan
-- One CTA. It turns cu_seqlens into valid `bounds`, which ascend and lie within the tensors, so the other kernels need
-  no checks. The CTA replaces an entry that is outside the tensor or below the bound before it by that bound (0 for the
-  first entry). An entry outside the tensor changes only the two sequences that it separates.
+- One CTA. It turns cu_queries and cu_keys into valid `bounds`, which ascend and lie within the tensors, so the other
+  kernels need no checks. The CTA replaces an entry that is outside the tensor or below the bound before it by that
+  bound (0 for the first entry). An entry outside the tensor changes only the two sequences that it separates.
 - The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
   tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
 Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048.
@@ -104,8 +104,8 @@ class QTilePlanSm90:
 
     @cute.jit
     def ascend(self, cu_seqlens, bounds, end, maxima, tid, lane, warp):
-        """Set bounds[i] to the highest of cu_seqlens[0] to cu_seqlens[i] that is in [0, end], or to 0 if none is in
-        it."""
+        """Set bounds[i] to the largest of cu_seqlens[0] to cu_seqlens[i] that are in [0, end], or to 0 if none of these
+        is."""
         highest, count = Int32(0), bounds.shape[0]
         for base in cutlass.range(0, count, THREADS, unroll=1):
             own = Int32(0)
@@ -172,5 +172,5 @@ def compile_q_tile_plan():
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_q_tile_plan, ())]

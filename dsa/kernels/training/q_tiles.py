@@ -84,7 +84,8 @@ def store_q_tile(q_tiles: cute.Tensor, index: Int32, q_tile: QTile):
 
 @cute.jit
 def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
-    """Return the pointer to dI of row `row` of a tile. Rows 0 to 63 are contiguous, and so are rows 64 to 127."""
+    """Return the pointer to row `row` of a tile's dI. Rows 0 to 63 are contiguous in memory, and so are rows 64 to 127,
+    but there is a gap between row 63 and row 64."""
     return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
 
 

@@ -1,4 +1,5 @@
-"""Gradients of the sparse stage's indexer scores, I[t, j] = sum_i w[t, i] relu(q_i[t] . k[j]) over each query's keys.
+"""Gradients of q, k and w in the sparse stage's indexer scores, I[t, j] = sum_i w[t, i] relu(q_i[t] . k[j]), where j
+runs over each query's selected keys.
 
 With d[t, j] = g[t] d_scores[t, j] and a = 1 where q_i[t] . k[j] > 0, else 0:
 G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];  dk[j] += sum_i d a w[t, i] q_i[t]
@@ -10,7 +11,7 @@ Plan
   The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A
   query's q is loaded once for all tiles of the query.
 - The query warpgroup computes the products q k, with heads as rows. Operand A of its second product, in registers, is
-  d_scores where q k is positive and 0 elsewhere. It accumulates G / g over the query's tiles.
+  d_scores where q k is positive and 0 elsewhere. The warpgroup accumulates G / g over the query's tiles.
 - Two key warpgroups alternate tiles and compute the products q k, with keys as rows. To repeat the product in this
   orientation costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's
   buffer, is the tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so
@@ -85,7 +86,7 @@ KEY_GRADIENT_BARRIER = 1  # key warpgroup i uses named barrier KEY_GRADIENT_BARR
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Stages in shared memory: of d_scores [64, KEY_STAGES], of keys and of queries."""
+    """Stages in shared memory: d_scores [64, KEY_STAGES], keys [64, di, KEY_STAGES], queries [64, di, QUERY_STAGES]."""
 
     d_scores: cute.Tensor
     keys: cute.Tensor
@@ -94,7 +95,8 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs: q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K'], g [T]."""
+    """The inputs: q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K rounded up to a multiple of 64], g
+    [T]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -392,17 +394,18 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, which lane n of a quad has.
+                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, whose sums the quad's lane n has.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, which lane n of a quad
-                        # has.
+                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, whose sums the quad's
+                        # lane n has.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
-        """Add the lane's part of two rows of a tile's dk to dk in global memory. found: the keys of these rows."""
+        """Add the lane's part of two rows of a tile's dk to global memory. found: the keys of these rows, negative if
+        invalid."""
         start, stride = Int64(dk.iterator.toint()), Int64(dk.stride[0]) * (dk.element_type.width // 8)
         for r in cutlass.range_constexpr(2):
             if found[r] >= 0:
@@ -445,5 +448,5 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_sparse_indexer_grad, (channels, fixed)) for channels in INDEX_CHANNELS for fixed in (False, True)]

@@ -24,8 +24,8 @@ Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of
 MAX_SPARSE_KEYS keys.
 Roofline: per tile of 128 heads x 576 channels and 64 index heads x 128 channels, wgmma takes 2560 cycles and shared
 memory takes 2240. The measured time is 4190 cycles, and 3200 with 64 heads. A tile of attention's forward pass with 64
-heads takes 3140 and gathers four fifths as many bytes. Compared with attention's forward pass, the kernel takes 0.65 to
-0.72 times as long with 128 heads and 0.82 to 1.21 times as long with 64.
+heads takes 3140 cycles and gathers four fifths as many bytes. Compared with attention's forward pass, the kernel takes
+0.65 to 0.72 times as long with 128 heads and 0.82 to 1.21 times as long with 64.
 """
 
 from dataclasses import dataclass
@@ -355,8 +355,8 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume 64 rows of the query from the pipeline. If this warpgroup needs them, copy them to registers and
-        shared memory."""
+        """Consume the q rows of 64 heads from the pipeline. If these are heads of this warpgroup, copy the rows to
+        registers and shared memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -527,7 +527,7 @@ class SparseIndexerTargetSm90:
         row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
         row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
         row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
-        # A target without mass gives a loss and gradients of 0.
+        # A target whose sum is 0, as without valid keys, gives a loss and gradients of 0.
         inverse, lse = Float32(0.0), Float32(INFINITY)
         if not mass == 0.0:
             inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
@@ -578,7 +578,7 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_sparse_indexer_target, (channels, row_tiles, index_channels))
         for channels in MLA_CHANNELS

@@ -30,7 +30,7 @@ ROPE_HALF = 32
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # warp CONSUMER_WARPS is the first producer warp
 KEY_ROW_STAGES = 4
 HEAD_TERM_BYTES = HEADS * 8
-WARP_KEYS = TILE // 4  # keys of a tile per warp
+WARP_KEYS = TILE // 4  # keys of a tile that one producer warp gathers
 
 
 class BackwardConfig:
@@ -43,8 +43,8 @@ class BackwardConfig:
                   a rope part and 5% more without it
     query_chunks  the chunks of Q and dO in the order in which the owner of a work tile's last key tile (the consumer
                   that scores it) releases them. Chunk number CHUNKS is the rope part of Q
-    k_parts       number of parts in half of a key tile's channels: HALF_CHUNKS chunks, then half of the rope part.
-                  They are loaded and used in this order
+    k_parts       number of parts into which half of a key tile's channels is divided: HALF_CHUNKS chunks, then half of
+                  the rope part. The parts are loaded and used in this order
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):

@@ -34,8 +34,9 @@ Sums of dKV
 Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per consumer warpgroup. The epilogue stages dQ in the memory of
 dS.
 Registers per consumer thread, of 232:
-- d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
-- d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
+- d = 576: 144 for dQ. For dKV, 16 more each for P^T, dS^T and a strip of dKV. For the scores, 32 more for S and 16 for
+  dP, which is computed in two parts.
+- d = 512: 128 for dQ. For dKV, 16 more for P^T and 32 for a strip of dKV. For the scores, 32 more each for S and dP.
 Roofline: bound by L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2
 cache adds (for plain stores the rate is 4.6 TB/s). wgmma takes 5504 cycles, and shared memory takes about 6000 cycles
 to deliver wgmma's operands.
@@ -253,7 +254,8 @@ class SparseMlaBackwardSm90:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
-                # `score` waits for Q and dO only in a work tile's first key tile, which the other warpgroup owns here.
+                # Here the other warpgroup owns the work tile's first key tile. `score` waits for Q and dO only in that
+                # tile, so this warpgroup waits for them now.
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
@@ -399,8 +401,9 @@ class SparseMlaBackwardSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     def step_of(self, fragment, zero, channel: int):
-        """An operand is stored in strips. Return the part of its fragment for channels `channel` to `channel` + 15.
-        zero: a 0 that ptxas cannot fold (see `score`), so that ptxas does not keep the descriptors in registers."""
+        """Return the part of an operand's fragment for channels `channel` to `channel` + 15. The operand is stored in
+        strips. zero: a 0 that ptxas cannot fold (see `score`), so that ptxas does not keep the descriptors in
+        registers."""
         return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
@@ -509,7 +512,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_columns(self, flat, first: cutlass.Constexpr, targets, odd):
-        """Add a strip of dKV, channels `first` and on, to the rows of the lane and to those of lane ^ 4."""
+        """Add a strip of dKV, from channel `first` on, to the rows (keys) of this lane and to those of lane ^ 4."""
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
@@ -581,7 +584,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_sparse_mla_backward, (dtype, channels, ordered))
         for dtype in SPARSE_DTYPES

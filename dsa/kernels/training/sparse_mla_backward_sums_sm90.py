@@ -83,8 +83,8 @@ class BackwardInputsSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tid & (WARP - 1)
-        # There is one warp per (query, padded head). Their number is a multiple of 64 and so of WARPS, so every warp of
-        # every CTA has a head.
+        # There is one warp per (query, padded head). The number of warps is a multiple of 64 and so of WARPS, so every
+        # warp of every CTA has a head.
         query, head = divmod(block * WARPS + (tid >> 5), padded)
         own = cutlass.min(head, out.shape[1] - 1)
         wait_for_prerequisite_grids()
@@ -226,7 +226,7 @@ def compile_sum_lists(channels: int):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     either = False, True
     return [
         *((compile_backward_inputs, arguments) for arguments in itertools.product(SPARSE_DTYPES, either, either)),

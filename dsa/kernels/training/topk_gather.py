@@ -55,7 +55,7 @@ def wait_for_wgmma(pipeline: Pipeline, state: PipelineState, part=0):
 
 @cute.jit
 def own_rows(warp, lane):
-    """Return the indices of the tile's rows of which this lane copies parts."""
+    """Return the indices in the tile of the four rows from which this lane copies 16 bytes per chunk."""
     return [warp * WARP_ROWS + 4 * i + (lane >> 3) for i in range(LANE_ROWS)]
 
 
@@ -94,8 +94,8 @@ def key_rows(x: cute.Tensor, indices, lane):
 
 @cute.jit
 def row_addresses(start: Int64, stride: Int64, rows, lane):
-    """-> (for each row, the address of the lane's 16 bytes of it; for each row, whether it is valid). Negative rows are
-    invalid."""
+    """-> (addresses, valid), one entry each per row in `rows`: the address of the 16 bytes of the row's first chunk
+    that this lane copies, and whether the row is valid, that is, not negative."""
     sources = [start + cutlass.max(row, 0) * stride + (lane & 7) * 16 for row in rows]
     return sources, [row >= 0 for row in rows]
 

@@ -73,5 +73,5 @@ def compile_uncovered_rows(values: tuple[int, ...]):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the ops can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     return [(compile_uncovered_rows, (values,)) for values in ((ZERO,), (ZERO, ZERO), (ZERO, INFINITY))]

@@ -103,5 +103,5 @@ def compile_warmup_kl():
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_warmup_lse, ()), (compile_warmup_kl, ())]

@@ -23,8 +23,8 @@ Plan
 Constraints: bf16; the channels per head are the keys of STAGES. Any number of heads.
 Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and one or two accumulators of 64, of
 240.
-Roofline: per head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU. Measured: 1750 to
-1900 cycles.
+Roofline: per work tile and head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU.
+Measured: 1750 to 1900 cycles.
 """
 
 import cutlass
@@ -271,7 +271,7 @@ class WarmupTargetSm90:
                 q_state, k_state, less = self.add_overlapped(
                     sums, accs, lse, rq, rk, queries, keys, q_state, k_state, rows, scale, group, heads
                 )
-            number = opaque(number)  # the compiler recomputes values derived from `number`, which saves registers
+            number = opaque(number)  # so the compiler recomputes values derived from `number`, which saves registers
             own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
             if const_expr(self.chunks == 1):
                 last = heads - 1 + (heads & 1)
@@ -347,7 +347,7 @@ class WarmupTargetSm90:
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
-            if const_expr(step % 4 == 0):  # limits the live descriptors; all of them together would spill
+            if const_expr(step % 4 == 0):  # `opaque` limits how many descriptors are live; all at once would spill
                 q_stage, k_stage = opaque(q_stage), opaque(k_stage)
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             cute.gemm(mma, acc, rq[None, None, step, q_stage], rk[None, None, step, k_stage], acc)
@@ -355,11 +355,11 @@ class WarmupTargetSm90:
 
     @cute.jit
     def finish_product(self, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
-        """Wait for the product of head h. Release the head's Q, and its K if the next head uses another KV head.
-        -> the pipelines' next states."""
+        """Wait for the product of head h. Release the head's Q. Release the head's K, too, if the next head uses
+        another KV head or if this head is the last one. -> the pipelines' next states."""
         cute.nvgpu.warpgroup.wait_group(0)
         q_state = release(queries, q_state)
-        # A padding head uses the last head's keys.
+        # A padding head uses the last head's keys, so they are released after the padding head.
         last = h == heads - 1 + (heads & 1)
         if h < heads - 1:
             last = h // group != (h + 1) // group
@@ -405,7 +405,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def add(self, sums, acc, less, scale):
-        """Compute sums += exp(scale S - lse) for one head. less: lse of the lane's two rows."""
+        """Compute sums += exp(scale S - lse) for one head. acc: S. less: the LSEs of the lane's two rows."""
         more = [x * -LOG2E for x in less]
         flat = flatten(acc)
         for i in cutlass.range_constexpr(K_TILE // 2):
@@ -477,5 +477,5 @@ def compile_warmup_target(dtype: str, dim: int):
 
 
 def shipped_variants() -> ShippedVariants:
-    """Return every (compile function, arguments) that the op can ask for."""
+    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_warmup_target, ("bfloat16", dim)) for dim in WARMUP_CHANNELS]

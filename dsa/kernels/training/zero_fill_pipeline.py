@@ -1,4 +1,4 @@
-"""A pipeline whose producer overwrites rows of the next sequence with zeros.
+"""A pipeline whose producer overwrites, in the last tile of a sequence, the rows of the next sequence with zeros.
 
 TMA and bulk copies load whole tiles, so the last tile of a sequence can contain rows of another sequence. The factors
 of these rows in the product are 0, but 0 * NaN is NaN. If all rows of a tile are valid, the copies complete the stage's
