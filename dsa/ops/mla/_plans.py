@@ -105,8 +105,8 @@ def _named(meta: object) -> str:
 
 
 def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check that a plan of the old style has as many sequences as q. Sparse decoding calls this function instead of
-    reading the plan."""
+    """Check that a plan of the old style has as many sequences as q. Decoding that does not read the plan calls this
+    function: sparse decoding, and dense decoding with enable_batch_invariant."""
     if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
         check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
         check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")

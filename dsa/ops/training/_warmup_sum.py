@@ -1,5 +1,5 @@
-"""Launch the kernels of the warm-up's loss, whose target is the sum of all heads' attention, and of the loss's
-gradients, by chunks of queries."""
+"""Launch the kernels of the warm-up loss and its gradients for one chunk of queries after another. The target of the
+loss is the sum of all heads' attention, divided by the number of heads."""
 
 import itertools
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ class Plan:
     max_key_tiles: int
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
-        """Return ranges of q tiles, as even as possible. workers: the number of CTAs. If it is given, the number of
-        tiles in each range but the last is a multiple of it, provided that the attention is causal and all sequences
-        are as long as the longest."""
+        """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, or the
+        bytes of one q tile. workers: the number of CTAs. If it is given, the number of score tiles in each range but
+        the last is a multiple of `workers`, provided that the attention is causal and all sequences are as long as the
+        longest."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
@@ -82,8 +83,8 @@ def losses(
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
     """Return kl [Tq] and the gradients (dq, dw, dk) of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in
-    fp32. The gradients of q_idx and w_idx are not written for queries in no q tile. budget: most bytes of the
-    workspace, unless a single q tile needs more."""
+    fp32. dq and dw are None without `query_grads`, and dk is None without `key_grads`. Rows of dq and dw for queries in
+    no q tile are not written. budget: most bytes of the workspace, unless a single q tile needs more."""
     from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
     from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
 

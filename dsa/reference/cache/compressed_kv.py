@@ -84,7 +84,8 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """Write rope(RMSNorm(C)) of every entry that ends at a new token to the token's slot of the cache, in place.
+    """For every new token that ends a block, write rope(RMSNorm(C)) of the block's entry to the token's cache slot, in
+    place.
 
     Sum, norm and rope are computed in fp32; their result is rounded once, to kv's dtype. Not differentiable. Raises
     ValueError for slots below -1 or beyond the cache, and for integers as `compress_kv` does, before anything is
