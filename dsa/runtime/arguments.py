@@ -55,7 +55,7 @@ from dsa.runtime.checks import (
 F32 = (torch.float32,)
 Layout = str | Callable[[torch.Tensor], str]
 REST = "..."  # any number of dimensions
-ROW_COUNT = "rows"  # the product of these dimensions
+ROW_COUNT = "rows"  # the product of the dimensions that REST stands for
 
 
 class Sizes(dict[str, Any]):
@@ -85,7 +85,7 @@ class Word:
         more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
         self.more_than = (more[1], int(more[2])) if more else None
         formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
-        formula = re.sub(r"(?<!/)/(?!/)", "//", formula)  # "R/2": a size is an int
+        formula = re.sub(r"(?<!/)/(?!/)", "//", formula)  # "R/2" is an integer division
         formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
         # Words are constants of this package, so eval never sees a string of a caller.
         self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})

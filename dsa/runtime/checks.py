@@ -296,6 +296,6 @@ def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def tma_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x as by `rows_at_16_bytes`, or a contiguous copy where that returns None. Strides of 0 are allowed."""
+    """Return `rows_at_16_bytes(x)`, or a contiguous copy of x if that is None. Strides of 0 are allowed."""
     same = rows_at_16_bytes(x)
     return x.clone(memory_format=torch.contiguous_format) if same is None else same

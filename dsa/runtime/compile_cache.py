@@ -264,7 +264,8 @@ def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def _usable_directory() -> Path | None:
-    """Return the cache's folder; None if the cache is off or another user may have written to the folder."""
+    """Return the cache's folder; None if the cache is off or, with a warning, if `private_folder` refuses the
+    folder."""
     directory = cache_dir()
     if directory is None:
         return None
@@ -388,7 +389,6 @@ def _write(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> byte
 
 
 def _export(kernel: Any) -> Callable[[BinaryIO], None]:
-    """Return a function that writes a compiled kernel to a file."""
     return lambda file: write_object_file(kernel, path_of(file), _ENTRY)
 
 

@@ -1,10 +1,10 @@
 """DeepGEMM's FP8 products and index scores, under its names and with its signatures.
 
 `import dsa.compat.deep_gemm as deep_gemm` replaces `import deep_gemm` (2.8.1, or an earlier build) in code that
-multiplies FP8 matrices or scores keys on Hopper. The products without k_grouped have two names, as in DeepGEMM:
-`fp8_gemm_nt` is `fp8_fp4_gemm_nt`, and so on. With only this import changed, DeepGEMM's own tests/test_fp8_fp4.py
-(2.6.1, the newest published version) runs on Hopper, if DG_USE_NVIDIA_TOOLS=1 is set. This variable skips the timing,
-which would call `cublaslt_gemm_nt`; this module lacks that function.
+multiplies FP8 matrices or scores keys on Hopper. All products except `k_grouped_fp8_gemm_nt_contiguous` have two names,
+as in DeepGEMM: `fp8_gemm_nt` is `fp8_fp4_gemm_nt`, and so on. With only this import changed, DeepGEMM's own
+tests/test_fp8_fp4.py (2.6.1, the newest published version) runs on Hopper, if DG_USE_NVIDIA_TOOLS=1 is set. This
+variable skips the timing, which would call `cublaslt_gemm_nt`; this module lacks that function.
 
 As in DeepGEMM on Hopper,
 - a and b are (e4m3 values, fp32 scales) and row-major. a has a scale per row and 128 channels; b has a scale per 128 x

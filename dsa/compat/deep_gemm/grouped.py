@@ -123,7 +123,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
 
 
 def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, rows: int) -> int | None:
-    """Return the number of rows that all groups together are expected to have."""
+    """Return the number of rows that all groups together are expected to have; None if per_group is None."""
     if per_group is None:
         return None
     if not use_psum_layout:
@@ -153,8 +153,8 @@ def _aligned(ends: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _check_groups(grouped_layout: torch.Tensor, most: int, ends: bool) -> None:
-    """Check the values of grouped_layout for the reference. A launch of a kernel does without this check, because it
-    would wait for the GPU."""
+    """Check the values of grouped_layout for the reference. Kernels are launched without this check, because it would
+    make the host wait for the GPU."""
     numbers = grouped_layout if ends else grouped_layout[grouped_layout >= 0]
     if numbers.numel() and (numbers.max() > most or numbers.min() < 0 or (numbers.diff() < 0).any()):
         what = "ends of groups" if ends else "the rows' groups, or -1,"

@@ -70,7 +70,7 @@ def write(
     ends: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write a product of arguments that are already checked to d. Without `ends`, w [N, K] multiplies all rows of q.
+    """Write the product to d. The arguments are already checked. Without `ends`, w [N, K] multiplies all rows of q.
     With `ends` [E], w is [E, N, K], and group e of the rows of q ends before row ends[e]."""
     out = rows_at_16_bytes(d)
     # If kernels cannot write to d directly, they write to a contiguous copy. The copy begins with the values of d,

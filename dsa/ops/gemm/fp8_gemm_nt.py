@@ -297,8 +297,8 @@ def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether the product can run in the small-M kernel of grouped products, which does not gather `rows`: nearly all
-    of the time then goes into loading the weights."""
+    """Whether to run the small-M kernel of grouped products: there are so few rows that nearly all of the time goes
+    into loading the weights. This kernel does not gather `rows`."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 

@@ -214,8 +214,8 @@ def _list_candidates(
     top_k: int,
     half: bool,
 ) -> None:
-    """Launch the passes over the keys, which list candidates, and between two passes the kernel that bounds the k-th
-    largest score."""
+    """Launch the passes over the keys, which list candidates. Between two passes, launch the kernel that bounds the
+    k-th largest score."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import candidate_scores_sm90 as scores
     from dsa.kernels.indexer.candidate_bounds_sm90 import compile_candidate_bounds

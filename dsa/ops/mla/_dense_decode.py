@@ -137,7 +137,7 @@ def _dense_mla_decode(
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
 
-    # A cluster of two CTAs reads their shared keys once, which does not pay for few tiles.
+    # The two CTAs of a cluster load shared keys once. For few tiles this saves less time than the cluster costs.
     tiles = -(-capacity // TILE_N)
     short = not fixed_splits and batch * tiles <= SHORT * plan.shape[0]
     cluster = 1 if short else cluster_of(rows)

@@ -79,7 +79,8 @@ def metadata_request(
 
 
 def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
-    """Raise TypeError or ValueError unless the two arguments are a pair that `get_mla_metadata` returns, or None."""
+    """Check the types of the two arguments: a pair as `get_mla_metadata` returns it, or None. Raises TypeError or
+    ValueError."""
     meta = tile_scheduler_metadata
     if meta is None:
         if num_splits is not None:

@@ -1,4 +1,4 @@
-"""Launch sparse MLA prefill for few heads, where a group of adjacent queries reads the keys they have in common
+"""Launch sparse MLA prefill for few heads. A group of adjacent queries reads the keys that the queries share only
 once."""
 
 import math
@@ -40,7 +40,7 @@ def may_share(q: torch.Tensor, selection: Selection) -> bool:
 
 
 def group_size(heads: int) -> int:
-    """Return the number of queries per group for this number of heads, 0 where there are no groups."""
+    """Return the number of queries per group for this number of heads; 0 if there are too many heads for groups."""
     return next((size for most, size in GROUP_SIZES.items() if heads <= most), 0)
 
 

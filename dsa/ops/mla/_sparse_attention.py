@@ -163,7 +163,7 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return the small tensor x, or a copy if its last dimension is not contiguous."""
+    """Return x, or a copy if its last dimension is not contiguous."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 

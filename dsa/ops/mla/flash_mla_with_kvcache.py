@@ -245,7 +245,7 @@ def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
     """Bind the plan to the call's shapes. The arguments are checked before, so that a wrong call does not change the
-    plan. planned: whether the call will not store a new plan in meta"""
+    plan. planned: whether the call needs no new plan"""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config

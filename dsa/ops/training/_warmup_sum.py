@@ -13,13 +13,13 @@ from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # the smallest budget of the workspace, in bytes
-SHARE = 15 / 16  # the budget of the workspace as a fraction of the inputs' bytes, if that is more
+SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if that is more than LEAST_WORKSPACE
 INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # limits of an `Indexer`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Q tiles of the packed queries, and for each q tile the sum of the key tiles of all q tiles before it
+    """Q tiles of the packed queries, and for each q tile the total number of key tiles of all q tiles before it
     (q_tile_plan_sm90.py). A kernel writes both tensors, so the host does not know their contents."""
 
     q_tiles: torch.Tensor
@@ -132,8 +132,9 @@ def key_tiles_of(max_seqlen_k: int) -> int:
 
 
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, torch.Tensor]:
-    """Return the plan, and corrected cu_seqlens_q and cu_seqlens_k [2, B + 1], which ascend from at least 0 to at most
-    `queries` or `keys` for any contents of the given ones. So every row between these bounds is inside the tensors."""
+    """Return (plan, bounds [2, B + 1]). The bounds are cu_seqlens_q and cu_seqlens_k, corrected so that they ascend
+    from at least 0 to at most `queries` or `keys`, whatever the given tensors contain. So every row between these
+    bounds is inside the tensors."""
     from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
 
     cu_seqlens_q, cu_seqlens_k, *longest = sequences

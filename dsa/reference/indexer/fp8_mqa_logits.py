@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over contiguous keys: multi-query attention logits summed over heads."""
+"""Scores of the lightning indexer for keys in one tensor: multi-query attention logits summed over heads."""
 
 import torch
 
@@ -97,7 +97,7 @@ def _fill(
         filled = ks < ke
         if not filled.any():
             continue
-        # Score only the range of keys that contains every key that a query of the chunk sees.
+        # Score only the keys from the first to the last key that any query of the chunk sees.
         low, high = int(ks[filled].min()), int(ke[filled].max())
         scores = index_scores(q[rows], k[low:high], weights[rows])
         if k_scale is not None:

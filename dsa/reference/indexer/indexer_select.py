@@ -1,4 +1,4 @@
-"""The lightning indexer's scores over contiguous keys and the exact selection of the largest scores, in one op."""
+"""The lightning indexer's scores for keys in one tensor and the exact selection of the largest scores, in one op."""
 
 import torch
 
