@@ -171,13 +171,11 @@ def check_number(name: str, value: object, least: float | None = None) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check that `value` is True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name}: must be True or False, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that `value` is one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
     if value not in choices:
@@ -185,7 +183,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that `value` is one of `dtypes`."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
     if value not in dtypes:

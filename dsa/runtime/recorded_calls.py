@@ -342,7 +342,6 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
 
 
 def is_recording() -> bool:
-    """Whether this thread is recording a call."""
     return getattr(_thread, "recording", None) is not None
 
 

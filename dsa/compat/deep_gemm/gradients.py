@@ -98,7 +98,6 @@ def _dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _check_channels(ks_cpu: Sequence[int], groups: int) -> int:
-    """Check ks_cpu and return its sum."""
     if not isinstance(ks_cpu, (list, tuple)) or len(ks_cpu) != groups:
         got = f"{len(ks_cpu)} of them" if isinstance(ks_cpu, (list, tuple)) else type(ks_cpu).__name__
         raise ValueError(f"ks_cpu: must be {groups} ints, one per group of d, got {got}")

@@ -26,7 +26,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """d[m] = a[m] b[g]^T with g the group of row m: `dsa.grouped_fp8_gemm_nt`. The rows of a group follow each other.
+    """d[m] = a[m] b[g]^T with g the group of row m: `dsa.grouped_fp8_gemm_nt`. The rows of a group are adjacent.
 
     a                           ([M, K] e4m3, [M, ceil(K / 128)] fp32)
     b                           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)

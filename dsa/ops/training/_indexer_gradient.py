@@ -100,9 +100,9 @@ def index_key_grad(
     active: torch.Tensor,
     dk: torch.Tensor,
 ) -> None:
-    """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over the active (t, h), dk fp32 [Tk, di]. Deterministic.
+    """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over the active (t, h), those with q_idx_h[t] . k_idx[j] above 0.
 
-    q_idx contiguous; w [Tq, Hi] bf16, contiguous.
+    dk fp32 [Tk, di]; q_idx contiguous; w [Tq, Hi] bf16, contiguous. Deterministic.
     """
     from dsa.kernels.training import indexer_key_grad_sm90 as kernel
 

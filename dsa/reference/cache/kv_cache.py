@@ -32,7 +32,6 @@ def row_dim(cache: torch.Tensor) -> int:
 
 
 def is_v4(cache: torch.Tensor) -> bool:
-    """Whether the cache has V4's layout."""
     return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
 
 
