@@ -327,7 +327,8 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
-    """Whether work tiles are scheduled dynamically, because the tiles of several matrices take different times."""
+    """Whether to schedule work tiles dynamically: tiles of several matrices take different times, and with many rows
+    this matters."""
     return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 

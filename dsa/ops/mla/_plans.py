@@ -115,7 +115,8 @@ def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Ten
 
 
 def bind_plan(meta: Plan, config: dict[str, object]) -> None:
-    """Store the shapes of the plan's first call in the plan. Raises ValueError for a later call with other shapes."""
+    """Store `config`, the shapes of a call, in the plan if this is the first call that uses the plan. Raises ValueError
+    for a later call with other shapes."""
     if not isinstance(meta, FlashMLASchedMeta):
         return
     if meta.have_initialized and meta.config != config:

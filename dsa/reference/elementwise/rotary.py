@@ -4,7 +4,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# The ops do not use this tuple and `check_rotated`, but their copies in dsa.ops.elementwise.rotary.
+# The ops use copies of this tuple and of `check_rotated`, which are in dsa.ops.elementwise.rotary.
 DIMS = ("first", "last")
 
 
