@@ -154,8 +154,8 @@ def num_sms(device: torch.device | str) -> int:
 
 
 def note_reference_only(op: str, tensor: torch.Tensor) -> None:
-    """Warn once that `op` has no kernel and its PyTorch reference runs. If kernels could not run for `tensor` in any
-    case (`runs_kernel`), there is no warning."""
+    """Warn once that `op` has no kernel and its PyTorch reference runs. There is no warning if no kernel could run for
+    `tensor` anyway (`runs_kernel`)."""
     if op not in _warned and runs_kernel(op, tensor):
         _warned.add(op)
         arch = arch_of(tensor.device)

@@ -187,7 +187,7 @@ class Op:
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
         """Whether this op runs kernels for this tensor. The op can be one of several parts of a public function, so the
-        archs of its own launch functions count."""
+        archs of this op's launch functions count."""
         return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:

@@ -72,8 +72,8 @@ def mha_varlen_fwd(
     dense_keys: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j
-    that query t sees. These are the Lk keys of its sequence; if `causal`, query i of the sequence's Lq queries sees
-    only the first Lk - Lq + i + 1 keys (the last query sees all); and with `selected`, only the selected ones.
+    that query t sees. These are the Lk keys of the query's sequence; if `causal`, query i of the sequence's Lq queries
+    sees only the first Lk - Lq + i + 1 keys (the last query sees all); and with `selected`, only the selected ones.
 
     q              [Tq, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     k, v           [Tk, Hk, d] and [Tk, Hk, dv] in q's dtype, H a multiple of Hk; they may be slices of one tensor

@@ -12,7 +12,7 @@ from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
 MOST_INDICES = 16 << 20  # most indices per chunk of queries; a chunk has all indices of each query
-# Before commit b62d93f3 (2026) of flash attention, offsets in its backward pass overflow for tensors of this many
+# Before commit b62d93f3 (2026) of flash attention, offsets in the backward pass overflow for tensors of this many
 # numbers or more.
 MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
