@@ -28,8 +28,8 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 def assert_close(
     name: str, got: torch.Tensor, expected: torch.Tensor, *, abs_tol: float, rel_tol: float, cos_tol: float = 1e-6
 ) -> float:
-    """Fail unless every entry is within abs_tol or within rel_tol of the expected one, and `calc_diff` is at most
-    cos_tol.
+    """Raise AssertionError unless every finite entry differs from the expected entry by at most `abs_tol`, or by at
+    most `rel_tol` times that entry's magnitude, and `calc_diff` is at most `cos_tol`.
 
     Non-finite entries must be equal; NaN equals NaN. Return the largest absolute error over the finite entries. Source:
     the rule of FlashMLA's tests.
@@ -72,7 +72,7 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
 def poison_free_memory(device: str | torch.device = "cuda", mebibytes: int = 512) -> None:
     """Fill free blocks of PyTorch's allocator with NaN, so that the elements of an output that a kernel does not write
-    are NaN."""
+    are NaN. mebibytes: the size of the largest block"""
     blocks = [poisoned((size << 18,), torch.float32, device) for size in (1, 4, 16, 64) for _ in range(4)]
     blocks.append(poisoned((mebibytes << 18,), torch.float32, device))
     del blocks
@@ -85,13 +85,14 @@ _Call = Callable[[], object]
 
 
 def bench(calls: Mapping[str, _Call | Sequence[_Call]], *, repeats: int = 20, graph: bool = False) -> dict[str, float]:
-    """Return the median milliseconds per call of each implementation, timed side by side on the current CUDA device.
+    """Return the median milliseconds per call of each implementation, timed in turn on the current CUDA device.
 
     calls    name -> a function without arguments, or a list of functions over different inputs, called in turn
     repeats  how often each implementation is timed. Implementations take turns, so that changes of clock and
              temperature affect all of them
     graph    capture each implementation's list as one CUDA graph and time replays. Use this option for kernels below
-             100 us, whose launch on the host takes longer. Give inputs that are together larger than the L2 cache.
+             100 us, whose launch on the host takes longer. The cache is not flushed between the functions of a replay,
+             so give inputs that are together larger than the L2 cache
 
     The L2 cache is flushed before every timed call or replay. Without `graph`, the flush also keeps the GPU busy while
     the host enqueues the call.

@@ -7,8 +7,8 @@ own, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
 - the log-sum-exp of sparse decoding is a view of [B, s_q, h_q].
 
 The packages agree on the order of their arguments up to `extra_topk_length` and `topk_length`; later arguments are
-keyword-only here. `use_legacy` tells sgl-flash-mla which of its two builds to run; here it has no effect. Features that
-only one of these builds has are refused: caches of 528 and 288 bytes (`kv_format`), and dense decoding in FP8
+keyword-only here. `use_legacy` tells sgl-flash-mla which of two builds to run; here it has no effect. Features that
+only one of these two builds has are refused: caches of 528 and 288 bytes (`kv_format`), and dense decoding in FP8
 (`descale_q`, `descale_k`).
 Beyond FlashMLA, these functions accept everything that the ops accept, and also an object of FlashMLA's own class in
 place of this module's FlashMLASchedMeta.
@@ -43,8 +43,8 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code for the older style passes both results on
-    unchanged."""
+    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code in FlashMLA's older style passes both results on
+    to `flash_mla_with_kvcache`."""
     return FlashMLASchedMeta(), None
 
 

@@ -1,5 +1,5 @@
-"""PyTorch references of all ops. They compute in fp32 and call no kernel, and are written so that a reader can compare
-them with the papers."""
+"""PyTorch references of all ops. They compute in fp32 and call no kernel of dsa. Their code follows the formulas of the
+papers."""
 
 from dsa.reference.cache.compressed_kv import compress_kv, write_compressed_kv
 from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_cache

@@ -55,7 +55,7 @@ from dsa.runtime.checks import (
 F32 = (torch.float32,)
 Layout = str | Callable[[torch.Tensor], str]
 REST = "..."  # any number of dimensions
-ROW_COUNT = "rows"  # the product of these dimensions
+ROW_COUNT = "rows"  # the product of the dimensions that REST stands for
 
 
 class Sizes(dict[str, Any]):
@@ -68,7 +68,7 @@ class Sizes(dict[str, Any]):
         self.origin: dict[str, str] = {}
 
     def bind(self, name: str, size: object, argument: str) -> None:
-        """Bind a name that is not bound yet."""
+        """Bind `name` to `size`, unless it is bound already. argument: the source of the size in messages"""
         self.setdefault(name, size)
         self.origin.setdefault(name, argument)
 
@@ -81,11 +81,11 @@ class Word:
         self.text = text
         self.number = int(text) if text.isdigit() else None
         self.names = tuple(name for name in re.findall(r"[A-Za-z_]\w*", text) if name != "ceil")
-        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # the text in messages that say the size is arbitrary
+        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # "2 * n" for "2*n", in messages
         more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
         self.more_than = (more[1], int(more[2])) if more else None
         formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
-        formula = re.sub(r"(?<!/)/(?!/)", "//", formula)  # "R/2": a size is an int
+        formula = re.sub(r"(?<!/)/(?!/)", "//", formula)  # "R/2" is an integer division
         formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
         # Words are constants of this package, so eval never sees a string of a caller.
         self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})
@@ -249,7 +249,7 @@ def multiple_of(of: int, least: int = 0, most: float = math.inf) -> Multiples:
 
 
 class Limits:
-    """Limits of words. names: the names in these words"""
+    """The limits of an op, with their words parsed. names: the names in these words"""
 
     def __init__(self, limits: Mapping[str, Accepted]) -> None:
         self.limits = [(Word(text), accepted) for text, accepted in limits.items()]
@@ -278,7 +278,8 @@ class Tensor:
     optional  whether it may be None
     layout    what the kernels require of its memory: ANY, INNER, ROWS, CONTIGUOUS, ALIGNED or PAGES, or a function that
               returns one of these for a tensor of a valid dtype and shape
-    merged    (first, end): the kernels view the dimensions first:end as one dimension, so they must be mergeable
+    merged    (first, end): the kernels view the dimensions first:end as one dimension, so these dimensions must be
+              mergeable
     written   whether the op writes to it in place
     name      its name in messages, if that is not the parameter's name: "kv[0]"
     rule      rule(name, tensor) is called with the name in messages and a tensor of a valid dtype and shape, and raises
@@ -401,8 +402,8 @@ class Arguments:
         return Arguments(limits=self.limits, rule=self.rule, first=self._first, **self.specs, **written)
 
     def limits_of(self, what: str, limits: Mapping[str, Accepted]) -> Limits:
-        """Return limits of sizes and numbers of these arguments. Raises TypeError for a key that is not a size or
-        number of them. what: the name of the limits in messages"""
+        """Parse limits of these arguments' sizes and numbers. Raises TypeError for a key that names neither a size nor
+        a number of these arguments. what: the name of the limits in messages"""
         numbers = {name for name, spec in self.specs.items() if isinstance(spec, (Int, Number))}
         counts = {spec.count for spec in self.specs.values() if isinstance(spec, Tensors)}
         known = numbers.union(["itemsize"], counts, *(shapes.names for shapes in self.shapes.values()))

@@ -16,8 +16,8 @@ from dsa.runtime.variants import Kernel, Variant
 @contextlib.contextmanager
 def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
     """Within the block, ops of tensors on the meta device do what they do on a GPU of this arch, except for the
-    launches. Yield a dict whose keys are the variants that the ops ask for, in this order; the dict grows while ops
-    run.
+    launches. Yield a dict whose keys are the variants that the ops ask for, in the order of the first request; the dict
+    grows while ops run.
 
     The block affects the whole process, so no other thread may call ops meanwhile. An op raises ImportError if the DSL
     is not installed.

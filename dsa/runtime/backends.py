@@ -1,9 +1,9 @@
 """Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
 ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU, and the
-references for other tensors. The environment variable DSA_BACKEND forces one of the two, and so does `with
-use_backend(...)`, which takes precedence. No op falls back silently: if a kernel does not accept a shape, the op raises
-an error. If an op has no kernel for a GPU, but other ops have one, the op warns once and runs the reference.
+references for other tensors. The environment variable DSA_BACKEND forces one backend. `with use_backend(...)` does,
+too, and takes precedence. No op falls back silently: if a kernel does not accept a shape, the op raises an error. If an
+op has no kernel for a GPU for which other ops have kernels, the op warns once and runs the reference.
 """
 
 import contextlib
@@ -92,13 +92,14 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def allows_kernels() -> bool:
-    """Whether a call may launch kernels, given that an equal call launched them before."""
+    """Whether a call may launch kernels, given that an equal call launched them before: only the chosen backend can
+    have changed since."""
     return _chosen() != "reference"
 
 
 def runs_kernel(op: str, tensor: torch.Tensor, of_part: Collection[str] = ()) -> bool:
-    """Whether `op` launches its kernel on `tensor`. Raises ValueError if backend "cute" was asked for and kernels
-    cannot run.
+    """Whether the public function `op` launches kernels for `tensor`. Warns once if the GPU has kernels, but not for
+    `op`. Raises ValueError if backend "cute" was asked for and kernels cannot run.
 
     of_part  the archs for which a part of the op has kernels; (): the archs of the whole op
     """
@@ -153,7 +154,8 @@ def num_sms(device: torch.device | str) -> int:
 
 
 def note_reference_only(op: str, tensor: torch.Tensor) -> None:
-    """Warn once that an op has no kernel and its PyTorch reference runs on the GPU."""
+    """Warn once that `op` has no kernel and its PyTorch reference runs. There is no warning if no kernel could run for
+    `tensor` anyway (`runs_kernel`)."""
     if op not in _warned and runs_kernel(op, tensor):
         _warned.add(op)
         arch = arch_of(tensor.device)

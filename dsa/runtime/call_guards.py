@@ -1,9 +1,9 @@
 """Find out whether a call equals a recorded one (`recorded_calls`), by one call of torch's guards.
 
-A signature (`recorded_calls`) takes Python more than a microsecond per tensor; for five tensors that is as long as a
-launch. torch.compile's guards compare the same properties in a tenth of the time. A hit implies an equal signature. A
-miss proves nothing, because torch's guards also compare inference mode, autocast and the type of a tensor. After a miss
-the call is looked up by its signature.
+Python needs more than a microsecond per tensor to build a signature (`recorded_calls`); for five tensors that is as
+long as a launch. torch.compile's guards compare the same properties in a tenth of the time. A hit implies an equal
+signature. A miss proves nothing, because torch's guards also compare inference mode, autocast and the type of a tensor.
+After a miss the call is looked up by its signature.
 """
 
 import math
@@ -64,8 +64,8 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
 
 
 def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
-    """Return the condition that an argument equals `value`, which is not a tensor; None if there is no such
-    condition."""
+    """Return the condition, as Python code, that the argument `name` equals `value`, which is not a tensor; None for
+    types of values that guards do not support."""
     if value is None or type(value) is bool:
         return f"{name} is {value}"
     if type(value) is int or type(value) is str:

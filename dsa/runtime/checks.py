@@ -103,7 +103,8 @@ def check_memory(name: str, value: torch.Tensor) -> None:
 
 
 def check_updatable(name: str, value: torch.Tensor) -> None:
-    """Check that torch lets a reference write to `value`. Kernels can always write to it."""
+    """Check that torch lets a reference write to `value`: outside inference mode, torch refuses to update tensors that
+    were made in it. Kernels can always write to them."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name}: was made in inference mode, must be written in inference mode too")
 
@@ -170,13 +171,11 @@ def check_number(name: str, value: object, least: float | None = None) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check that `value` is True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name}: must be True or False, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that `value` is one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
     if value not in choices:
@@ -184,7 +183,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that `value` is one of `dtypes`."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
     if value not in dtypes:
@@ -255,7 +253,7 @@ def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the dtype's name in the form that compile functions expect."""
+    """Return the dtype's name without "torch.", as compile functions expect it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -269,7 +267,8 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def unit_inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x. If the last dimension has a single element, its stride is arbitrary and is replaced by 1."""
+    """Return x, or a view of x if the last dimension has a single element: its stride is arbitrary, and in the view it
+    is 1."""
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
@@ -278,8 +277,8 @@ def unit_inner(x: torch.Tensor) -> torch.Tensor:
 def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
     """Return x if its last dimension is contiguous and its rows start at multiples of 16 bytes, otherwise None.
 
-    The strides of dimensions with a single element are arbitrary. If such a stride is in the way, the result is a view
-    of x with another stride.
+    The strides of dimensions with a single element are arbitrary. If only such strides are wrong, the result is a view
+    of x with other strides.
     """
     multiple = 16 // x.element_size()
     strides = list(x.stride())
@@ -294,6 +293,6 @@ def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def tma_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x if its rows are at multiples of 16 bytes, otherwise a contiguous copy. Strides of 0 are allowed."""
+    """Return `rows_at_16_bytes(x)`, or a contiguous copy of x if that is None. Strides of 0 are allowed."""
     same = rows_at_16_bytes(x)
     return x.clone(memory_format=torch.contiguous_format) if same is None else same

@@ -140,7 +140,7 @@ def cached(compile_function: Callable) -> Callable:
 
 def fill(compile_function: Callable, *args: Any) -> bool:
     """Write the result of a `@cached` compile function to disk, unless it is there already. Return whether it was
-    compiled.
+    compiled: False if it was on disk, or if its object file was copied from the package.
 
     Nothing is loaded, so no GPU is needed. Raises OSError if the folder cannot be used, and RuntimeError if the
     kernel's sources have changed since this process began.
@@ -191,8 +191,8 @@ def stem_of(compile_function: Callable, args: tuple) -> str:
 
 
 def object_file(compile_function: Callable, *args: Any) -> bytes:
-    """Return the bytes of the object file of a `@cached` compile function's kernel: from disk, or compiled and written
-    to disk."""
+    """Return the bytes of the object file of a `@cached` compile function's kernel: from disk, or compiled and, if the
+    cache is usable, written to disk."""
     function = compile_function.__wrapped__
     stem = _stem(function, args)
     with _compile_lock, contextlib.ExitStack() as stack:
@@ -264,7 +264,8 @@ def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def _usable_directory() -> Path | None:
-    """Return the cache's folder; None if the cache is off or another user may have written to the folder."""
+    """Return the cache's folder; None if the cache is off or, with a warning, if `private_folder` refuses the
+    folder."""
     directory = cache_dir()
     if directory is None:
         return None
@@ -388,7 +389,6 @@ def _write(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> byte
 
 
 def _export(kernel: Any) -> Callable[[BinaryIO], None]:
-    """Return a function that writes a compiled kernel to a file."""
     return lambda file: write_object_file(kernel, path_of(file), _ENTRY)
 
 
@@ -425,7 +425,7 @@ def folder_key(family: Path) -> str:
     dsa/cute."""
     digest = hashlib.sha256()
     for folder in (family, _SHARED):
-        for path in sorted(filter(Path.is_file, folder.rglob("*.py"))):  # no broken links (locks of editors)
+        for path in sorted(filter(Path.is_file, folder.rglob("*.py"))):  # skips broken links, such as locks of editors
             content = path.read_bytes()
             digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]

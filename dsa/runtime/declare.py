@@ -1,4 +1,5 @@
-"""What an op's file imports: specs of arguments, limits, checks, the decorator, and tensors in layouts of kernels."""
+"""The names that a file of an op imports: specs of arguments, limits, checks, the decorator `op`, and functions that
+bring tensors into the layouts of kernels."""
 
 from dsa.runtime.arguments import (
     F32,

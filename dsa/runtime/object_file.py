@@ -11,8 +11,9 @@ _SHT_NOBITS = 8  # type of sections without bytes in the file, such as .bss
 def write_object_file(kernel: Any, path: Path, entry: str) -> None:
     """Write a compiled kernel under the name `entry`, with host code for every CPU of this architecture.
 
-    By default the DSL exports code for the CPU that compiles it, unless the functions have attributes with another
-    target. Generic code costs nothing, because wider vector instructions would not make a launch faster.
+    By default the DSL exports code for the CPU that compiles it. So this function first gives the host functions
+    attributes with the target "generic". Generic code costs nothing, because wider vector instructions would not make a
+    launch faster.
     """
     from cutlass._mlir import ir  # a private module of the DSL: if it is missing, only this function fails
 

@@ -85,7 +85,8 @@ class Op:
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
-        """Here reference, results and rule take all arguments in order."""
+        """Here `reference`, `results` and `rule` take all arguments in order, unlike the functions that are passed to
+        `op`."""
         self.name, self.arguments, self.public = name, arguments, public
         self.reference, self.results = reference, results
         self.limits, self.rule = arguments.limits_of(f"limits of {name}", limits), rule
@@ -95,8 +96,8 @@ class Op:
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
-        # An output may be the input whose dtype it has (in place). The limits of kernels can differ in this case, so
-        # the signature contains whether the two begin at the same address.
+        # An output may be the same tensor as the input that its spec names in `like` (in place). The limits of kernels
+        # can differ in this case, so the signature contains whether output and input begin at the same address.
         like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
         self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
 
@@ -137,7 +138,7 @@ class Op:
 
     def run(self, *arguments: Any) -> Any:
         """Run the kernels or the reference, after `__call__` has handled torch.compile and calls whose gradients need
-        the reference. An op with `gradient` runs its autograd function."""
+        the reference. In grad mode, an op with `gradient` runs its kernels in an autograd function."""
         tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
@@ -170,8 +171,8 @@ class Op:
             return result
 
     def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
-        """Check the arguments, that tensors have memory and that torch lets the reference write to the op's outputs.
-        Then run the reference."""
+        """Run the reference. Before, check the arguments, that they are not on the meta device, and that torch lets the
+        reference write to the op's outputs."""
         self.arguments.check(*arguments)
         named = [
             (f"{name}[0]", x[0]) if isinstance(x, list) and x else (name, x)
@@ -185,8 +186,8 @@ class Op:
         return self.reference(*arguments)
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
-        """Whether this op runs kernels for this tensor. The op may be one of several parts of a public function, so its
-        own archs count."""
+        """Whether this op runs kernels for this tensor. The op can be one of several parts of a public function, so the
+        archs of this op's launch functions count."""
         return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:

@@ -202,7 +202,7 @@ class _Recording(TorchDispatchMode):
         self._kept: list[Any] = []  # keeps tensors alive, so that no other tensor gets the same id
         self._of: dict[int, str | _View] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._views: dict[_View, str] = {}  # the names of views for which there is a step
+        self._views: dict[_View, str] = {}  # view -> the name that its step assigns
         self._empty: dict[str, str] = {}  # name -> step, for steps that allocate tensors without elements
         for i, x in enumerate(arguments):
             for name, tensor in [(f"a{i}", x)] if not isinstance(x, list | tuple) else _items(f"a{i}", x):
@@ -326,8 +326,8 @@ class _Recording(TorchDispatchMode):
 def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
     """Return call(*arguments), and a function that runs the recorded steps for arguments of the same signature.
 
-    The function is None if the call cannot be recorded, because it reads a number from the device or launches no
-    kernel.
+    The function is None if the call launches no kernel, if it does something that steps cannot repeat (such as reading
+    a number from the device), or if this thread is already recording a call.
     """
     if is_recording():
         return call(*arguments), None
@@ -342,7 +342,6 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
 
 
 def is_recording() -> bool:
-    """Whether this thread is recording a call."""
     return getattr(_thread, "recording", None) is not None
 
 

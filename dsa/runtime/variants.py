@@ -1,4 +1,4 @@
-"""A kernel's compiled variants, and a hook that replaces compilation."""
+"""The name of a kernel's compiled variant, and a hook that replaces compilation."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ Kernel = Callable[..., None]
 
 
 class Variant(NamedTuple):
-    """A compile function of a kernel module, by the names of the module and the function, and its arguments."""
+    """A call of a compile function: the name of the kernel module, the name of the function, and the arguments."""
 
     module: str
     function: str

@@ -70,7 +70,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
 
 def write_gradient(d: torch.Tensor, c: torch.Tensor | None, a: Scaled, b: Scaled) -> None:
-    """Compute `fp8_fp4_gemm_nt` with recipe (1, 1, 128)."""
+    """Write d = c + a b^T: `fp8_fp4_gemm_nt` with recipe (1, 1, 128)."""
     (q, s), (w, ws) = a, b
     check_tensor("a[0]", q, E4M3, ("M", "K"))
     check_tensor("b[0]", w, E4M3, ("N", q.shape[1]), "a[0]")
@@ -86,7 +86,6 @@ def write_gradient(d: torch.Tensor, c: torch.Tensor | None, a: Scaled, b: Scaled
 
 
 def _start_from(d: torch.Tensor, c: torch.Tensor | None) -> None:
-    """Set d to c, or to 0 if c is None."""
     if c is None:
         d.zero_()
     else:
@@ -99,7 +98,6 @@ def _dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _check_channels(ks_cpu: Sequence[int], groups: int) -> int:
-    """Check ks_cpu and return its sum."""
     if not isinstance(ks_cpu, (list, tuple)) or len(ks_cpu) != groups:
         got = f"{len(ks_cpu)} of them" if isinstance(ks_cpu, (list, tuple)) else type(ks_cpu).__name__
         raise ValueError(f"ks_cpu: must be {groups} ints, one per group of d, got {got}")

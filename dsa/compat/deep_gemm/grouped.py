@@ -26,7 +26,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """d[m] = a[m] b[g]^T with g the group of row m: `dsa.grouped_fp8_gemm_nt`. The rows of a group follow each other.
+    """d[m] = a[m] b[g]^T with g the group of row m: `dsa.grouped_fp8_gemm_nt`. The rows of a group are adjacent.
 
     a                           ([M, K] e4m3, [M, ceil(K / 128)] fp32)
     b                           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
@@ -123,7 +123,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
 
 
 def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, rows: int) -> int | None:
-    """Return the number of rows that all groups together are expected to have."""
+    """Return the number of rows that all groups together are expected to have; None if per_group is None."""
     if per_group is None:
         return None
     if not use_psum_layout:
@@ -135,8 +135,9 @@ def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, ro
 def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
     """Return the row after the last row of each group, int32 [E]. m_indices [M]: the group of each row, or -1.
 
-    Rows of padding belong to the group before them, or to group 0. But the last group ends at the first multiple of the
-    alignment after its last row, because most rows of a large buffer may be padding.
+    Rows of padding count as rows of the group before them; rows before the first group count as group 0. But the last
+    group ends at the first multiple of the alignment after its last row. Most rows of a large buffer can be padding
+    after this row, and the kernel need not multiply them.
     """
     rows = torch.arange(1, len(m_indices) + 1, dtype=torch.int32, device=m_indices.device)
     used = torch.where(m_indices < 0, 0, rows).amax()
@@ -152,8 +153,8 @@ def _aligned(ends: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _check_groups(grouped_layout: torch.Tensor, most: int, ends: bool) -> None:
-    """Check the values of grouped_layout before a reference reads them; a kernel cannot check them before its
-    launch."""
+    """Check the values of grouped_layout for the reference. Kernels are launched without this check, because it would
+    make the host wait for the GPU."""
     numbers = grouped_layout if ends else grouped_layout[grouped_layout >= 0]
     if numbers.numel() and (numbers.max() > most or numbers.min() < 0 or (numbers.diff() < 0).any()):
         what = "ends of groups" if ends else "the rows' groups, or -1,"

@@ -69,8 +69,8 @@ def transform_sf_into_required_layout(
 ) -> torch.Tensor:
     """Store the scales of an operand as DeepGEMM's Hopper kernels read them.
 
-    sf          fp32 [ceil(mn / rows), ceil(k / 128)], with num_groups [num_groups, .., ..]
-    recipe      (rows, 128), or with is_sfa the recipe of a product: (rows of a, rows of b, 128)
+    sf          fp32 [ceil(mn / rows), ceil(k / 128)], with num_groups [num_groups, .., ..]; a scale is for `rows` rows
+    recipe      (rows, 128), or with is_sfa the recipe of a product: (rows for a, rows for b, 128)
     num_groups  the number of matrices to which sf belongs; None: one, and sf has no dimension for it
     is_sfa      for a recipe of three numbers, whether sf belongs to a (True) or b (False); None for a recipe of two
 

@@ -2,9 +2,9 @@
 `dsa.fp8_paged_mqa_logits` and `dsa.get_paged_mqa_logits_metadata`, whose docstrings say what they compute.
 
 The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales). By default their results are
-not cleaned: only `fp8_fp4_mqa_logits` with max_seqlen_k = 0 writes -inf outside the ranges. `fp8_mqa_logits` and
-`fp8_paged_mqa_logits` are the names of earlier builds. Where the order of arguments differs between these versions, the
-arguments of earlier builds are keyword-only.
+not cleaned: only `fp8_fp4_mqa_logits` with max_seqlen_k = 0 writes -inf outside each row's range of keys.
+`fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier builds. Where the order of arguments differs
+between these versions, the arguments of earlier builds are keyword-only.
 """
 
 import torch
@@ -70,8 +70,8 @@ def get_paged_mqa_logits_metadata(
 ) -> torch.Tensor:
     """`dsa.get_paged_mqa_logits_metadata`.
 
-    indices  None, or [B] int32, with context_lens [B] or [B, 1]: the sequence of each row, so that DeepGEMM's rows of
-             one sequence can share loads. Here the plan and the scores are the same with and without indices
+    indices  None, or [B] int32, with context_lens [B] or [B, 1]: the sequence of each row. In DeepGEMM, rows of one
+             sequence can then share loads. Here the plan and the scores are the same with and without indices
     """
     if indices is not None:
         shape = shape_of(context_lens)
@@ -98,8 +98,8 @@ def fp8_fp4_paged_mqa_logits(
     a row's keys are then unspecified.
 
     q        ([B, next_n, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
-    indices  as for `get_paged_mqa_logits_metadata`, with next_n = 1. With or without indices the block table has a row
-             for each query, so the scores are the same
+    indices  as for `get_paged_mqa_logits_metadata`; must be None if next_n > 1. With or without indices the block table
+             has a row for each query, so indices do not affect the scores
     """
     values = _values_of(q)
     _check_paged_indices(indices, values)

@@ -70,10 +70,11 @@ def write(
     ends: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the product of checked arguments to d. The product is of one matrix, or of groups of rows that end at
-    `ends`."""
+    """Write the product to d. The arguments are already checked. Without `ends`, w [N, K] multiplies all rows of q.
+    With `ends` [E], w is [E, N, K], and group e of the rows of q ends before row ends[e]."""
     out = rows_at_16_bytes(d)
-    # The contiguous copy first gets the values of d, because kernels do not write rows that belong to no group.
+    # If kernels cannot write to d directly, they write to a contiguous copy. The copy begins with the values of d,
+    # because kernels leave rows of no group unwritten.
     written = d.clone(memory_format=torch.contiguous_format) if out is None else out
     with backends.on_device(d):
         if ends is None:

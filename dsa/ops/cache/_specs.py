@@ -25,7 +25,7 @@ def check_index_cache(name: str, cache: torch.Tensor) -> None:
 
 
 def check_kv_cache(name: str, cache: torch.Tensor) -> Sizes:
-    """Return {"d": channels per row}. Raises ValueError if the cache has no layout of
+    """Return {"d": channels per row}. Raises ValueError if the cache has none of the layouts in
     `dsa.reference.cache.kv_cache`."""
     if cache.shape[1] == 0:
         raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
@@ -49,7 +49,7 @@ def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
 
 
 def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
-    """Raise ValueError if the scales need not be powers of two but the cache stores only powers of two."""
+    """Raise ValueError if use_ue8m0 is False for a V4 cache, which can store only powers of two as scales."""
     if is_v4(cache) and not use_ue8m0:
         raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
 
@@ -65,8 +65,8 @@ def page_layout(cache: torch.Tensor) -> str:
 
 
 def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
-    """Return the limits of a cache with contiguous pages and rows of `row` bytes. Kernels count the bytes of a page in
-    int32."""
+    """Return the limits of a cache with contiguous pages. row: the bytes per row, a word of the op's shapes. Kernels
+    count the bytes of a page in int32."""
     return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
 
 

@@ -178,7 +178,8 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """Write rope(RMSNorm(C)) of every entry whose block a new token ends into that token's slot of the cache, in place.
+    """For every new token that ends a block, write rope(RMSNorm(C)) of the block's entry to the token's cache slot, in
+    place.
 
     C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m]. KV is kv.
     A sequence is divided into blocks of m tokens, and block i ends with entry i. Without overlap, entry i is computed

@@ -52,7 +52,6 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 
 
 def _check_device(device: object) -> None:
-    """Raise TypeError or ValueError for a device on which torch cannot allocate."""
     if device is not None and not isinstance(device, (str, torch.device)):
         raise TypeError(f"device: must be a torch.device, its name or None, got {type(device).__name__}")
     try:

@@ -52,7 +52,7 @@ def _results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _rms_norm_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad, x [..., D] -> (dx [..., D], dw [1, D] fp32: zeros if weight is None), for x that `has_kernel` accepts."""
+    """Return (dx [..., D], dw [1, D] fp32). dw is zeros if weight is None. x must be one that `has_kernel` accepts."""
     from dsa.kernels.elementwise import rms_norm_gradient_sm90 as kernel
 
     name, channels = dtype_name(x.dtype), x.shape[-1]

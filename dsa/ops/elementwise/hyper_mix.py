@@ -23,7 +23,7 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 __all__ = ["hyper_mix"]
 
 FEW_TOKENS = 64  # up to this many tokens the kernel for few tokens is the faster one
-CLUSTERS = 14  # clusters of 8 CTAs that run at once on an H100 or H200: one more cluster needs a second wave
+CLUSTERS = 14  # most clusters of 8 CTAs per launch: 15 run at once on an H200, a 16th needs a second wave
 BF16 = (torch.bfloat16,)
 
 

@@ -53,7 +53,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     if torch.is_grad_enabled() and wants_gradient(x, weight):
         RMS_NORM.check(x, weight, eps)
         if has_kernel(x):
-            return torch.ops.dsa.rms_norm(x, weight, eps)  # this op has the kernel's gradient
+            return torch.ops.dsa.rms_norm(x, weight, eps)  # the registered op has the kernel's backward pass
     return _rms_norm(x, weight, eps)
 
 

@@ -92,7 +92,7 @@ def apply_rotary(
     if wants_gradients and (torch.compiler.is_compiling() or _apply_rotary.runs_kernel(x)):
         if wants_gradient(cos, sin):
             raise ValueError("cos: the gradients of cos and sin are the reference's only; use dsa.use_backend")
-        return torch.ops.dsa.apply_rotary(x, cos, sin, interleaved, dims)  # the registered op has a gradient
+        return torch.ops.dsa.apply_rotary(x, cos, sin, interleaved, dims)  # the registered op has a backward pass
     return _apply_rotary(x, cos, sin, interleaved, dims)
 
 

@@ -262,8 +262,8 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the grouped product of q [M, K], or of the rows `rows` of q, and w [E, N, K], times weights [M], to out [M,
-    N]."""
+    """Write the grouped product of q and w [E, N, K] to out [M, N]. With `rows` [M], row m of the product uses row
+    rows[m] of q; otherwise q is [M, K]. With `weights` [M], row m of the product is multiplied by weights[m]."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 
@@ -297,8 +297,8 @@ def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether the small-M kernel of grouped products runs. With so few rows nearly all of the time goes into loading
-    the weights."""
+    """Whether to run the small-M kernel of grouped products: there are so few rows that nearly all of the time goes
+    into loading the weights. This kernel does not gather `rows`."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
@@ -307,8 +307,8 @@ def gathered_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return (q, s, rows) for the kernel.
 
-    For few rows, gathering in the kernel is faster than a copy. Many rows are copied first, and the returned rows is
-    None.
+    For few rows, gathering in the kernel is faster than a copy. Many rows are copied first, and None is returned for
+    `rows`.
     """
     from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS
 
@@ -318,8 +318,8 @@ def gathered_rows(
 
 
 def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
-    """Copy the rows `rows` of q and s. An index outside q is clamped, because the result of such a row is undefined
-    anyway."""
+    """Return copies of the rows `rows` of q and s, or q and s themselves if `rows` is None. An index outside q is
+    clamped, because the result of such a row is undefined anyway."""
     if rows is None:
         return q, s
     rows = rows.clamp(0, len(q) - 1)
@@ -327,7 +327,8 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
-    """Whether work tiles are scheduled dynamically, because the tiles of several matrices take different times."""
+    """Whether to schedule work tiles dynamically: tiles of several matrices take different times, and with many rows
+    this matters."""
     return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 

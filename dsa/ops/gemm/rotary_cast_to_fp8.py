@@ -42,8 +42,8 @@ ROTARY_CAST_TO_FP8 = Arguments(
 def rotary_cast_to_fp8(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row g * T + t is the FP8 cast of R(t) x[t, h] for the heads h of group g: attention's result for a grouped
-    product.
+    """Row g * T + t of the result is the FP8 cast of R(t) x[t, h] for the heads h of group g: attention's result for a
+    grouped product.
 
     R(t) rotates the last R channels of each head as pairs of adjacent channels, (a, b) -> (a cos - b sin, a sin + b
     cos) in fp32, rounded to x's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of

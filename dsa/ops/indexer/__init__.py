@@ -1,1 +1,1 @@
-"""Lightning indexer: scores, top-k selection, and the projections that the scores read."""
+"""Lightning indexer: scores, top-k selection, and the FP8 queries and keys that the scores read."""

@@ -200,7 +200,7 @@ def _fp8_paged_mqa_logits(
 
 
 def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:
-    """Return weights whose rows start at multiples of 16 bytes."""
+    """Return `weights`, or a copy if its rows do not start at multiples of 16 bytes."""
     weights = _matrix(weights)
     if weights.data_ptr() % 16 or weights.stride(0) % 4:
         weights = weights.clone(memory_format=torch.contiguous_format)

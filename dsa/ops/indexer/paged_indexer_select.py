@@ -83,7 +83,7 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
 
 
 def _columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int) -> int:
-    """Return how many keys a query may see."""
+    """Return the largest number of keys that a query can see."""
     return min(max_context_len, block_table.shape[1] * kv_cache.shape[1])
 
 

@@ -39,7 +39,7 @@ from dsa.runtime.declare import (
 
 SHORT = 4  # a call with at most this many key tiles per part of the plan, on average, counts as short
 # A short call with at least this many rows and at most this many splits per sequence runs the combine kernel with few
-# CTAs. A CTA reads its splits one after another, so few CTAs do not pay for many splits.
+# CTAs. A CTA reads its splits one after another, so with many splits few CTAs would be slower.
 FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
 
 
@@ -137,14 +137,14 @@ def _dense_mla_decode(
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
 
-    # A cluster of two CTAs reads their shared keys once, which does not pay for few tiles.
+    # The two CTAs of a cluster load shared keys once. For few tiles this saves less time than the cluster costs.
     tiles = -(-capacity // TILE_N)
     short = not fixed_splits and batch * tiles <= SHORT * plan.shape[0]
     cluster = 1 if short else cluster_of(rows)
     decode = compile_mla_decode(dtype_name(q.dtype), math.gcd(page_size, TILE_N), cluster)
 
-    # In batch-invariant decoding the order in which splits are added must depend on one sequence only, so the rows of
-    # the other sequences do not count.
+    # In batch-invariant decoding the order in which splits are added must depend on one sequence only. So the rows of
+    # one sequence choose the config.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     few = short and together >= FEW_CTAS_ROWS and min(per_sequence, tiles) <= FEW_CTAS_SPLITS
     config = FEW if few else choose_config(per_sequence, together)

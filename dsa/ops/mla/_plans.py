@@ -79,7 +79,8 @@ def metadata_request(
 
 
 def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
-    """Raise TypeError or ValueError unless the two arguments are a pair that `get_mla_metadata` returns, or None."""
+    """Check the types of the two arguments: a pair as `get_mla_metadata` returns it, or None. Raises TypeError or
+    ValueError."""
     meta = tile_scheduler_metadata
     if meta is None:
         if num_splits is not None:
@@ -105,8 +106,8 @@ def _named(meta: object) -> str:
 
 
 def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check that a plan of the old style has as many sequences as q. Sparse decoding calls this function instead of
-    reading the plan."""
+    """Check that a plan of the old style has as many sequences as q. Decoding that does not read the plan calls this
+    function: sparse decoding, and dense decoding with enable_batch_invariant."""
     if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
         check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
         check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")
@@ -114,7 +115,8 @@ def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Ten
 
 
 def bind_plan(meta: Plan, config: dict[str, object]) -> None:
-    """Store the shapes of the plan's first call in the plan. Raises ValueError for a later call with other shapes."""
+    """Store `config`, the shapes of a call, in the plan if this is the first call that uses the plan. Raises ValueError
+    for a later call with other shapes."""
     if not isinstance(meta, FlashMLASchedMeta):
         return
     if meta.have_initialized and meta.config != config:

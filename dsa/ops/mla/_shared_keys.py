@@ -1,4 +1,4 @@
-"""Launch sparse MLA prefill for few heads, where a group of adjacent queries reads the keys they have in common
+"""Launch sparse MLA prefill for few heads. A group of adjacent queries reads the keys that the queries share only
 once."""
 
 import math
@@ -21,16 +21,16 @@ from dsa.runtime.declare import dtype_name
 # vain; attention to this many keys takes 600 us.
 LEAST_INDICES = 2**22
 # The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
-# the group's indices once per 65536 or 131072 keys of the cache, whether selected or not. For a pool of pages with more
-# keys the passes take longer than groups save. Also, with groups of 8 queries, the kernel's table of sampled keys has
-# no room for more keys.
+# the group's indices once per 65536 or 131072 keys of the cache, whether selected or not. With more keys the passes
+# take longer than groups save. Also, with groups of 8 queries, the kernel's table of sampled keys has no room for more
+# keys.
 MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether to try groups of queries. They are tried for at most max(GROUP_SIZES) heads, if there are enough groups
-    for all SMs, enough indices, and not too many keys. Which keys queries share is known only on the GPU, so the kernel
-    decides per group."""
+    """Whether to try groups of queries: there must be enough groups for all SMs, enough indices, and not too many keys.
+    The caller checks that q has at most max(GROUP_SIZES) heads. Which keys queries share is known only on the GPU, so
+    the kernel decides for each group whether to compute it together."""
     queries, heads, _ = q.shape
     return (
         queries >= group_size(heads) * backends.num_sms(q.device)
@@ -40,7 +40,7 @@ def may_share(q: torch.Tensor, selection: Selection) -> bool:
 
 
 def group_size(heads: int) -> int:
-    """Return the number of queries per group for this number of heads, 0 where there are no groups."""
+    """Return the number of queries per group for this number of heads; 0 if there are too many heads for groups."""
     return next((size for most, size in GROUP_SIZES.items() if heads <= most), 0)
 
 
@@ -51,11 +51,11 @@ def attend_groups(
     sink: torch.Tensor | None,
     results: Results,
 ) -> None:
-    """Write attention of q [T, h, d] to the selected keys, for up to 16 heads and with max_logits; T, h, K and s_kv
-    above 0.
+    """Write attention of q [T, h, d] to the selected keys into `results`, including max_logits. h is at most 16; T, h,
+    K and s_kv are above 0.
 
-    The first kernel decides which groups to compute together. The second computes these groups, the third the other
-    queries one by one."""
+    The first kernel decides which groups to compute together. The second kernel computes these groups. The third kernel
+    computes the other queries one by one."""
     from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
     from dsa.kernels.mla.sparse_mla_queued_sm90 import compile_sparse_mla_queued
     from dsa.kernels.mla.sparse_mla_union_sm90 import compile_sparse_mla_union

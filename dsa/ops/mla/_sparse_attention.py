@@ -49,7 +49,8 @@ def attend(
     results: Results,
     may_split: bool,
 ) -> None:
-    """Write attention of q [T, h, d] to the keys of one or two selections; T, h, K and the caches' sizes above 0.
+    """Write attention of q [T, h, d] to the keys of one or two selections into `results`. T, h, K and the sizes of the
+    caches are above 0.
 
     may_split  whether a query's keys may be split among several CTAs. How they are split depends on the number of
                queries. False with max_logits
@@ -126,8 +127,8 @@ def sink_arguments(sink: torch.Tensor | None, device: torch.device) -> tuple[tor
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
     """Return (workers, full_waves, split_workers) of the StreamKScheduler.
 
-    For each tile of heads there are `workers` CTAs. Each CTA computes full_waves unsplit queries; the tiles of the
-    remaining queries are divided evenly among the first split_workers CTAs."""
+    For each tile of heads there are `workers` CTAs. Each CTA computes at most full_waves unsplit queries; the tiles of
+    the remaining queries are divided evenly among the first split_workers CTAs."""
     workers = max(1, num_sms // head_tiles)
     full_waves, rest = divmod(queries, workers)
     split_workers = min(workers, rest * tiles // LEAST_TILES)
@@ -162,7 +163,7 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return the small tensor x, or a copy if its last dimension is not contiguous."""
+    """Return x, or a copy if its last dimension is not contiguous."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-# Import the module, because ops that are imported by name would count as ops of the importing module.
+# Import `window_indices` as a module, because ops that are imported by name would count as ops of this module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
 from dsa.runtime.declare import F32, FLOATS, INT32, ROWS, Int, Number, Tensor, rows_at_16_bytes
@@ -26,7 +26,8 @@ def window_selections(packed: Packed, near: torch.Tensor | None, selected: Selec
 
     packed    queries, keys, both cu_seqlens, window
     near      the rows of kv in each query's window, [T, window]; None: this function launches `window_indices`
-    selected  None, or (other keys, each query's rows of these keys, None or how many of the rows count)"""
+    selected  None, or (other keys [n, 1, d], the indices [T, K] of each query's keys, counts). counts: None, or [T]:
+              only the first counts[t] indices count"""
     q, kv, cu_seqlens_q, cu_seqlens_k, window = packed
     selections = []
     if kv.shape[0]:

@@ -70,7 +70,7 @@ def flash_mla_sparse_fwd(
                  16 bytes; the stride of queries is free, as in a slice of a tensor with more heads. out must not begin
                  at the address of q or kv. If it overlaps an input elsewhere, the contents of the overlap are undefined
     enable_batch_invariant  True: a query's result does not depend on the other queries, bit for bit. False: with up to
-                 16 heads it can depend on them (see below), but not on the run
+                 16 heads the result can depend on the other queries (see below), but not on the run
 
     Returns out [s_q, h_q, d_v] in q's dtype, which is `out` if that was given and a new contiguous tensor otherwise,
     max_logits [s_q, h_q] fp32, the largest scaled logit, and lse [s_q, h_q] fp32 (natural log); the sink changes

@@ -29,7 +29,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 # than SHORT tiles per part if sequences are split; OVERHEAD otherwise, also for unknown lengths.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Up to this many tiles per part, decoding on half of the SMs is faster, because the combine kernel can start on the
-# others.
+# other SMs.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -59,11 +59,11 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     graph serves all replays of the graph. A plan that is made inside a graph is computed at every replay, from the
     lengths at that time. Before the first replay it contains no numbers, so a call outside the graph with the same
     FlashMLASchedMeta, or in another graph, makes a new plan. The plan is made on the stream of the call that makes it.
-    A call on another stream must wait for it. Otherwise the call may read numbers that are not a plan yet: its results
-    are then unspecified, but no kernel reads or writes outside its tensors. In the new style, and without a plan, the
-    block table bounds the number of keys. This bound sets the number of parts (fewer for few keys) and the fixed cost
-    per sequence (lower for few keys, and for long sequences that are split). The old style does not know the bound, so
-    results of the two styles may differ in rounding.
+    A call on another stream must wait until the plan is made. Otherwise the call can read numbers that are not a plan
+    yet: its results are then unspecified, but no kernel reads or writes outside its tensors. In the new style, and
+    without a plan, the block table bounds the number of keys. This bound sets the number of parts (fewer for few keys)
+    and the fixed cost per sequence (lower for few keys, and for long sequences that are split). The old style does not
+    know the bound, so results of the two styles may differ in rounding.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
@@ -220,8 +220,8 @@ def _config_of(
     q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> dict[str, object]:
     """Return what a plan stores of a call: the shapes of q and of the pairs (cache, indices), where indices is None in
-    dense decoding. The tensors need not be checked yet. Calls with equal shapes share one dict, which nobody may
-    change."""
+    dense decoding. The tensors need not be checked yet. Calls with equal shapes share one dict, so it must not be
+    changed."""
     shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
     config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns about lru_cache
     return config(shape_of(q), causal, shapes)
@@ -245,7 +245,7 @@ def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
     """Bind the plan to the call's shapes. The arguments are checked before, so that a wrong call does not change the
-    plan."""
+    plan. planned: whether the call needs no new plan"""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config

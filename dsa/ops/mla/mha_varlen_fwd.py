@@ -72,8 +72,8 @@ def mha_varlen_fwd(
     dense_keys: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j
-    that query t sees. These are the Lk keys of its sequence; if `causal`, only those with j - Lk <= i - Lq for query i
-    of the sequence's Lq queries (the last query sees all keys); and with `selected`, only the selected ones.
+    that query t sees. These are the Lk keys of the query's sequence; if `causal`, query i of the sequence's Lq queries
+    sees only the first Lk - Lq + i + 1 keys (the last query sees all); and with `selected`, only the selected ones.
 
     q              [Tq, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     k, v           [Tk, Hk, d] and [Tk, Hk, dv] in q's dtype, H a multiple of Hk; they may be slices of one tensor
@@ -97,10 +97,10 @@ def mha_varlen_fwd(
     are right.
     On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as in DeepSeek-V3.2, or (256, 256) as in GLM-5; the last two
     also with a k_rope of 64 channels. Other sizes up to (256, 256) are padded. Any strides; tensors whose rows are not
-    at multiples of 16 bytes are copied. `selected` has fewer than 2^31 words. Logits and sums are fp32; softmax weights
-    are rounded to q's dtype before the values are multiplied by them. One kernel for the attention, and one that zeroes
-    a counter. Deterministic, and a query's result does not depend on the other queries, bit for bit. CUDA-graph safe,
-    no host synchronisation.
+    at multiples of 16 bytes are copied. (Tq + 8) * words, the size of `selected` with 8 more queries, is below 2^31.
+    Logits and sums are fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. One
+    kernel for the attention, and one that zeroes a counter. Deterministic, and a query's result does not depend on the
+    other queries, bit for bit. CUDA-graph safe, no host synchronisation.
     Source: FlashAttention's `flash_attn_varlen_func`; the selection is DeepSeek-V3.2's.
     """
     return _mha_varlen_fwd(

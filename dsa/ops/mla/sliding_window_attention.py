@@ -7,7 +7,8 @@ from dsa.ops.cache._specs import COUNTED_SLOTS, page_layout
 from dsa.ops.mla import _sparse_decode
 from dsa.ops.mla import window_indices as window_lists
 
-# Import the module, because ops that are imported by name would count as ops of this module.
+# `_sparse_decode` and `window_indices` are imported as modules, because ops that are imported by name would count as
+# ops of this module.
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, inner_contiguous
 from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
@@ -191,9 +192,9 @@ def sliding_window_decode(
     The indices are the same for all layers of a forward pass, so a caller with many layers should make them once and
     call `flash_mla_with_kvcache`. The op takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of
     any size and softmax_scale above 0; a byte cache needs bf16 q. Deterministic; with windows of up to 256 keys a
-    sequence's result does not depend on the other sequences, bit for bit. With longer windows its rounding depends on
-    them. CUDA-graph safe with new tables and lengths, no host synchronisation. No gradients on Hopper, also if q or the
-    cache requires them.
+    sequence's result does not depend on the other sequences, bit for bit. With longer windows the rounding of a result
+    depends on the other sequences. CUDA-graph safe with new tables and lengths, no host synchronisation. No gradients
+    on Hopper, also if q or the cache requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)

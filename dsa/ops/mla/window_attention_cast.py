@@ -91,14 +91,13 @@ def window_attention_cast_to_fp8(
     window_indices: torch.Tensor | None = None,
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row g * T + t is the FP8 cast of R(-t) o[t, h] for the heads h of group g, o = `window_sparse_attention`: V4's
-    wo_a input.
+    """Return the input of V4's wo_a: row g * T + t is the FP8 cast of R(-t) o[t, h] for the heads h of group g.
 
-    o is attention to t's window and its selected entries, rounded to q's dtype. R(-t), the inverse of rope, rotates the
-    last R channels of each head as pairs of adjacent channels, (a, b) -> (a cos + b sin, b cos - a sin) in fp32,
-    rounded to q's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of a group are
-    adjacent, and each row concatenates the channels of the group's heads: the activations of `grouped_fp8_gemm_nt` with
-    ends T, 2 T, up to groups * T.
+    o is the attention of query t to its window and its selected entries (`window_sparse_attention`), rounded to q's
+    dtype. R(-t), the inverse of rope, rotates the last R channels of each head as pairs of adjacent channels, (a, b) ->
+    (a cos + b sin, b cos - a sin) in fp32, rounded to q's dtype. Then each 128 channels get a scale as in
+    `per_token_cast_to_fp8`. The T rows of a group are adjacent, and each row concatenates the channels of the group's
+    heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
 
     q             [T, H, d] bf16 or fp16, the sequences one after another, d a multiple of 128; fp32 runs the PyTorch
                   reference, with a warning on Hopper
@@ -114,9 +113,9 @@ def window_attention_cast_to_fp8(
     one of compressed and indices is given.
     On Hopper: d = 512, R = 64, any number of heads (in tiles of 64), rows of keys at multiples of 16 bytes,
     softmax_scale above 0; one kernel, or two without window_indices. The bits are those of `window_sparse_attention`
-    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with these, two passes over 2 bytes per
-    channel are saved. Deterministic, and a query's result does not depend on the other queries. CUDA-graph safe, no
-    host synchronisation.
+    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with these three ops, two passes over 2
+    bytes per channel are saved. Deterministic, and a query's result does not depend on the other queries. CUDA-graph
+    safe, no host synchronisation.
     Source: `Attention` of DeepSeek-V4's inference code, from attention to wo_a.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)

@@ -1,4 +1,4 @@
-"""Launch the warm-up loss's kernels for index scores and their gradients, for a range of q tiles.
+"""Launch the warm-up loss's kernels for index scores and their gradients, for some of the q tiles.
 
 A q tile is 128 consecutive queries of a sequence; q_tiles.py of the kernels lists the fields of a row of `q_tiles`. The
 scores of a q tile are divided into tiles: tile j consists of the scores of the q tile's queries for the keys 128 j to
@@ -69,8 +69,8 @@ def index_query_grad(
 ) -> None:
     """Write the gradients of q_idx and w. With g_h[t] = sum_j dI[t, j] k_idx[j] over the keys whose product with
     q_idx_h[t] is above 0:
-    dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Other rows than those
-    of the q tiles are not written.
+    dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Rows of queries in no q
+    tile are not written.
 
     q_idx, dq contiguous; k_idx bf16 [Tk, di]; w, dw fp32, contiguous.
     """
@@ -100,9 +100,9 @@ def index_key_grad(
     active: torch.Tensor,
     dk: torch.Tensor,
 ) -> None:
-    """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over the active (t, h), dk fp32 [Tk, di]. Deterministic.
+    """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over the active (t, h), those with q_idx_h[t] . k_idx[j] above 0.
 
-    q_idx contiguous; w [Tq, Hi] bf16, contiguous.
+    dk fp32 [Tk, di]; q_idx contiguous; w [Tq, Hi] bf16, contiguous. Deterministic.
     """
     from dsa.kernels.training import indexer_key_grad_sm90 as kernel
 

@@ -11,8 +11,9 @@ from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
 from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
-MOST_INDICES = 16 << 20  # most indices per chunk of queries, each with all of its keys
-# The offsets of flash attention's backward pass overflow from this many numbers on, before its commit b62d93f3 (2026).
+MOST_INDICES = 16 << 20  # most indices per chunk of queries; a chunk has all indices of each query
+# Before commit b62d93f3 (2026) of flash attention, offsets in the backward pass overflow for tensors of this many
+# numbers or more.
 MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
@@ -97,10 +98,10 @@ def flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v by PyTorch's flash attention, called for as many heads at a time as its 32-bit
-    offsets into the fp32 sums of q's gradient allow. PyTorch's op raises an error without keys or sequences, and does
-    not write the rows outside all sequences and the rows of a sequence after the given longest length; this function
-    fills these rows with 0."""
+    """Return the gradients of q, k and v, computed by PyTorch's flash attention. Its 32-bit offsets into the fp32 sums
+    of q's gradient limit the number of heads per call. Without queries, keys or sequences, where PyTorch's op raises an
+    error, the gradients are 0. They are also 0 in rows that PyTorch's op does not write: rows outside all sequences,
+    and rows of a sequence after the given longest length."""
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
     if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
         return torch.zeros_like(q), torch.zeros_like(k), empty_values_gradient(q, v).zero_()

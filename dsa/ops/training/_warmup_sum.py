@@ -1,5 +1,5 @@
-"""Launch the kernels of the warm-up's loss, whose target is the sum of all heads' attention, and of the loss's
-gradients, by chunks of queries."""
+"""Launch the kernels of the warm-up loss and its gradients for one chunk of queries after another. The target of the
+loss is the sum of all heads' attention, divided by the number of heads."""
 
 import itertools
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # the smallest budget of the workspace, in bytes
-SHARE = 15 / 16  # the budget of the workspace as a fraction of the inputs' bytes, if that is more
+SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if that is more than LEAST_WORKSPACE
 INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # limits of an `Indexer`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Q tiles of the packed queries, and for each q tile the sum of the key tiles of all q tiles before it
+    """Q tiles of the packed queries, and for each q tile the total number of key tiles of all q tiles before it
     (q_tile_plan_sm90.py). A kernel writes both tensors, so the host does not know their contents."""
 
     q_tiles: torch.Tensor
@@ -27,9 +27,10 @@ class Plan:
     max_key_tiles: int
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
-        """Return ranges of q tiles, as even as possible. workers: the number of CTAs. If it is given, the number of
-        tiles in each range but the last is a multiple of it, provided that the attention is causal and all sequences
-        are as long as the longest."""
+        """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, or the
+        bytes of one q tile. workers: the number of CTAs. If it is given, the number of score tiles in each range but
+        the last is a multiple of `workers`, provided that the attention is causal and all sequences are as long as the
+        longest."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
@@ -82,8 +83,8 @@ def losses(
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
     """Return kl [Tq] and the gradients (dq, dw, dk) of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in
-    fp32. The gradients of q_idx and w_idx are not written for queries in no q tile. budget: most bytes of the
-    workspace, unless a single q tile needs more."""
+    fp32. dq and dw are None without `query_grads`, and dk is None without `key_grads`. Rows of dq and dw for queries in
+    no q tile are not written. budget: most bytes of the workspace, unless a single q tile needs more."""
     from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
     from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
 
@@ -131,8 +132,9 @@ def key_tiles_of(max_seqlen_k: int) -> int:
 
 
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, torch.Tensor]:
-    """Return the plan, and corrected cu_seqlens_q and cu_seqlens_k [2, B + 1], which ascend from at least 0 to at most
-    `queries` or `keys` for any contents of the given ones. So every row between these bounds is inside the tensors."""
+    """Return (plan, bounds [2, B + 1]). The bounds are cu_seqlens_q and cu_seqlens_k, corrected so that they ascend
+    from at least 0 to at most `queries` or `keys`, whatever the given tensors contain. So every row between these
+    bounds is inside the tensors."""
     from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
 
     cu_seqlens_q, cu_seqlens_k, *longest = sequences

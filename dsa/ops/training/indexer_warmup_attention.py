@@ -266,7 +266,7 @@ def _indexer_warmup_loss_gradient(
     # Scaling the kept sum over tokens is right only if all upstream gradients are equal, as after `kl.sum()`.
     dk_idx = _scaled(dk, grad[0], k_idx.dtype)
     if of_keys and grad.stride(0) != 0:
-        # The upstream gradients may differ, which only the device knows. If they do not, the plan has no work, and the
+        # Only the device knows whether the upstream gradients differ. If they are equal, the plan has no work, and the
         # launches are the only cost.
         differ = (grad != grad[0]).any()
         plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)

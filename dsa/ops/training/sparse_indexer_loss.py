@@ -98,8 +98,8 @@ def sparse_indexer_loss(
 def _fixed_scale(
     q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale of fixed-point gradients [1], with which a sum of `most` terms fits in SUM_BITS, and its inverse
-    [1]."""
+    """Return (scale [1], inverse of the scale [1]) for fixed-point gradients. With this scale, a sum of `most` terms
+    fits in SUM_BITS."""
     # A term is g sum_i d a w q, where d is the gradient of the score, |d| <= 1, and a the activity, 0 or 1. d and g w q
     # are rounded to bf16, hence the factor 1.02.
     bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()

@@ -28,8 +28,8 @@ def compress_kv(
     """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
     Returns (entries [N, d] fp32, tokens [N] int64: the indices of the new tokens that end blocks, ascending).
-    Differentiable in kv, gate and ape. Raises ValueError for integers that `dsa.compress_kv` refuses, before anything
-    is written. Arguments as in `dsa.compress_kv`.
+    Differentiable in kv, gate and ape. Raises ValueError for invalid cu_seqlens, starts and state_slots, before
+    anything is written. Arguments as in `dsa.compress_kv`.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     m, d = ape.shape[0], kv.shape[1] // 2 if overlap else kv.shape[1]
@@ -84,11 +84,12 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """Write rope(RMSNorm(C)) of every entry that ends at a new token to the token's slot of the cache, in place.
+    """For every new token that ends a block, write rope(RMSNorm(C)) of the block's entry to the token's cache slot, in
+    place.
 
     Sum, norm and rope are computed in fp32; their result is rounded once, to kv's dtype. Not differentiable. Raises
-    ValueError for slots below -1 or beyond the cache, and for integers as `compress_kv` does, before anything is
-    written. Arguments as in `dsa.write_compressed_kv`.
+    ValueError for slots below -1 or beyond the cache, and for invalid cu_seqlens, starts and state_slots, before
+    anything is written. Arguments as in `dsa.write_compressed_kv`.
     """
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     entries, tokens = compress_kv(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap=overlap)
@@ -109,7 +110,6 @@ def is_index_cache(cache: torch.Tensor, d: int) -> bool:
 def _check_sequences(
     bounds: list[int], starts: list[int], state_slots: list[int] | None, kv: torch.Tensor, state: torch.Tensor | None
 ) -> None:
-    """Raise ValueError for invalid boundaries, starts or state slots."""
     if bounds[0] < 0 or bounds[-1] > len(kv) or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most kv's T={len(kv)}, got {bounds}")
     if any(start < 0 or (start and state_slots is None) for start in starts):

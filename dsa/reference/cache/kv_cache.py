@@ -3,7 +3,7 @@
 The cache's dtype and last dimension determine the layout. P is the page size.
   float   [pages, P, 1, d] fp32, bf16 or fp16.
   V3.2    [pages, P, 1, 656] bytes, d = 576. Per token: 512 e4m3 | 4 fp32 scales, one per 128 e4m3 | 64 bf16 (rope).
-          Any fp32 number is a valid scale, and no bit of it is dropped.
+          Any fp32 number is a valid scale, and is used at full precision.
   V4      [pages, P, 1, 584] bytes, d = 512. Per page: P x (448 e4m3 | 64 bf16 (rope)), then P x 8 bytes of scales:
           7 ue8m0 scales, one per 64 e4m3, and a pad byte. The shape only gives the number of bytes: the scales follow
           the rows of the whole page. Pages may be more than P * 584 bytes apart (cache.stride(0)).
@@ -32,7 +32,6 @@ def row_dim(cache: torch.Tensor) -> int:
 
 
 def is_v4(cache: torch.Tensor) -> bool:
-    """Whether the cache has V4's layout."""
     return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The slots in a paged cache for the rows of new tokens of packed sequences."""
+"""Slots in a paged cache for the new tokens of packed sequences."""
 
 import torch
 

@@ -11,7 +11,7 @@ from dsa.reference.elementwise.hyper_mix import hyper_mix
 def hyper_expand_mix(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(X', mix): X' = hyper_expand(y, streams, post, comb) and mix = hyper_mix(X', parts).
+    """Return (X', mix), where X' = hyper_expand(y, streams, post, comb) and mix = hyper_mix(X', parts).
 
     Gradients flow to every tensor. Arguments as in `dsa.hyper_expand_mix`.
     """

@@ -11,7 +11,7 @@ from dsa.reference.elementwise.rotary import apply_rotary
 def rms_norm_rotary(
     x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
-    """`rms_norm`, and then `apply_rotary` on the last channels, on adjacent pairs.
+    """`rms_norm`, and then `apply_rotary` on adjacent pairs of the last channels.
 
     Arguments as in `dsa.rms_norm_rotary`.
     """

@@ -4,7 +4,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Other ops also use this tuple and `check_rotated`. They import both from dsa.ops.elementwise.rotary.
+# The ops use copies of this tuple and of `check_rotated`, which are in dsa.ops.elementwise.rotary.
 DIMS = ("first", "last")
 
 

@@ -1,4 +1,4 @@
-"""FP8 cast of tokens, each stored to one row for each of its experts."""
+"""FP8 cast of tokens. A token is cast once and stored to several rows, one per expert."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over contiguous keys: multi-query attention logits summed over heads."""
+"""Scores of the lightning indexer for keys in one tensor: multi-query attention logits summed over heads."""
 
 import torch
 
@@ -25,9 +25,9 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    The reference writes -inf outside the ranges whatever clean_logits is. It computes in fp32 whatever accumulators is,
-    and rounds to logits_dtype once. The result is a view of a wider buffer whose rows start at multiples of 1024 bytes.
-    NaN in a key reaches only that key's column. Arguments as in `dsa.fp8_mqa_logits`.
+    `clean_logits` and `accumulators` have no effect: the reference writes -inf outside the ranges, computes in fp32,
+    and rounds to `logits_dtype` once. The result is a view of a wider buffer whose rows start at multiples of 1024
+    bytes. NaN in a key reaches only that key's column. Arguments as in `dsa.fp8_mqa_logits`.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     k, k_scale = kv
@@ -97,7 +97,7 @@ def _fill(
         filled = ks < ke
         if not filled.any():
             continue
-        # Score only the range of keys that contains every key that a query of the chunk sees.
+        # Score only the keys from the first to the last key that any query of the chunk sees.
         low, high = int(ks[filled].min()), int(ke[filled].max())
         scores = index_scores(q[rows], k[low:high], weights[rows])
         if k_scale is not None:

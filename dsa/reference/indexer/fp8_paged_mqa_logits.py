@@ -9,7 +9,7 @@ from dsa.reference.indexer.fp8_mqa_logits import padded_logits
 from dsa.reference.indexer.index_scores import index_scores
 
 SPLIT_KV = 256
-MOST_SPLITS = 2**31 - 1  # limit for all sequences together
+MOST_SPLITS = 2**31 - 1  # most splits of all sequences together; the plan is int32
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
@@ -47,10 +47,10 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
-    Returns [B * next_n, max_context_len], a view of a wider buffer whose rows start at multiples of 1024 bytes. The
-    reference writes -inf past a row's keys whatever clean_logits is: a length of 0 or less gives a row of -inf. A key
-    whose page is outside the table or the cache gives -inf. The reference computes in fp32 whatever accumulators is,
-    and rounds to logits_dtype once. It accepts any page size. Arguments as in `dsa.fp8_paged_mqa_logits`.
+    Returns [B * next_n, max_context_len], a view of a wider buffer whose rows start at multiples of 1024 bytes.
+    `clean_logits` and `accumulators` have no effect: the reference writes -inf past a row's keys, computes in fp32, and
+    rounds to `logits_dtype` once. A length of 0 or less gives a row of -inf. A key whose page is outside the table or
+    the cache gives -inf. The reference accepts any page size. Arguments as in `dsa.fp8_paged_mqa_logits`.
     Source: DeepGEMM's function of this name.
     """
     batch, next_n = q.shape[:2]

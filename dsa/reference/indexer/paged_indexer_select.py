@@ -28,8 +28,8 @@ def paged_indexer_select(
     top_k, lengths=L)`. If `slots` is True, `topk_indices` also gets block_table, page_size and row_to_seq.
 
     L is the number of keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The scores are
-    fp32 whatever accumulators is. They are computed for a chunk of sequences at a time. From a cache without pages no
-    key is selected. Arguments and results as in `dsa.paged_indexer_select`.
+    computed in fp32 for any `accumulators`, for a chunk of sequences at a time. If the cache has no pages, no key is
+    selected. Arguments and results as in `dsa.paged_indexer_select`.
     """
     options = max_context_len, top_k, slots, return_values, accumulators
     indices, values = indices_and_values(q, kv_cache, weights, context_lens, block_table, *options)

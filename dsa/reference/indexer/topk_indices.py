@@ -64,7 +64,8 @@ def indices_and_values(
 def _select(
     scores: torch.Tensor, k: int, first: torch.Tensor, count: torch.Tensor, by_value: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) [rows, min(k, cols)], padded with -1 and -inf after a row's last candidate."""
+    """Return (indices, values) [rows, min(k, cols)], ordered by value or by index. In rows with fewer candidates, -1
+    and -inf follow."""
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()

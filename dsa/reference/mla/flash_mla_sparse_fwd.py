@@ -19,9 +19,10 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
-    Intermediate results are fp32. A query's result does not depend on other queries, whatever enable_batch_invariant
-    is. A query without keys has out 0, max_logits -inf and lse +inf, and NaN in kv reaches only the queries that select
-    it. Arguments as in `dsa.flash_mla_sparse_fwd`, without out; with fp32 queries, keys may have any float dtype.
+    Intermediate results are fp32. A query's result does not depend on other queries, with either value of
+    `enable_batch_invariant`. A query without keys has out 0, max_logits -inf and lse +inf, and NaN in kv reaches only
+    the queries that select it. Arguments as in `dsa.flash_mla_sparse_fwd`, without out; with fp32 queries, keys may
+    have any float dtype.
     Source: FlashMLA's function of this name.
     """
     index = indices.squeeze(1)

@@ -30,10 +30,10 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
-    Intermediate results are fp32, and no bit of an FP8 scale is dropped. The result does not depend on the plan, and no
-    sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and NaN in a cached row
-    reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`, without out; with fp32
-    queries, keys may have any float dtype.
+    Intermediate results are fp32, and the scales of a byte cache are used at full precision. The result does not depend
+    on the plan, and no sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and
+    NaN in a cached row reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`, without
+    out; with fp32 queries, keys may have any float dtype.
     Source: FlashMLA's function of this name, which supports fewer caches, head counts and combinations.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -68,8 +68,7 @@ def dense_mla_decode(
             heads = slice(head * group, (head + 1) * group)
             kv = read_kv_cache(k_cache[:, :, head : head + 1], slots)
             for i in range(s_q):
-                # The keys that the query sees are cut out, not masked, because other keys must not affect the query
-                # even if they are NaN.
+                # Slice the keys that the query sees instead of masking the other keys, because 0 * NaN is NaN.
                 seen = max(0, int(cache_seqlens[b]) - s_q + i + 1) if causal else length
                 keys = kv[None, :seen], slots[None, :seen] >= 0
                 row, row_lse, _ = attend(q[b, None, i, heads], *keys, softmax_scale, head_dim_v)

@@ -11,8 +11,8 @@ _TO_THE_END = 2**30
 class FlashMLASchedMeta:
     """The plan that `flash_mla_with_kvcache` stores on its first call. Later calls must have the same `config`.
 
-    capture  the number of the CUDA graph whose capture made the plan; each replay of the graph computes the plan again.
-    None: no capture made the plan
+    capture  the ID of the stream capture during which the plan was made: each replay of that CUDA graph computes the
+             plan again. None: the plan was not made during a capture
     """
 
     have_initialized: bool = False
@@ -25,8 +25,8 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
-    The reference needs no plan: it returns one with one part and no splits. Arguments and results as in
-    `dsa.get_mla_metadata`.
+    Arguments and results as in `dsa.get_mla_metadata`. The reference needs no plan, so in the old style the plan has
+    one part and no splits.
     Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:

@@ -1,4 +1,4 @@
-"""The product of MLA's FP8 weight W_UV with the attention's sum of latents of each head, and its cast to FP8."""
+"""The product of MLA's FP8 weight W_UV with each head's attention result over the latents, cast to FP8."""
 
 import torch
 

@@ -31,8 +31,8 @@ def window_attention_cast_to_fp8(
     """Attention over a window, and over selected keys if `compressed` is given; inverse rotation; and the cast to FP8.
 
     `window_sparse_attention`, or without `compressed` `sliding_window_attention`, computes out; `apply_rotary` rotates
-    its last channels by the negative angles; `per_token_cast_to_fp8` casts the heads of each of `groups`, one group
-    after another. Arguments as in `dsa.window_attention_cast_to_fp8`.
+    its last channels by the negative angles; `per_token_cast_to_fp8` casts the groups of heads, and the rows of a group
+    are adjacent in the result. Arguments as in `dsa.window_attention_cast_to_fp8`.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     softmax = (softmax_scale, q.shape[2], attn_sink)

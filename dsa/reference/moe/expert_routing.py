@@ -52,9 +52,9 @@ def _best(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The entries sorted by expert: entries of one expert keep their order, and entries that name no expert are last.
+    """Sort entries by expert. Entries of one expert keep their order; entries that name no expert come last.
 
-    Arguments as in `dsa.sort_by_expert`.
+    Arguments and results (order, rows, ends) as in `dsa.sort_by_expert`.
     """
     flat = experts.flatten()
     flat = torch.where((flat < 0) | (flat >= count), count, flat)

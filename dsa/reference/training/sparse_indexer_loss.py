@@ -81,8 +81,8 @@ def _target(
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # The logarithm of the share that the selected keys have of each head's softmax. A logarithm, because the shares
-        # of all heads can be tiny.
+        # The logarithm of the part of each head's softmax that the selected keys have. The parts themselves can be too
+        # small for fp32 in all heads.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
