@@ -84,7 +84,7 @@ def attend_lists(
     d_v: int = D_V,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """Return `attend` of each query over the keys in its list.
+    """Return `attend` of each query over the keys that the query's list names.
 
     keys   [N, d]. The values are the first d_v channels. Rows that are in no list may contain NaN
     lists  [T, K]: rows of keys, -1 for no key

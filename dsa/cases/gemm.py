@@ -68,8 +68,8 @@ def check_cast(
 ) -> None:
     """Check the scales and values of an FP8 cast of `right`.
 
-    right is in float64; the op rounds it to `dtype` before the cast. A scale is max(amax, 1e-4) / 448 of its block,
-    with use_ue8m0 rounded up to a power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not
+    right is in float64; the op rounds it to `dtype` before the cast. A block's scale is max(amax, 1e-4) / 448, with
+    use_ue8m0 rounded up to a power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not
     finite are not checked.
     """
     q, scale = found

@@ -49,8 +49,8 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Lay out the rows of experts [T, k], the expert ids of each token, of `count` experts. M depends only on T, k and
-    `count`, so the host does not wait for the GPU."""
+    """Return the layout for `experts` [T, k], the expert ids of each token, among `count` experts. M depends only on T,
+    k and `count`, so the host does not wait for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)

@@ -43,8 +43,8 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 
 @dataclass
 class Replaced:
-    """ops: {replaced op: name of the peer's library}. failed: {library that could not be imported: reason}. values:
-    (owner, attribute, value) of all replacements."""
+    """The peers that were found. ops: {replaced op: name of the peer's library}. failed: {library that could not be
+    imported: reason}. values: (owner, attribute, value) of all replacements."""
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -148,8 +148,8 @@ def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
 
 
 def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **paging):
-    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None. The scores are of either build of
-    DeepGEMM or of our op."""
+    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None. DeepGEMM (either build) or our op has
+    made the scores."""
     starts = getattr(scores, "begins", starts)
     if theirs is None:
         return ours(scores, k, lengths=lengths, starts=starts, **paging)
@@ -184,8 +184,8 @@ def _vllm_topk(
 
 
 def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
-    """Return values[key]; if it is missing, make it. What is made during a graph's capture is not kept in `values`,
-    because its memory belongs to the graph."""
+    """Return values[key]; if it is missing, make it. A value that is made during a graph's capture is not stored in
+    `values`, because its memory belongs to the graph."""
     if key in values:
         return values[key]
     made = make(device=device)

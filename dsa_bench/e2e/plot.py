@@ -81,8 +81,8 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
 def widths(parts: Mapping[str, float], whole: float) -> list[float]:
     """Return the parts' time / `whole`, cut where their sum reaches LONGEST.
 
-    A part that is much longer than the others, for example because it includes the set-up of a first call, would make
-    all other bars invisible.
+    Without the cut, one very long part, for example with the set-up of a first call, would make all other bars
+    invisible.
     """
     found, left = [], LONGEST
     for part in PARTS:
@@ -99,7 +99,7 @@ def _by(rows: Sequence[Row], name: str) -> dict[Any, list[Row]]:
 
 
 def _axes(lines: int, columns: int, width: float, height: float) -> Any:
-    """width, height: inches of an axis."""
+    """Make a figure with lines x columns axes. width, height: inches of an axis."""
     return pyplot().subplots(
         lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
     )

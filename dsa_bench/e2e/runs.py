@@ -35,9 +35,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """timed: the run. launched: the same run, but every kernel is launched from Python, so that `parts` finds its part.
-    Both return the logits. again: makes a new `Run` over the same cache, which captures a new graph, for example for
-    other kernels."""
+    """A prompt or a decoding step to time. timed: the run. launched: the same run, but every kernel is launched from
+    Python, so that `parts` can attribute its time. Both return the logits. again: makes a new `Run` over the same
+    cache, which captures a new graph, for example for other kernels."""
 
     timed: Call
     launched: Call

@@ -1,4 +1,5 @@
-"""SwiGLU with a cast: bytes per second and their share of a copy's, compared with PyTorch's formula and our cast."""
+"""SwiGLU with a cast: bytes per second and their share of the copy bandwidth, compared with PyTorch's formula followed
+by our cast."""
 
 from functools import partial
 

@@ -1,7 +1,6 @@
 """Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not accept are padded outside the
-timing. With up to 16 heads our kernel that attends per query is a yardstick. Selections are random. With up to 16 heads
-there are also selections that overlap like those of adjacent tokens.
-"""
+timing. Selections are random. With up to 16 heads there are also selections that overlap like those of adjacent tokens,
+and our kernel that attends per query is a yardstick."""
 
 from functools import partial
 

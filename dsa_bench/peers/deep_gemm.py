@@ -39,8 +39,8 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
-    """Return calls of both builds' op for `fp8_mqa_logits`. starts must be 0, so that compressed rows are equal to rows
-    of all keys. 2.8.1 never cleans."""
+    """Return calls of both builds' op for `fp8_mqa_logits`. starts must be 0, so that a compressed row equals a row of
+    all keys. clean: -inf for scores out of range, which only the older build can write."""
 
     def old(module: ModuleType, *arguments) -> Call:
         return partial(module.fp8_mqa_logits, *arguments, clean_logits=clean)
@@ -114,7 +114,7 @@ def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[L
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows of each group, from the ends of their rows."""
+    """Return the number of rows of each group, from the ends of the groups' rows."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 

@@ -35,7 +35,7 @@ def project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> 
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """Return the sums and the call that writes them. The number of splits is the one that vLLM uses for V4."""
+    """Return (the tensors of the sums, the call that writes them). The number of splits is that of vLLM for V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
@@ -57,7 +57,7 @@ def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
 def _collapse(
     module: ModuleType, streams: torch.Tensor, sums: Sums, base, scale
 ) -> tuple[tuple[torch.Tensor, ...], Call]:
-    """Return (x, post, comb) and the call that writes them."""
+    """Return ((x, post, comb), the call that writes them)."""
     tokens, n, channels = streams.shape
     x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
     post, comb = (torch.empty(tokens, size, device=streams.device) for size in (n, n * n))
@@ -73,7 +73,7 @@ def expand(module: ModuleType, y, streams, post, comb) -> Call:
 
 
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
-    """Return the new streams and the call that writes them."""
+    """Return (the new streams, the call that writes them)."""
     out = torch.empty_like(streams)
     # The op has a dimension for a batch: here a batch of one.
     return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])

@@ -62,7 +62,7 @@ class _Inputs:
         return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
-        """Return the peak memory of forward and backward without the inputs / the memory of the inputs."""
+        """Return a ratio: the peak memory of forward and backward without the inputs / the memory of the inputs."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
