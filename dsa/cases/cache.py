@@ -78,8 +78,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return different slots for the tokens, but -1 for the second token. outside: the next tokens, 3 or with int64
-    slots 7, get slots outside the cache."""
+    """Return different slots for the tokens, but -1 for the second token. outside: the next 3 tokens (the next 7 for
+    int64 slots) get slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -376,7 +376,7 @@ def keys(
     sequences  number of sequences. Each has up to `most` new tokens after up to `earlier` cached tokens; every fifth
                has no new token
     first      index of the first sequence's first token
-    pages      pages per sequence, with random numbers
+    pages      pages per sequence; the page numbers are random
     """
     table, cached, kind_options = KEYS[kind]
     if not sequences:

@@ -112,8 +112,8 @@ def norm_with_cast(
 def check_norm_with_cast(a: Given, found: Results) -> float:
     """Require the bits of other ops, and compare y with float64.
 
-    total, if it is returned, must have the bits of PyTorch's sum; q and scale those of the cast of y. With more than
-    128 channels y must have the bits of `rms_norm`.
+    total, if it is returned, must have the bits of PyTorch's sum. q and scale must have the bits of the cast of y. With
+    more than 128 channels y must have the bits of `rms_norm`.
     """
     *total, y, q, scale = found
     normed = {"x": a["x"], "weight": a["weight"], "eps": a["eps"]}
@@ -148,8 +148,8 @@ def rotation(
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True, dims: str = "last"
 ) -> torch.Tensor:
-    """Return x [T, ..., D] in float64, with its first or last R channels rotated as complex numbers. cos, sin: [T, R /
-    2]."""
+    """Return x [T, ..., D] in float64, with its first or last R channels rotated as complex numbers. cos and sin are
+    [T, R / 2]."""
     out, channels = x.double().clone(), 2 * cos.shape[1]
     part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]
     real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)

@@ -86,8 +86,8 @@ def check_cast(
         raise AssertionError(f"{name}'s scale: {int(wrong.sum())} of {wrong.numel()} are wrong")
     each = repeated(scale, right.shape, block)
     error = (q.double() * each - right).abs()
-    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number, or for subnormals less than 2^-9, the
-    # smallest e4m3 number.
+    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number. For subnormals half a step is 2^-10; the
+    # tolerance is twice that.
     allowed = (2**-4 + eps) * right.abs() + 2**-9 * each + eps * tiny
     if (~(error <= allowed) & each.isfinite()).any():
         raise AssertionError(f"{name}: up to {(error / allowed).nan_to_num(0.0).max():.3g} times the error of rounding")
@@ -215,7 +215,7 @@ def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> 
     if limit is not None:
         limit = torch.tensor(limit, dtype=F32).item()  # the limit as an fp32 number
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # -inf * 0 is NaN
+    h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # silu(-inf) = -inf * 0 is NaN
     slack = (h.abs() * 2**-20 + 1e-36 * u.abs().clamp_min(1)).where(h.isfinite(), 0.0)
     return [(h + s).float().to(gate.dtype).float() for s in (-slack, 0.0, slack)]
 
@@ -469,7 +469,7 @@ def linear(
     scaled_from: int = 24,
     exact: bool = False,
 ) -> Given:
-    """exact: make operands whose products and sums, in any order, are exact in fp32."""
+    """Make arguments of `linear_fp32`. exact: operands whose products and sums, in any order, are exact in fp32."""
     if exact:
         x = new.below(5, tokens, channels) - 2
         w = (new.below(3, rows, channels) - 1) * 2.0 ** -round(math.log2(channels) / 2)

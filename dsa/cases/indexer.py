@@ -347,7 +347,7 @@ def paged(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make sequences of these lengths; by default two sequences.
+    """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths; by default two sequences.
 
     per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
     num_sms    the number of SMs that the plan is for; with 0 the op makes the plan

@@ -342,8 +342,8 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """Return, for each sequence, the ranges [first, end) of its tiles of 64 keys that the plan's parts compute, in
-    order. Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
+    """Return, for each sequence, the ranges [first, end) of key tiles that the plan's parts compute, in order. A tile
+    has 64 keys. Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:

@@ -163,7 +163,7 @@ def require_selected(a: Given, found: Results, **given: Any) -> None:
 
 
 def require_two_ops(a: Given, found: Results) -> None:
-    """Require the bits of `fp8_mqa_logits` followed by a selection: this sequence defines the op."""
+    """Require the same bits as `fp8_mqa_logits` followed by a selection, because these two steps define the op."""
     scored = of_scores(a)
     first, last = (scored[name] for name in RANGES)
     table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
@@ -193,7 +193,8 @@ def of_paged_scores(a: Given) -> Given:
 
 
 def require_two_paged_ops(a: Given, found: Results) -> None:
-    """Require the bits of `fp8_paged_mqa_logits` followed by a selection: this sequence defines the op."""
+    """Require the same bits as `fp8_paged_mqa_logits` followed by a selection, because these two steps define the
+    op."""
     batch, next_n = a["q"].shape[:2]
     table = {}
     if a["slots"]:

@@ -273,7 +273,7 @@ def indexer(new: Maker, tokens: int, keys: int, heads: int, di: int) -> Given:
 
 
 def divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return KL(p || softmax(scores)) over the visible keys, 0 without any."""
+    """Return KL(p || softmax(scores)) over each query's visible keys; 0 if a query sees none."""
     hidden = ~visible & visible.any(-1, keepdim=True)
     log_q = scores.masked_fill(hidden, -math.inf).log_softmax(-1).masked_fill(~visible, 0.0)
     return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
@@ -464,7 +464,8 @@ LOSSES = {
     "512 joint": {"d": 512, "heads": 66, "joint": 5.0},
     "deterministic": {"heads": 2, "index_heads": 8, "deterministic": True},
 }
-# For kept_rows: {result or gradient of queries: its dimension of queries}, {gradient of keys: its dimension of keys}.
+# OF_QUERIES: {result or gradient with a row per query: its dimension of queries}. OF_KEYS: {gradient with a row per
+# key: its dimension of keys}.
 OF_QUERIES = {"out": 0, "lse": 1, "kl": 0, "q": 0, "q_idx": 0, "w_idx": 0, "indices": 0}
 OF_KEYS = {"kv": 0, "k": 0, "v": 0, "k_idx": 0}
 

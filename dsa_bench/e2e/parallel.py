@@ -62,8 +62,8 @@ STEP_REPEATS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt or a decoding step. tokens: that it computes. held: tokens in the cache at its end. repeats: how often
-    it is timed; 0: once, without warm-up and comparisons. make: model -> the run."""
+    """A prompt or a decoding step. tokens: number of tokens that it computes. held: tokens in the cache at its end.
+    repeats: how often it is timed; 0: once, without warm-up and comparisons. make: model -> the run."""
 
     name: str
     tokens: int
@@ -156,14 +156,15 @@ def rank_rows(
     "memory", "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} per case of the
     models; with `runs` only of the cases that it names. The last seven are None for a prompt that is computed once.
 
-    layers      of the split model. The argument None: as many as fit into the GPUs' memory with the largest cache
-    ms          of the case, a decoding step as one CUDA graph; the slowest GPU counts, here and below
+    layers      number of layers of the split model. The argument None: as many as fit into the GPUs' memory with the
+                largest cache
+    ms          milliseconds of the case, a decoding step as one CUDA graph; the slowest GPU counts, here and below
     memory      peak bytes of tensors on a GPU, with weights
     collectives fraction of the first GPU's time in which only collectives run (`collectives_share`)
-    shard_ms    of the case without collectives (`without_collectives`); efficiency is shard_ms / ms
-    few_layers  layers of a smaller model for the comparison with one GPU: as many as fit on one GPU, but at most
-                MOST_COMPARED and `layers`. Its time is one_gpu_ms on the first GPU and few_ms split over all GPUs;
-                speedup is one_gpu_ms / few_ms
+    shard_ms    milliseconds of the case without collectives (`without_collectives`); efficiency is shard_ms / ms
+    few_layers  number of layers of a smaller model for the comparison with one GPU: as many as fit on one GPU, but at
+                most MOST_COMPARED and `layers`. The time of this model is one_gpu_ms on the first GPU and few_ms split
+                over all GPUs; speedup is one_gpu_ms / few_ms
     """
     for name in models:
         if found := todo(name, ranks.size, runs, done):
@@ -232,7 +233,8 @@ def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
         model = skeleton(name, **with_layers(name, layers))
         return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
 
-    # Search from three layers on, which can have one layer of each kind. `bisect_right` counts the numbers that fit.
+    # Search from three layers on, which can have one layer of each kind. `bisect_right` counts the numbers that fit, so
+    # the largest of them is 2 more.
     most = published_layers(name)
     found = bisect_right(range(3, most + 1), memory, key=needed) + 2
     if found < 3:
@@ -390,8 +392,8 @@ def _printed(call: Sequence[str]) -> Iterator[Row]:
 
 
 def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Yield the rows of two GPUs, of one GPU's part of MANY, and of four GPUs. Rows of two and of four GPUs are left
-    out if the machine has fewer."""
+    """Yield the rows of models split over two GPUs, of one GPU's part of models split over MANY GPUs, and of models
+    split over four GPUs. Rows of two and of four GPUs are left out if the machine has fewer."""
     count = torch.cuda.device_count()
     if count >= 2:
         yield from compiled_rows("parallel", gpus=2, done=done)

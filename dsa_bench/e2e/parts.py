@@ -142,8 +142,8 @@ def collectives_share(events: Sequence[Event]) -> float:
     whole = sum(us for _, us in work[begin:])
     if not whole:
         raise ValueError(f"events: must have kernels after a collective, got {len(work)} in {len(events)} events")
-    # The time in which work other than collectives runs. `in_turn` needs the first collective to know its end; the time
-    # of this collective itself is left out.
+    # The time in which work other than collectives runs. The first collective stays in this list, because other work
+    # counts only after its end; [1:] then leaves out its time.
     others = [work[begin - 1][0], *(event for event, _ in work[begin:] if not _is_collective(event))]
     computing = sum(us for _, us in list(in_turn(others))[1:])
     return (whole - computing) / whole

@@ -13,8 +13,8 @@ COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: 
 
 
 def write_passes(rows: Sequence[Row], path: Path) -> None:
-    """Draw an axis per model, and per run a bar of our kernels and below it one of the peers'. Bars are stacked by part
-    and show the time divided by that of our kernels."""
+    """Draw an axis per model. Per run it has a bar of our kernels and below it a bar of the peers'. Bars are stacked by
+    part and show the time divided by that of our kernels."""
     by_model = _by(rows, "model")
     figure, axes = _axes(1, len(by_model), 8, 1.5 + 0.4 * max(map(len, by_model.values())))
     for axis, (model, shown) in zip(axes[0], by_model.items()):
@@ -36,7 +36,7 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parallel(rows: Sequence[Row], path: Path) -> None:
-    """Draw a row of axes per number of GPUs, in it an axis per model, and two bars per run (COMPARED).
+    """Draw a row of axes per number of GPUs, with an axis per model. An axis has two bars per run (COMPARED).
 
     The bars are the time without collectives over the time with collectives, and one GPU's time over the time of all.
     Rows without a comparison are left out.

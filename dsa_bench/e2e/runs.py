@@ -16,7 +16,7 @@ Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
 _TOKENS = 2**15  # tokens that are written to a cache at a time
 _STATE = 2**-8  # standard deviation of the projections of unfinished blocks; small compared with a token's projections
-SPARE = 4  # extra pages and state slots; each `DecodeStep` over a cache allocates one of both
+SPARE = 4  # extra pages and extra state slots; each `DecodeStep` over a cache allocates one page and one slot
 
 
 @dataclass

@@ -62,7 +62,7 @@ def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """Return a table as text: by number of rows, the speed-up over the best peer. rows: of this benchmark."""
+    """Return a table as text: by number of rows, the speed-up over the best peer. rows: rows of this benchmark."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None:

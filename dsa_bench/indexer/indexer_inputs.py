@@ -47,7 +47,7 @@ def case(tokens: int, what: str) -> Case:
     size = vectors * (2 * DIM + DIM + 8) + tokens * ROTATED * 4
     calls = fresh_calls(size, partial(_queries if of_queries else _keys, tokens))
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if of_queries else ''}, bf16"
-    if of_queries:  # our ops rotate and cast
+    if of_queries:  # a yardstick, because our ops rotate and cast
         return Case(name, calls, bytes_rate(size), graph=True, yardsticks={"separate"})
     return Case(
         name,

@@ -1,6 +1,6 @@
-"""V4's attention in prefill with its result rotated back and cast to FP8.
+"""V4's attention in prefill with its result rotated back and cast to FP8, in one op.
 
-Compared with separate attention, rotation and cast: by our ops, and with FlashMLA's attention.
+It is compared with separate attention, rotation and cast. The separate attention is ours or FlashMLA's.
 """
 
 from collections.abc import Sequence

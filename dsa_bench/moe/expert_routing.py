@@ -1,4 +1,4 @@
-"""The gate and the sort by expert, compared with PyTorch's."""
+"""The gate, compared with PyTorch's formula, and the sort by expert, which is compared with nothing."""
 
 from functools import partial
 

@@ -31,7 +31,7 @@ from dsa_bench.peers.package import Library, launch_programmatically
 NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
 OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
-ALIGNMENT = 128  # the index of a group's first row is a multiple
+ALIGNMENT = 128  # the index of a group's first row is a multiple of this
 _PROCESSES = 16
 _MEMORY = 0.8  # fraction of the GPU's free memory for compiling processes, which allocate all groups' weights
 _ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
@@ -55,7 +55,7 @@ def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
-    """Return calls of both builds' op for `fp8_paged_mqa_logits`, of inputs (q, pages, weights, lengths [B],
+    """Return calls of both builds' op for `fp8_paged_mqa_logits` with inputs (q, pages, weights, lengths [B],
     block_table, columns). Plans are made outside the timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]

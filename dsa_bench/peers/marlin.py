@@ -10,8 +10,8 @@ Facts:
   code lacks. `pack` does the same with PyTorch, once per layer
 - scales: e8m0 [E, K / 32, N]. Within 64 rows, scales with equal n % 8 are adjacent, in the order in which a thread
   reads them. A scale of 2^-127 counts as 0
-- moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size, which is
-  8, 16, 32, 48 or 64: the smallest of these of which an expert's mean number of rows is less than 0.9, or else 64. An
+- moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size. The block
+  size is the smallest of 8, 16, 32, 48 and 64 for which (mean rows per expert) / size is below 0.9, or else 64. An
   entry is a row's index among the T k rows, or T k for padding. Entries after the last block are ignored. All sizes
   depend only on T, k and the number of experts
 - moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
