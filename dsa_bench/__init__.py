@@ -1,7 +1,7 @@
-"""Benchmarks of ops, of whole passes (`e2e`), and the search of tile configurations.
+"""Benchmarks of ops and of whole passes (`e2e`), and the search of tile configurations.
 
-Each benchmark module (dsa_bench/FAMILY/NAME.py) has SHAPES, the most telling first, and `case(*shape)`, which makes the
-inputs and the calls to time. A module whose kernel has tile configurations also has `tuning()`, which lists the
+Each benchmark module (dsa_bench/FAMILY/NAME.py) has SHAPES, the most important first, and `case(*shape)`, which makes
+the inputs and the calls to time. A module whose kernel has tile configurations also has `tuning()`, which lists the
 configurations that `dsa tune` searches.
 
 A module that compares with peers (other libraries' kernels for the same function) also has PROBED: small shapes that

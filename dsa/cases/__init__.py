@@ -1,7 +1,8 @@
 """Cases of every public op: how to make arguments, how to check results, and which arguments to corrupt.
 
-There is a module per op family, as in dsa.ops, and several for a large family. `dsa check`, the tests on CPU and GPU,
-the fuzzer, the digests of launches, and the benchmarks call ops with arguments that a case makes (case.py).
+There is a module per op family, as in dsa.ops, and several modules for a large family. `dsa check`, the tests on CPU
+and GPU, the fuzzer, the digests of launches (tests/ops/launched_arguments.py), and benchmarks call ops with arguments
+that a case makes (case.py).
 """
 
 import importlib

@@ -1,5 +1,5 @@
 """Parts that the cases of attention ops share: attention in float64, tolerances, random numbers, index lists, caches,
-packed sequences, and which results an invalid number in an index tensor can change."""
+packed sequences, and the results that an invalid number in an index tensor cannot change."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from dsa.testing import assert_close, poisoned
 
 FP16, INF = torch.float16, torch.inf
 D_V = 512
-# (tolerances of out, tolerances of LSE and of the largest logit). They are those of FlashMLA's tests.
+# (tolerances of out, tolerances of the LSE and of the largest logit). All three pairs are those of FlashMLA's tests.
 PREFILL_TOLERANCES = (
     {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6},
     {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536},
@@ -24,7 +24,7 @@ SPARSE_TOLERANCES = (
     {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536},
 )
 FP32_TOLERANCES = {"abs_tol": 2e-5, "rel_tol": 2e-5}
-# Most elements of the float64 tensor of gathered keys: 512 MiB on a GPU, 8 MiB on a CPU.
+# Largest number of elements of the float64 tensor of gathered keys: 512 MiB on a GPU, 8 MiB on a CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
@@ -37,7 +37,7 @@ class Attended(NamedTuple):
     out      [T, H, dv], 0 for a query without keys
     lse      [T, H], natural log, without the sink; +inf for a query without keys
     largest  [T, H], the largest scaled logit; -inf for a query without keys
-    size     [T, H, dv]: out computed with |values|; rounding errors are proportional to it
+    size     [T, H, dv], `out` computed with the values' magnitudes; rounding errors are proportional to `size`
     """
 
     out: torch.Tensor
@@ -54,10 +54,10 @@ def attend(
     scale: float,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """Compute out[t] = sum_j softmax_j(scale * q[t] . k[j]) v[j] over the j where visible[t, j].
+    """Return attention in float64: out[t] = sum_j softmax_j(scale * q[t] . k[j]) v[j] over the j where visible[t, j].
 
     q        [T, H, d]. Query head h uses key head h // (H / Hk)
-    keys     [N, Hk, d], and values [N, Hk, dv], N >= 1; or [T, N, Hk, ...] for both, if each query has its own keys
+    keys     [N, Hk, d], and values [N, Hk, dv], N >= 1. If each query has its own keys: [T, N, Hk, d], [T, N, Hk, dv]
     visible  [T, N]
     sink     [H]: out is scaled by e^lse / (e^lse + e^sink)
     """
@@ -84,12 +84,12 @@ def attend_lists(
     d_v: int = D_V,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """Compute `attend` for each query over the keys in its list.
+    """Return `attend` of each query over the keys that the query's list names.
 
     keys   [N, d]. The values are the first d_v channels. Rows that are in no list may contain NaN
     lists  [T, K]: rows of keys, -1 for no key
     """
-    padded = torch.cat((keys, keys.new_zeros(1, keys.shape[1])))  # row N, all zeros, is what index -1 reads
+    padded = torch.cat((keys, keys.new_zeros(1, keys.shape[1])))  # index -1 reads row N, all zeros
     lists = torch.nn.functional.pad(lists.long(), (0, 1), value=-1)
     numbers = _CPU_CHUNK if q.device.type == "cpu" else _CHUNK
     at_a_time = max(1, numbers // (lists.shape[1] * keys.shape[1]))
@@ -110,7 +110,7 @@ def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> 
 
 
 def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
-    """Check out and the statistics that an op returns (lse, or max_logits and lse). -> the largest error of out"""
+    """Check out and the statistics that an op returns (lse, or max_logits and lse). Return the largest error of out."""
     out, *statistics = found
     error = assert_close("out", out, expected[0], **FP32_TOLERANCES if out.dtype == F32 else tolerances[0])
     for x, right in zip(statistics, expected[1:], strict=True):
@@ -156,7 +156,7 @@ def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) ->
 
 # Caches.
 
-# layout -> (d, dtype of the queries)
+# layout -> (channels d of queries and latents, dtype of the queries)
 LAYOUTS = {
     "bf16, 576": (576, BF16),
     "bf16, 512": (512, BF16),
@@ -170,7 +170,7 @@ LAYOUTS = {
 
 
 def empty_cache(device: str, layout: str, pages: int, page: int) -> torch.Tensor:
-    """Return a cache filled with NaN, including the padding between its pages."""
+    """Return a cache filled with NaN (in byte caches with bytes of 0xFF), also in the padding between pages."""
     d, dtype = LAYOUTS[layout]
     if layout == "584 bytes":
         cache = dsa.make_v4_cache(pages, page, device)
@@ -208,11 +208,11 @@ def all_rows(cache: torch.Tensor) -> torch.Tensor:
 
 # Packed sequences.
 
-# (queries, keys) of each sequence: empty sequences, whole sequences (as many queries as keys), chunks (fewer queries
-# than keys), no queries, no keys, and fewer keys than queries.
+# (queries, keys) of each sequence. They include an empty sequence, as many queries as keys, fewer queries than keys, no
+# queries, no keys, and more queries than keys.
 SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
-# (queries, keys) for tests of hostile bounds: more queries than a tile of 128, no queries, queries that see no key, and
-# few queries.
+# (queries, keys) of each sequence for tests of hostile bounds: more queries than a tile of 128, no queries, some
+# queries that see no key, and few queries.
 FEW_SEQUENCES = ((130, 140), (0, 4), (7, 3), (5, 70))
 
 

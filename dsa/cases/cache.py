@@ -78,8 +78,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return different slots for the tokens, but -1 for the second token. outside: the tokens after the second one get
-    slots outside the cache."""
+    """Return different slots for the tokens, but -1 for the second token. outside: the next 3 tokens (the next 7 for
+    int64 slots) get slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -175,7 +175,7 @@ def latent_cache(new: Maker, layout: str, d: int, pages: int, page_size: int) ->
 
 
 def rows_of_all_sizes(new: Maker, tokens: int, d: int, least: int, most: int) -> torch.Tensor:
-    """Return fp32 [tokens, d]: each row is multiplied by its own power of two from 2^least to 2^most."""
+    """Return fp32 [tokens, d]: Gaussian rows, each multiplied by a random power of two from 2^least to 2^most."""
     return new.f32(tokens, d) * torch.exp2(new.below(most - least + 1, tokens, 1).float() + least)
 
 
@@ -208,7 +208,7 @@ def written(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_kv(a: Given, found: Results) -> float:
-    """Check that the cache has the reference's bytes, and that each number is within half a quantisation step of kv."""
+    """Check that the cache has the reference's bytes, and that each number is within half a rounding step of `kv`."""
     same_cache(found[0], written(a, a["kv"]))
     slots = slots_inside(a["slots"], a["cache"])
     x, got = a["kv"][slots >= 0], slot_numbers(found[0])[slots[slots >= 0]]
@@ -235,7 +235,8 @@ def latent_slots(
     dtype: torch.dtype = BF16,
     slot_dtype: torch.dtype = INT64,
 ) -> Given:
-    """shape: the shape of the slots, some of which are outside the cache."""
+    """Make arguments of `read_kv_cache`. shape: the shape of the slots, by default 2 x 2. Some slots are outside the
+    cache."""
     if not shape:
         pages, page_size, slots = 3, 16, new.ints([[7, -1], [40, 3]], INT64)
     else:
@@ -270,13 +271,13 @@ def projection(
     kept: bool = True,
     **options: object,
 ) -> Given:
-    """kept: whether the call passes `out`."""
+    """Make arguments of `write_mla_cache`; by default four tokens. kept: whether the call passes `out`."""
     d = d or CHANNELS[layout]
     if tokens is None:
         tokens, pages, page_size, slots = 4, 3, 16, new.ints([7, -1, 40, 0], INT64)
     else:
         slots = some_slots(new, tokens, pages * page_size, slot_dtype, outside)
-    kv = rows_of_all_sizes(new, tokens, d, -12, 7).to(dtype)  # the smallest rows have squares near eps
+    kv = rows_of_all_sizes(new, tokens, d, -12, 7).to(dtype)  # eps, 1e-6, matters for small rows
     given = {"kv": kv, "norm_weight": 1 + new.f32(512), **new.angles(tokens)}
     given |= {"cache": latent_cache(new, layout, d, pages, page_size), "slots": slots}
     given |= {"eps": 1e-6, "interleaved": True, "use_ue8m0": True, **options}
@@ -372,9 +373,10 @@ def keys(
 ) -> Given:
     """Make arguments of `slot_mapping`; by default two sequences.
 
-    sequences  each has up to `most` new tokens after up to `earlier` cached tokens; every fifth has no new token
+    sequences  number of sequences. Each has up to `most` new tokens after up to `earlier` cached tokens; every fifth
+               has no new token
     first      index of the first sequence's first token
-    pages      pages per sequence; some are missing
+    pages      pages per sequence; the page numbers are random
     """
     table, cached, kind_options = KEYS[kind]
     if not sequences:
@@ -427,8 +429,8 @@ def check_mapped(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keep the cache's bytes outside these slots, and the flag that says whether its padding was written. Of each other
-    result, keep the rows that are not in `states` (state slots)."""
+    """Keep the cache's bytes outside `slots`, and whether its padding was written. In each other result, keep the rows
+    that are not in `states` (state slots)."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -442,7 +444,8 @@ def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), 
 
 
 def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all slots of the cache except that of the token at `place`. `out` and the state do not depend on slots."""
+    """Keep all slots of the cache except the slot of the token at `place`. Keep all of `out` or of the state, which do
+    not depend on slots."""
     return other_slots(given, [int(given["slots"][place])], index=index)
 
 
@@ -466,7 +469,7 @@ def first_column(x: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def slots_of_both(kept: Any, name: str = "slots", **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of slots as int32 and as int64."""
+    """Return hostile contents of slots, once for int32 slots and once for int64 slots."""
     kinds = {"int32": INT32, "int64": INT64}
     sizes = {"pages": 3, "page_size": 64, **sizes}
     return {f"{name} {kind}": Hostile(kept, ends, {**sizes, "slot_dtype": x}) for kind, x in kinds.items()}
@@ -483,7 +486,7 @@ def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
 
 def latent_cases() -> list[Case]:
     """Return the cases of the ops that read and write latents, for the bf16, V3.2 and V4 layouts. `write_kv_cache` also
-    gets hostile slots with an fp32 cache."""
+    gets hostile slots for an fp32 cache."""
     found = []
     for name, layout in (("float", "bfloat16"), ("v32", "v32"), ("v4", "v4")):
         rows, slots, kv = (partial(make, layout=layout) for make in (latent_rows, latent_slots, projection))

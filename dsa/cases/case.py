@@ -1,5 +1,5 @@
-"""The classes `Case` (a call of an op and its check) and `Hostile` (corruption of an index tensor), the maker of their
-random tensors, and helpers that cases share."""
+"""The classes `Case` (a call of an op and its check), `Hostile` (how to corrupt an index argument) and `Maker` (random
+tensors), and helpers that cases share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class Hostile:
-    """How to corrupt an argument that contains indices, lengths or bounds with numbers that no valid call has.
+    """How to corrupt an argument that contains indices, lengths or bounds, with the numbers of `contents`.
 
     kept    (arguments, place) -> a function that selects, from all results, those that a wrong number at this place
             cannot change
@@ -100,7 +100,8 @@ class Case:
     check    (arguments, results) -> the largest error; raises AssertionError if a result is wrong. None if another case
              of the op already checks what this case computes
     sizes    sizes for `check` and for GPU tests. They give every kind of row, and full and partial tiles of the kernels
-    more     further sizes for `check`, and for GPU tests of strides: options and sizes that select other kernels
+    more     sizes of further calls, for `check` and for GPU tests of strides: options and sizes that select other
+             kernels. Each entry overrides some of `sizes`
     written  names of arguments that the op writes in place
     hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
              has several entries, further words after its name distinguish them
@@ -141,7 +142,7 @@ class Case:
         return self.check_call(self.arguments(device, seed, **{**self.sizes, **sizes}))
 
     def check_call(self, arguments: Given) -> float:
-        """Return the largest error of a call with these arguments."""
+        """Return the largest error of a call with these arguments; raise AssertionError if a result is wrong."""
         before = {name: arguments[name].clone() for name in self.written if arguments[name] is not None}
         results = self.results(arguments)
         return self.check(arguments | before, results)
@@ -193,7 +194,8 @@ PER_ROW = Hostile(other_rows, ends)
 
 
 def contents(valid: torch.Tensor) -> dict[str, int]:
-    """Return numbers that no valid tensor contains, by name. Those beyond 32 bits are only for 64-bit arguments."""
+    """Return {name: number}: numbers outside the range of valid indices, lengths and bounds. Those beyond 32 bits are
+    only for 64-bit arguments."""
     limits = torch.iinfo(valid.dtype)
     numbers = {
         "minus one": -1,

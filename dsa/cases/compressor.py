@@ -40,7 +40,9 @@ def new_tokens(
 ) -> Given:
     """Make arguments of the compressors; by default two sequences, the first with three earlier tokens.
 
+    c                channels of `kv`
     lengths, starts  numbers of new and of earlier tokens of each sequence
+    m                tokens per block
     spare            rows of the state beyond the smallest allowed number
 
     With `lengths`, rows of the state without a token are NaN.
@@ -72,7 +74,7 @@ def block_ends(a: Given) -> list[tuple[int, int, int]]:
 
 
 def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (entries, tokens) by the formula, in float64."""
+    """Return (entries of the blocks that end in a new token, indices of these tokens) by the formula, in float64."""
     kv, gate, ape, m, overlap = a["kv"].double(), a["gate"].double(), a["ape"].double(), len(a["ape"]), a["overlap"]
     b, token, position = torch.tensor(block_ends(a), dtype=INT64, device=kv.device).view(-1, 3).T
     before = torch.arange(1 - (2 * m if overlap else m), 1, device=kv.device)
@@ -141,8 +143,8 @@ def hadamard(channels: int) -> torch.Tensor:
 
 
 def check_write_compressed(a: Given, found: Results) -> float:
-    """Compare the written entries with the reference's rounded entries and with the formula. The state must have the
-    new tokens exactly, and all other slots must be unchanged."""
+    """Compare the written entries with the reference's rounded entries and with the formula. The new tokens must be
+    exactly in the state, and all other slots of the cache must be unchanged."""
     (cache, state), d = found, len(a["norm_weight"])
     index = cache.dtype == torch.uint8 and cache.shape[3] == d + 4
     check_state(a, state)
@@ -159,8 +161,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
     by_reference = a | {"cache": a["cache"].clone(), "state": a["state"].clone(), "slots": every}
     dsa.reference.write_compressed_kv(**by_reference)
     expected = slot_numbers(by_reference["cache"], index)[slots]
-    # A number may be the neighbour of the reference's number: adjacent e4m3 numbers differ by up to 1/8. Numbers of a
-    # float cache may differ by two bf16 steps of up to 1/128 each.
+    # A number may be adjacent to the reference's number: adjacent e4m3 numbers differ by up to 1/8 of their magnitude.
+    # Numbers of a float cache may differ by two bf16 steps of up to 1/128 each.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
     assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
     rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
@@ -170,8 +172,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Check the tolerances of a quantised result, and that its rounding has no bias: over numbers that are not small,
-    the mean of got / expected must be near 1."""
+    """Check the tolerances of a quantised result. With ten rows or more, also check that its rounding has no bias: over
+    numbers that are not small, the mean of got / expected must be near 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error
@@ -186,7 +188,7 @@ def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> flo
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all entries and states except those of the sequences place[0] + i for i in `wrong`."""
+    """Keep all slots and states except those of the sequences place[0] + i for i in `wrong`."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]
@@ -194,16 +196,16 @@ def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index
 
 
 def ending_slots(x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Return the places of the first token, and of the first and the last token with a slot.
+    """Return the places of the first token, and of the first and the last token that end a block.
 
-    x: the tokens' slots. In these cases only tokens that end a block have one (>= 0).
+    x: the slots of the tokens. In these cases only tokens that end a block have a slot, a number >= 0.
     """
     ending = (x >= 0).nonzero()[:, 0].tolist()
     return [(0,), (ending[0],), (ending[-1],)]
 
 
 def hostile_sequences(layout: str, **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of the slots, boundaries, starts and state slots of `write_compressed_kv`."""
+    """Return hostile contents of `slots`, `cu_seqlens`, `starts` and `state_slots` of `write_compressed_kv`."""
     index = layout == "index"
     options = {"layout": layout, "pages": 3, "lengths": (13, 0, 270, 5, 9), "starts": (2, 7, 120, 0, 3), **sizes}
     own, adjacent = (partial(other_sequences, x, index=index) for x in ((0,), (-1, 0)))

@@ -13,7 +13,7 @@ from dsa.testing import assert_close
 # error of sums and of the inverse square root.
 ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 2e-6}
 # Relative tolerance of results that are computed from sums in another order: a result sometimes rounds to the adjacent
-# number.
+# number. COSINE has the tolerances of `calc_diff` for the same results.
 NEIGHBOUR = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
 COSINE = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
 
@@ -69,7 +69,7 @@ def rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
 
 def check_norm(a: Given, found: Results) -> float:
     expected = rms_normed(a["x"], a["weight"], a["eps"])
-    # The smallest numbers of fp16 are multiples of 6e-8.
+    # abs_tol: subnormal fp16 numbers are multiples of 6e-8.
     return assert_close("y", found[0], expected, abs_tol=6e-8, rel_tol=ROUNDING[found[0].dtype], cos_tol=5e-6)
 
 
@@ -87,8 +87,8 @@ def norm_of_heads(
 
 
 def check_norm_of_heads(a: Given, found: Results) -> float:
-    """Require the bits of `rms_norm` followed by `apply_rotary`, and compare with float64. The tolerance covers two
-    roundings, because both ops round their result."""
+    """Require the same bits as `rms_norm` followed by `apply_rotary`, and compare with float64. The tolerance covers
+    two roundings, because both ops round their result."""
     normed = dsa.rms_norm(a["x"], a["weight"], a["eps"])
     equal("y", found, [dsa.apply_rotary(normed, a["cos"], a["sin"], interleaved=True, dims="last")])
     expected = rotated(rms_normed(a["x"], a["weight"], a["eps"]), a["cos"], a["sin"])
@@ -110,8 +110,11 @@ def norm_with_cast(
 
 
 def check_norm_with_cast(a: Given, found: Results) -> float:
-    """Require that total, if it is returned, has the bits of PyTorch's sum, that q and scale have the bits of the cast
-    of y, and that y has the bits of `rms_norm` if there are more than 128 channels. Compare y with float64."""
+    """Require the bits of other ops, and compare y with float64.
+
+    total, if it is returned, must have the bits of PyTorch's sum. q and scale must have the bits of the cast of y. With
+    more than 128 channels y must have the bits of `rms_norm`.
+    """
     *total, y, q, scale = found
     normed = {"x": a["x"], "weight": a["weight"], "eps": a["eps"]}
     if total:
@@ -135,7 +138,7 @@ def rotation(
     dims: str = "first",
     out: str = "",
 ) -> Given:
-    """out: "" for None, "x" for in place, "new" for another tensor."""
+    """Make arguments of `apply_rotary`. out: "" for None, "x" for a rotation in place, "new" for another tensor."""
     x, angles = new.f32(*shape).to(dtype), 100 * new.f32(shape[0], rotated // 2)
     outputs = {"": None, "x": x, "new": new.f32(*shape).to(dtype)}
     kind = {"interleaved": interleaved, "dims": dims}
@@ -145,8 +148,8 @@ def rotation(
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True, dims: str = "last"
 ) -> torch.Tensor:
-    """Return x [T, ..., D] in float64, its first or last R channels rotated as complex numbers. cos, sin: [T, R /
-    2]."""
+    """Return x [T, ..., D] in float64, with its first or last R channels rotated as complex numbers. cos and sin are
+    [T, R / 2]."""
     out, channels = x.double().clone(), 2 * cos.shape[1]
     part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]
     real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
@@ -179,15 +182,15 @@ def collapse(
     size: float = 1.0,
     **options: float,
 ) -> Given:
-    """size: the standard deviation of mix."""
+    """Make arguments of `hyper_collapse`. size: the standard deviation of mix."""
     streams, mix = new.f32(tokens, n, channels).to(dtype), size * new.f32(tokens, (2 + n) * n)
     tensors = {"streams": streams, "mix": mix, "base": new.f32((2 + n) * n), "scale": 0.5 + new.f32(3).sigmoid()}
     return {**tensors, "iterations": 3, "eps": 1e-6, "hc_eps": 1e-6, **options}
 
 
 def head(new: Maker, **sizes: object) -> Given:
-    """Make the tensors of `collapse`; the head reads only the first n channels of mix, n entries of base, and one
-    scale."""
+    """Make arguments of `hyper_head`: those of `collapse`, but only the first n channels of mix, the first n entries of
+    base, and one scale."""
     a = collapse(new, **sizes)
     n = a["streams"].shape[1]
     tensors = {"streams": a["streams"], "mix": a["mix"][:, :n].contiguous(), "base": a["base"][:n]}
@@ -195,7 +198,8 @@ def head(new: Maker, **sizes: object) -> Given:
 
 
 def logits(a: Given, counts: list[int]) -> tuple[torch.Tensor, ...]:
-    """Return mix / rms(a token's streams) * scale + base in float64, split into parts of `counts` channels."""
+    """Return mix / rms(a token's streams) * scale + base in float64, split into parts of `counts` channels. Each part
+    has its own scale."""
     root = (a["streams"].double().square().mean((1, 2)) + a["eps"]).sqrt()[:, None]
     scale = a["scale"].double().repeat_interleave(torch.tensor(counts, device=root.device))
     return (a["mix"].double() / root * scale + a["base"].double()).split(counts, 1)
@@ -244,7 +248,7 @@ def check_expand(a: Given, found: Results) -> float:
 
 
 def parts_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the three bf16 matrices whose sum is weight."""
+    """Return the three bf16 matrices whose sum is `weight`."""
     parts = []
     for _ in range(3):
         parts.append(weight.to(BF16))
@@ -268,7 +272,7 @@ def expand_and_mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, 
 
 
 def check_expand_and_mix(a: Given, found: Results) -> float:
-    """Check the bits of `hyper_expand` followed by `hyper_mix`, and compare both with float64."""
+    """Require the same bits as `hyper_expand` followed by `hyper_mix`, and compare both results with float64."""
     streams = dsa.hyper_expand(a["y"], a["streams"], a["post"], a["comb"])
     projected = {"streams": streams, "parts": a["parts"]}
     equal("streams mix", found, (streams, dsa.hyper_mix(**projected)))
@@ -292,7 +296,8 @@ def sublayer(
 
 
 def check_sublayer(a: Given, found: Results) -> float:
-    """Check the bits of `hyper_collapse` followed by `rms_norm_cast_to_fp8`, and compare the norm with float64."""
+    """Require the same bits as `hyper_collapse` followed by `rms_norm_cast_to_fp8`, and compare the norm with
+    float64."""
     own = {name: a[name] for name in a if name not in ("weight", "norm_eps", "use_ue8m0")}
     x, post, comb = dsa.hyper_collapse(**own)
     cast = dsa.rms_norm_cast_to_fp8(x, a["weight"], a["norm_eps"], a["use_ue8m0"])

@@ -44,7 +44,7 @@ def check_bits(names: str, found: Results, expected: Results) -> None:
 
 
 def repeated(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """Expand the scales of blocks of rows and columns to one float64 scale for each number of `shape`."""
+    """Expand the scales of blocks of rows and columns to a float64 tensor of shape `shape`, a scale per element."""
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, shape[-2:]))
     by_row = scale.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
     return by_row.repeat_interleave(columns, -1)[..., : shape[-1]]
@@ -68,8 +68,9 @@ def check_cast(
 ) -> None:
     """Check the scales and values of an FP8 cast of `right`.
 
-    right is in float64; the op rounds it to `dtype` before the cast. A scale is max(amax, 1e-4) / 448, or the next
-    power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
+    right is in float64; the op rounds it to `dtype` before the cast. A block's scale is max(amax, 1e-4) / 448, with
+    use_ue8m0 rounded up to a power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not
+    finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -85,8 +86,8 @@ def check_cast(
         raise AssertionError(f"{name}'s scale: {int(wrong.sum())} of {wrong.numel()} are wrong")
     each = repeated(scale, right.shape, block)
     error = (q.double() * each - right).abs()
-    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number, or for subnormals less than 2^-9, the
-    # smallest e4m3 number.
+    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number. For subnormals half a step is 2^-10; the
+    # tolerance is twice that.
     allowed = (2**-4 + eps) * right.abs() + 2**-9 * each + eps * tiny
     if (~(error <= allowed) & each.isfinite()).any():
         raise AssertionError(f"{name}: up to {(error / allowed).nan_to_num(0.0).max():.3g} times the error of rounding")
@@ -106,10 +107,10 @@ def token_cast(
 
 
 def check_token_cast(a: Given, found: Results) -> float:
-    """Check the reference's bits, and compare with float64."""
+    """Require the reference's bits, and compare with float64."""
     x, group, use_ue8m0 = a["x"], a["gran_k"], a["use_ue8m0"]
     # With ue8m0, results on a GPU have the bits of results on a CPU. Without it, PyTorch divides by 448 on a CPU but
-    # multiplies by 1 / 448 on a GPU, as the kernel does. So the reference runs on the op's device.
+    # multiplies by 1 / 448 on a GPU, as the kernel does. So without ue8m0 the reference runs on the op's device.
     expected = dsa.reference.per_token_cast_to_fp8(**a | {"x": x.cpu() if use_ue8m0 else x})
     check_bits("q scale", [y.cpu() for y in found], [y.cpu() for y in expected])
     right = x.double()
@@ -138,7 +139,7 @@ def scatter(
 
 
 def check_scatter(a: Given, found: Results) -> float:
-    """Check the bits of `per_token_cast_to_fp8` in the rows that receive a token, and compare them with float64."""
+    """In the rows that receive a token, require the bits of `per_token_cast_to_fp8` and compare with float64."""
     places, x = a["places"], a["x"]
     inside = (places >= 0) & (places < places.numel())
     rows, tokens = places[inside].long(), inside.nonzero()[:, 0]
@@ -171,7 +172,7 @@ def rotary(
 
 
 def check_rotary(a: Given, found: Results) -> float:
-    """Check the bits of `apply_rotary` followed by the cast, and compare with float64."""
+    """Require the same bits as `apply_rotary` followed by the cast, and compare with float64."""
     x, cos, sin = a["x"], a["cos"], a["sin"]
 
     def by_group(y: torch.Tensor) -> torch.Tensor:
@@ -204,13 +205,17 @@ def swiglu(
 
 
 def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> Results:
-    """Return (the smallest h that the contract allows, the exact h, the largest h that it allows). Each is rounded to
-    the operands' dtype and returned as fp32."""
+    """Return (smallest allowed h, exact h, largest allowed h) of h = silu(gate) * up, with gate and up clamped by
+    `limit`.
+
+    The docstring of `swiglu_cast_to_fp8` bounds the error of h. Each h is rounded to the operands' dtype and returned
+    as fp32.
+    """
     g, u = gate.double(), up.double()
     if limit is not None:
         limit = torch.tensor(limit, dtype=F32).item()  # the limit as an fp32 number
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # -inf * 0 is NaN
+    h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # silu(-inf) = -inf * 0 is NaN
     slack = (h.abs() * 2**-20 + 1e-36 * u.abs().clamp_min(1)).where(h.isfinite(), 0.0)
     return [(h + s).float().to(gate.dtype).float() for s in (-slack, 0.0, slack)]
 
@@ -393,7 +398,7 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, size) in float64 for the rows that belong to a weight.
+    """Return (y, size) in float64: all rows of a product with one matrix, or the rows that belong to an expert.
 
     size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
     """
@@ -435,7 +440,7 @@ def check_product(a: Given, found: Results) -> float:
 
 
 def check_fp4_product(a: Given, found: Results) -> float:
-    """Check the bits of `grouped_fp8_gemm_nt` with the widened weights, and compare with float64."""
+    """Require the same bits as `grouped_fp8_gemm_nt` with the widened weights, and compare with float64."""
     used = a["ends"][-1]
     expected = dsa.grouped_fp8_gemm_nt(**a | {"b": dsa.widen_fp4(*a["b"][:2])})
     check_bits("y", [found[0][:used]], [expected[:used]])
@@ -443,7 +448,7 @@ def check_fp4_product(a: Given, found: Results) -> float:
 
 
 def check_experts_swiglu(a: Given, found: Results) -> float:
-    """Check the bits of the grouped product followed by `swiglu_cast_to_fp8`, and compare both with float64."""
+    """Require the same bits as the grouped product followed by `swiglu_cast_to_fp8`, and compare both with float64."""
     used, b = a["ends"][-1], a["b"] if len(a["b"]) == 2 else dsa.widen_fp4(*a["b"][:2])
     gate_up = dsa.grouped_fp8_gemm_nt(a["a"], b, a["ends"], a["dtype"], rows=a["rows"])
     check_product(a, [gate_up])
@@ -464,7 +469,7 @@ def linear(
     scaled_from: int = 24,
     exact: bool = False,
 ) -> Given:
-    """exact: make operands whose products and sums, in any order, are exact in fp32."""
+    """Make arguments of `linear_fp32`. exact: operands whose products and sums, in any order, are exact in fp32."""
     if exact:
         x = new.below(5, tokens, channels) - 2
         w = (new.below(3, rows, channels) - 1) * 2.0 ** -round(math.log2(channels) / 2)
@@ -487,9 +492,9 @@ def check_linear(a: Given, found: Results) -> float:
     return (error / size).max().item() if error.numel() else 0.0
 
 
-# Hostile contents (see case.Hostile). The sizes select the variants of the kernels: small M, rows gathered by the
-# kernel, many rows copied before it, and dynamic scheduling of many work tiles. Some calls have rows after the last
-# end.
+# Hostile contents (see case.Hostile). The sizes select the variants of the kernels: small M, few rows that the product
+# gathers, many rows that a copy gathers before the product, and dynamic scheduling of many work tiles. Some calls have
+# rows after the last end.
 
 
 def other_experts(given: Given, place: tuple[int]) -> Kept:

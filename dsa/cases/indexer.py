@@ -1,4 +1,5 @@
-"""Cases of the ops that prepare the lightning indexer's queries and keys, and of its scores and their plans."""
+"""Cases of the ops that prepare the lightning indexer's queries and keys, of the ops that compute its scores, and of
+the op that plans scores over pages."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -74,7 +75,7 @@ def keys(
 
 
 def transformed(x: torch.Tensor, a: Given) -> torch.Tensor:
-    """Compute H128 rope(x) in float64, rounded to x's dtype after rope and after H128."""
+    """Return H128 rope(x) in float64, rounded to x's dtype after rope and after H128, the Hadamard transform."""
     channels, interleaved = 2 * a["cos"].shape[1], a["interleaved"]
     out, angles = x.double(), torch.complex(a["cos"].double(), a["sin"].double())
     part = out[..., :channels] if a["dims"] == "first" else out[..., 128 - channels :]
@@ -105,7 +106,7 @@ def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: 
 
 
 def check_queries(a: Given, found: Results) -> float:
-    """Check the reference's bits, and compare with float64."""
+    """Require the reference's bits, and compare with float64."""
     for name, got, right in zip(("q", "weights"), found, dsa.reference.quantize_indexer_queries(**a), strict=True):
         require(got.is_contiguous() and same_bits(got, right), f"{name}: not the reference's bits")
     q, weights = found
@@ -168,7 +169,7 @@ def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
 # The bounds below are at least ten times these figures. For comparison, a typical score is 1.4% of its terms with 64
 # heads of 128 channels, and more with fewer heads or channels. PyTorch computes all steps in fp32 and is far more
 # accurate.
-OF_TERMS = {F32: 1e-3, F16: 3e-3}  # error bound as a fraction of the terms, by the accumulators' dtype
+OF_TERMS = {F32: 1e-3, F16: 3e-3}  # error bound / sum of the terms' magnitudes, by the accumulators' dtype
 OF_TERMS_IN_PYTORCH = 1e-5
 MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # limit of calc_diff, by the scores' dtype; DeepGEMM's own limits
 BF16_ROUNDING = 2.0**-8  # as a fraction of the score
@@ -219,8 +220,8 @@ def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: boo
 
 
 def ranges(new: Maker, queries: int, keys: int, window: int) -> Given:
-    """Make ranges of keys per query. With `window`: causal ranges of that many keys; else random ranges in any order,
-    some empty, some outside the keys."""
+    """Make a range of keys per query. Without `queries`: fixed ranges of three queries. With `window`: causal ranges of
+    at most that many keys. Otherwise: random ranges, some of which are empty or reach beyond the keys."""
     if not queries:
         return dict(zip(RANGES, (new.ints([0, 2, 5]), new.ints([7, 5, 5]))))
     if window:
@@ -300,8 +301,8 @@ def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num
 
 
 def check_plan(a: Given, found: Results) -> float:
-    """Check that the splits of 256 keys are divided evenly, in order, and that each SM's entry names its first split:
-    an existing split, or the end of all sequences."""
+    """Check that the plan divides the splits of 256 keys evenly among the SMs, in order. Each SM's entry must name its
+    first split: an existing split, or the end of all sequences."""
     (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
     lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
     splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
@@ -346,7 +347,7 @@ def paged(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make sequences of these lengths; by default two sequences.
+    """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths; by default two sequences.
 
     per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
     num_sms    the number of SMs that the plan is for; with 0 the op makes the plan
@@ -450,15 +451,15 @@ def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
 
 
 def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of each named argument: of arguments with a number per row, or of the block table of two
-    sequences."""
+    """Return hostile contents of each named argument: the block table of two sequences, or an argument with a number
+    per row."""
     kinds = {"block_table": (other_tables, two_pages)}
     return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of context_lens and block_table: for one query per sequence, for four queries per
-    sequence, and for a length per query."""
+    """Return hostile contents of `context_lens` and `block_table` for one and for four queries per sequence, and of
+    `context_lens` with a length per query."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,

@@ -114,8 +114,8 @@ def prefill(
     into: bool = False,
     invariant: bool = False,
 ) -> Given:
-    """counted: pass topk_length. Some lengths are below 0 and some above top_k; the first query uses all keys, the
-    second none."""
+    """Make arguments of `flash_mla_sparse_fwd`. counted: pass topk_length, random numbers from -4 to top_k + 4, but
+    top_k for the first query and 0 for the second."""
     given = {"q": new.f32(tokens, heads, d).to(dtype), "kv": small(new, keys, 1, d, dtype=dtype)}
     given["indices"] = some_rows(new, tokens, keys, top_k, invalid)[:, None]
     lengths = new.below(top_k + 9, tokens) - 4
@@ -342,8 +342,8 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """Return, for each sequence, the ranges [first, end) of its tiles of 64 keys that the plan's parts compute, in
-    order. Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
+    """Return, for each sequence, the ranges [first, end) of key tiles that the plan's parts compute, in order. A tile
+    has 64 keys. Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:
@@ -408,7 +408,6 @@ def mha(
     (dim, value_dim), (queries, keys) = dims, (sum(x) for x in zip(*sequences))
 
     def packed(count: int, *channels: int) -> torch.Tensor:
-        """Return random rows, followed by `more` rows of NaN that belong to no sequence."""
         x = new.f32(count + more, *channels).to(dtype)
         x[count:] = torch.nan
         return x
@@ -427,7 +426,7 @@ def mha(
 
 
 def keys_of_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return bool [T, 32 * words]: whether the bit of each key is set."""
+    """Return bool [T, 32 * words]: whether the bit of each key is set in the rows of `selection_bits`."""
     key = torch.arange(32 * bits.shape[1], device=bits.device)
     word, bit = key // 128 * 4 + key % 8 // 2, key % 128 // 8 * 2 + key % 2
     return (bits[:, word] >> bit & 1).bool()
@@ -543,9 +542,10 @@ def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
-# Dense decoding from a cache without NaN. Other lengths give a plan that splits sequences at other tiles, so softmax
-# weights round differently. The errors of a page that is three times in the table add up: up to 1.2e-3 in bf16 and
-# 0.13e-3 in fp16. If a key were lost, the result would change by 9e-3 or more.
+# Dense decoding from a cache without NaN. A wrong length gives a plan that splits sequences at other tiles, so softmax
+# weights round differently, and results are compared with tolerances (`exact=False`). The errors of a page that is
+# three times in the table add up: up to 1.2e-3 in bf16 and 0.13e-3 in fp16. If a key were lost, the result would change
+# by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}
@@ -567,8 +567,8 @@ PLAN_HOSTILE = with_sizes(
 
 
 def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
-    """Return hostile contents of index lists and their lengths. The kernels split a query's keys only in lists of more
-    than a few tiles."""
+    """Return hostile contents of index lists and their lengths. The kernels split a query's keys only if its list has
+    more than a few tiles, so `variants` should have short and long lists."""
     common = {"s_q": 2, "page": 16, "rows": 240, "extra": (5, 16), "invalid": 0.0, "counted": True}
     names = "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length"
     return with_sizes(IN_ROWS, names, {variant: {**common, **sizes} for variant, sizes in variants.items()})

@@ -1,5 +1,5 @@
 """Cases of attention over sliding windows (packed and decoding, with and without selected compressed keys), and of the
-windows' index lists."""
+ops that list a window's keys or slots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -122,7 +122,8 @@ def joined(
     listed: bool = False,
     **sizes: Any,
 ) -> Given:
-    """entries: rows of `compressed`, of which each query selects `top_k`."""
+    """Make arguments of `window_sparse_attention`. entries: rows of `compressed`, of which each query selects
+    `top_k`."""
     given = {**windows(new, **sizes), "d_v": d_v}
     given |= selected(new, given, entries, top_k, invalid, counted)
     return {**given, "window_indices": window_list(given) if listed else None}
@@ -139,7 +140,8 @@ def with_cast(
     use_ue8m0: bool = True,
     **sizes: Any,
 ) -> Given:
-    """entries: as in `joined`; with 0, attention is to the window alone."""
+    """Make arguments of `window_attention_cast_to_fp8`. entries: rows of `compressed`, of which each query selects
+    `top_k`; with 0, attention is to the window alone."""
     given = windows(new, **{"heads": 64, **sizes})
     none = dict.fromkeys(("compressed", "indices", "topk_length"))
     given |= selected(new, given, entries, top_k, invalid, counted) if entries else none
@@ -191,7 +193,7 @@ def check_cast(a: Given, found: Results) -> float:
     """Compare scales and values with float64.
 
     Attention rounds its softmax weights and its result to 16 bits, and the rotation rounds the rotated channels again.
-    In addition, an e4m3 value is off by up to 1/16 of its magnitude or, if it is small, 1/512 of its scale.
+    For the rounding to e4m3, the check allows 1/16 of a value's magnitude plus 1/512 of its scale.
     """
     attended = attend_windows(a, a["window_indices"], a["q"].shape[2])
     expected = rotated(attended.out, a["cos"], -a["sin"])
@@ -307,7 +309,8 @@ def slots(
     window: int = 128,
     ring: bool = False,
 ) -> Given:
-    """Make a block table of random pages, of which every fifth on average is missing."""
+    """Make arguments of `window_slots`: a block table of random pages, of which a fifth on average is missing, or no
+    table with `ring`."""
     table = new.below(5000, len(lengths), pages)
     table = table.where(new.below(5, len(lengths), pages) > 0, -1)
     keys = {"block_table": None if ring else table, "cache_seqlens": new.ints(list(lengths))}
@@ -323,7 +326,7 @@ def small_indices(new: Maker) -> Given:
 
 
 def indices(new: Maker, sequences: Sequence[tuple[int, int]] = SEQUENCES, window: int = 128, more: int = 3) -> Given:
-    """more: queries that belong to no sequence."""
+    """Make arguments of `window_indices`. more: queries that belong to no sequence."""
     return {**bounds(new, sequences), "total_q": sum(q for q, _ in sequences) + more, "window": window}
 
 

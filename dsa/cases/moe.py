@@ -10,12 +10,14 @@ from dsa.cases.case import BF16, F32, INT32, PER_ROW, Case, Given, Hostile, Kept
 from dsa.testing import assert_close
 
 INT64 = torch.int64
-# Operands for which the routers' products and sums are exact in fp32, in any order: x has integers from -2 to 2, and
-# the weight has -1, 0 or 1 times one power of 2.
 
 
 def exact_operands(new: Maker, tokens: int, channels: int, experts: int, dtype: torch.dtype) -> Given:
-    """Return x [tokens, channels] and weight [experts, channels], whose products x @ weight.T are about 1."""
+    """Return x [tokens, channels] and weight [experts, channels] for which x @ weight.T is exact in fp32, in any order
+    of sums. The results are about 1.
+
+    x has integers from -2 to 2, and the weight has -1, 0 or 1 times one power of two.
+    """
     x, weight = new.below(5, tokens, channels) - 2, new.below(3, experts, channels) - 1
     return {"x": x.to(dtype), "weight": (weight * 2.0 ** -round(math.log2(channels) / 2)).to(dtype)}
 

@@ -86,8 +86,8 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) by a stable sort in float64. NaN and columns outside the range are never selected; a
-    score of -inf ranks before them."""
+    """Return (indices, values) by a stable sort in float64. NaN and columns outside the range are never selected. A
+    score of -inf is selected only after all higher scores."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]
@@ -119,7 +119,6 @@ def slots_of(
 
 
 def check_topk(a: Given, found: Results) -> float:
-    """Require equal indices and values."""
     indices, values = selected(**{name: x for name, x in a.items() if name not in ("return_values", "out")})
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -164,7 +163,7 @@ def require_selected(a: Given, found: Results, **given: Any) -> None:
 
 
 def require_two_ops(a: Given, found: Results) -> None:
-    """Require the bits of `fp8_mqa_logits` followed by a selection: this sequence defines the op."""
+    """Require the same bits as `fp8_mqa_logits` followed by a selection, because these two steps define the op."""
     scored = of_scores(a)
     first, last = (scored[name] for name in RANGES)
     table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
@@ -194,7 +193,8 @@ def of_paged_scores(a: Given) -> Given:
 
 
 def require_two_paged_ops(a: Given, found: Results) -> None:
-    """Require the bits of `fp8_paged_mqa_logits` followed by a selection: this sequence defines the op."""
+    """Require the same bits as `fp8_paged_mqa_logits` followed by a selection, because these two steps define the
+    op."""
     batch, next_n = a["q"].shape[:2]
     table = {}
     if a["slots"]:

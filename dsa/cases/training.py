@@ -17,8 +17,8 @@ INDEXER = ("q_idx", "k_idx", "w_idx")
 
 @dataclass(frozen=True)
 class Trained(Case):
-    """A case whose results are followed by the gradients of all arguments that require gradients. `upstream` makes the
-    gradients of the results.
+    """A case whose results are followed by the gradients of all arguments that require gradients. The function
+    `upstream` makes the gradients of the results.
 
     of  positions of the results through which gradients flow
     """
@@ -37,7 +37,7 @@ def leaves_of(given: Given) -> dict[str, torch.Tensor]:
 
 
 def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
-    """Return the arguments with new leaves. dtype: the dtype of all float tensors; None: unchanged."""
+    """Return the arguments with new autograd leaves. dtype: the dtype of all float tensors; None: unchanged."""
     fresh = dict(given)
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -155,8 +155,8 @@ def attention(
 
 
 def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return out and lse by the formula. rounded: the dtype to which the softmax weights are rounded, as in an
-    attention with 16-bit operands; None: no rounding."""
+    """Return out and lse by the formula. rounded: the dtype to which the softmax weights are rounded, as attention with
+    16-bit operands rounds them; None: no rounding."""
     rows, valid = rows_of(a["kv"][:, 0], a["indices"])
     q, wide = (x.float() if rounded else x for x in (a["q"], rows))
     logits = a["softmax_scale"] * torch.einsum("thd,tjd->thj", q, wide)
@@ -205,8 +205,8 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return {argument: absolute tolerance of its gradient}. Gradients need it because the kernels compute delta, the
-    dot product of out and upstream, from the rounded out.
+    """Return {argument: absolute tolerance of its gradient}. Gradients need a tolerance because the kernels compute
+    delta, the dot product of out and upstream, from the rounded out.
 
     The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
     are a few times the effect of random errors of half a unit in the last place of out.
@@ -273,7 +273,7 @@ def indexer(new: Maker, tokens: int, keys: int, heads: int, di: int) -> Given:
 
 
 def divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return KL(p || softmax(scores)) over the visible keys, 0 without any."""
+    """Return KL(p || softmax(scores)) over each query's visible keys; 0 if a query sees none."""
     hidden = ~visible & visible.any(-1, keepdim=True)
     log_q = scores.masked_fill(hidden, -math.inf).log_softmax(-1).masked_fill(~visible, 0.0)
     return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
@@ -304,7 +304,8 @@ def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
     exact = with_leaves(a, F64)
     with torch.enable_grad():
         kl = sparse_kl(exact)
-    # With one key kl is 0. Then only its rounding error is left, so the limit of the cosine distance is 2: no limit.
+    # With one key kl is 0, so only its rounding error is left and its direction is random. The limit 2 of the cosine
+    # distance then allows any direction.
     direction = 1e-3 if kl.abs().max() > 1e-4 else 2.0
     assert_close("kl", found[0], kl.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=direction)
     errors = [0.0]
@@ -321,7 +322,7 @@ LENGTHS = ((130, 140), (0, 4), (7, 3), (5, 70), (3, 0))
 
 
 def packed(new: Maker, lengths: Lengths, first: int = 0) -> Given:
-    """first: index of the first sequence's first query and first key."""
+    """Make the bounds and largest lengths of packed sequences. first: index of the first query and of the first key."""
     queries, keys = (torch.tensor([first, *side]).cumsum(0).tolist() for side in zip(*lengths))
     longest = {name: max(side) for name, side in zip(("max_seqlen_q", "max_seqlen_k"), zip(*lengths))}
     return {"cu_seqlens_q": new.ints(queries), "cu_seqlens_k": new.ints(keys), **longest}
@@ -463,7 +464,8 @@ LOSSES = {
     "512 joint": {"d": 512, "heads": 66, "joint": 5.0},
     "deterministic": {"heads": 2, "index_heads": 8, "deterministic": True},
 }
-# Result or gradient -> its dimension of queries, or its dimension of keys.
+# OF_QUERIES: {result or gradient with a row per query: its dimension of queries}. OF_KEYS: {gradient with a row per
+# key: its dimension of keys}.
 OF_QUERIES = {"out": 0, "lse": 1, "kl": 0, "q": 0, "q_idx": 0, "w_idx": 0, "indices": 0}
 OF_KEYS = {"kv": 0, "k": 0, "v": 0, "k_idx": 0}
 

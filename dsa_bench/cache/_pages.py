@@ -1,4 +1,4 @@
-"""Empty pages of the MLA caches, and the size of a token in them."""
+"""Helpers of the cache benchmarks: empty pages, the bytes of a token, random slots, and a comparison of two caches."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import dsa
 from dsa_bench.harness.case import agree
 
 PAGE = 64
-# {layout: channels of a latent} and {layout: bytes per token}.
+# DIMS: {layout: channels of a latent}. BYTES: {layout: bytes per token}.
 DIMS = {"V3.2": 576, "V4": 512, "bf16": 576}
 BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 

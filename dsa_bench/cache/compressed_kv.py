@@ -21,7 +21,7 @@ SHAPES = [
     (1, 1, 512, 128, "v4"),
     (1, 1, 128, 4, "index"),
 ]
-EARLIER = 1023  # tokens before a single new token, which ends its block
+EARLIER = 1023  # cached tokens before a single new token, which then ends a block of 4 and of 128
 
 
 def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> dict[str, Call]:
@@ -33,7 +33,7 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> dict[str
     ends = torch.arange(start, start + tokens).repeat(sequences).cuda() % m == m - 1
     slots = torch.where(ends, ends.cumsum(0) - 1, -1)
     pages = -(-int(ends.sum()) // PAGE)
-    # Two caches, because the contents are compared.
+    # The two calls write to separate caches, because the contents of the caches are compared.
     cache, apart = (
         dsa.make_v4_cache(pages, PAGE, "cuda") if layout == "v4" else empty_bytes(pages, d + 4) for _ in range(2)
     )

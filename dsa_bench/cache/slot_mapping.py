@@ -1,5 +1,5 @@
-"""Slots of new tokens, all keys, compressed entries and ring buffers, compared with plain torch operations: bytes per
-second."""
+"""Slots of new tokens, of all keys, of compressed entries and in ring buffers, compared with plain torch operations:
+bytes per second."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import dsa
 from dsa.reference.cache import slot_mapping as reference
 from dsa_bench.harness.case import Case, bytes_case
 
-# what; sequences; new tokens per sequence. As many tokens of the sequence are cached before them.
+# what; sequences; new tokens per sequence. Except with "all keys", as many tokens are cached before the new ones.
 SHAPES = [
     ("tokens", 1, 16384),
     ("tokens", 16, 1024),

@@ -1,7 +1,7 @@
 """`python -m dsa_bench.e2e NAME [OPTION...]`: a benchmark of whole passes.
 
-Prints a line of JSON per row, and the time of each step to standard error. Where kernels are compiled in advance,
---compile does only that and needs no GPU.
+Prints a line of JSON per row, and the time of each step to standard error. Benchmarks that compile their kernels in
+advance accept --compile, which only compiles and needs no GPU.
 """
 
 import argparse

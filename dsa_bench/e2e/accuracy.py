@@ -11,8 +11,8 @@ at least 32 index heads and 64 attention heads. This model has them:
 Every sequence of the held-out text is one pass. The references compute the expected logits in fp32, with the same
 weights and the same quantisation of activations, index keys and caches. The error of a sequence is
 |logits - expected| / |expected|, in 2-norms over all tokens and the vocabulary. All kernels compute the same sequences.
-An interval contains the middle 95% of the means of RESAMPLES random samples. Each sample draws as many sequences as
-there are, with replacement, and uses the same sequences for all kernels (paired bootstrap).
+An interval contains the middle 95% of the means of RESAMPLES random samples. Each sample draws sequences with
+replacement, as many as the text has, and the same sequences for all kernels (paired bootstrap).
 """
 
 from collections.abc import Iterator, Sequence
@@ -133,8 +133,8 @@ def _values(differences: Sequence[Difference], name: str) -> torch.Tensor:
 
 
 def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval:
-    """Return the mean of values [N] or, with over [N], mean(values) / mean(over), and its 95% interval by the paired
-    bootstrap."""
+    """Return [mean, lower end, upper end] of the 95% interval by the paired bootstrap. The mean is the mean of `values`
+    [N] or, with `over` [N], mean(values) / mean(over)."""
     samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0))
     means, mean = values[samples].mean(1), values.mean()
     if over is not None:

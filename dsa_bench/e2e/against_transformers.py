@@ -20,7 +20,7 @@ from dsa_layers import options
 from dsa_layers.parallel.ranks import ALONE
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-CHUNK = 512  # tokens per pass over a context; with eager attention such a pass fits in memory at all of TOKENS
+CHUNK = 512  # tokens per pass over a context; with eager attention such a pass fits in memory after each of TOKENS
 REPEATS, STEPS = 3, 8
 EAGER = "eager"
 OPTIONS = {
@@ -46,9 +46,9 @@ def rows(
 
     way    "eager", "dsa" or "dsa, FP8 index scores"
     run    "prompt" or "step"
-    tokens of the prompt, or of the context before the steps
+    tokens number of tokens of the prompt, or of the context before the steps
     ms     the median, or None if memory did not suffice
-    gib    peak memory beyond that which is allocated before the run, such as the model's weights
+    gib    peak memory beyond the memory that is allocated before the run, such as that of the model's weights
     ratio  eager attention's ms / ms; None if either is None
 
     changes: fields of the model's configuration. Raises ValueError without transformers.

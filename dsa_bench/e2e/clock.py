@@ -69,16 +69,16 @@ class Clock:
         return found
 
     def held(self) -> int:
-        """Return the bytes of the tensors that now exist on this rank's GPU, without the clock's scratch."""
+        """Return the bytes of the tensors that exist on this rank's GPU, without the clock's scratch."""
         return torch.cuda.memory_allocated(self.device) - self._scratch_bytes
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
-        """Return the peak bytes of tensors since `forget_peak`, the maximum over the ranks' GPUs."""
+        """Return the peak bytes of tensors since `forget_peak`. With several ranks, the largest peak counts."""
         return max(self.gather(torch.cuda.max_memory_allocated(self.device) - self._scratch_bytes))
 
     def free(self) -> int:
-        """Return the free bytes of a GPU, the minimum over the ranks' GPUs."""
+        """Return the free bytes of the GPU. With several ranks, the smallest number counts."""
         return min(self.gather(torch.cuda.mem_get_info(self.device)[0]))

@@ -4,7 +4,7 @@ and print each step with its time.
 The module dsa_bench.e2e.NAME of a benchmark (`NAMES`) has
   OPTIONS  {flag: the arguments of `add_argument`}; `rows` and `asked` have a parameter for each flag
   rows     (options, tell) -> the benchmark's rows
-  asked    options -> the kernels (variants) that the rows ask for. Without `asked`, the passes compile their kernels
+  asked    options -> the kernels (variants) that the rows need. Without `asked`, each pass compiles its kernels
 """
 
 import importlib
@@ -37,12 +37,12 @@ def load(name: str) -> ModuleType:
 
 
 def of_models(models: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the option --models of a benchmark, whose choices and default are all these models."""
+    """Return OPTIONS with the option --models, whose choices and default are all `models`."""
     return {"--models": {"nargs": "+", "choices": [*models], "default": [*models], "help": "default: all"}}
 
 
 def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
-    """Compile the kernels that a benchmark asks for (`asked`) in parallel processes, then yield its rows.
+    """Compile the kernels that a benchmark needs (`asked`) in parallel processes, then yield its rows.
 
     The passes would compile them one after the other, which would take most of the benchmark's time.
     """
@@ -71,7 +71,7 @@ def asked_of(
     steps: Iterable[tuple[int, ...]],
     arch: str = "sm_90",
 ) -> set[Variant]:
-    """Return the kernels that passes of a model on the meta device ask for.
+    """Return the kernels that passes of a model on the meta device need.
 
     prompts: per pass, the (new, earlier) tokens of each of its prompts. steps: per decoding step (sequences, tokens of
     each sequence), or (sequences, tokens of each sequence, drafts of each sequence).

@@ -1,5 +1,5 @@
-"""The time of all layers of a model on more GPUs than the machine has, computed from one GPU's part without collectives
-and from the collectives of fewer GPUs."""
+"""The time of all layers of a model on more GPUs than the machine has, computed from the time of one GPU's part without
+collectives and from the communication of fewer GPUs."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,11 @@ from dsa_bench.e2e.parallel import Row
 
 
 def computed(silent: Row, measured: Sequence[Row]) -> float | None:
-    """Return milliseconds of a pass through all published layers on silent["gpus"] GPUs, or None if `measured` has no
-    row with shard_ms of the same model and run.
+    """Return milliseconds of a pass through all published layers on N = silent["gpus"] GPUs. Return None if `measured`
+    has no row of the same model and run with shard_ms.
 
-    silent: a row of `parallel.part_rows`; its shard_ms is the time of one of N = silent["gpus"] GPUs without
-    collectives. measured: rows of `parallel.rank_rows`; ms - shard_ms is the communication. The row with the most GPUs,
-    n, counts.
+    silent: a row of `parallel.part_rows`. Its shard_ms is the time of one of the N GPUs without collectives. measured:
+    rows of `parallel.rank_rows`, in which ms - shard_ms is the communication. The row with the most GPUs, n, counts.
 
     The result is published layers * (shard_ms of `silent` + communication), both per layer. From n to N GPUs
     - a prompt's communication grows with the fraction of the rows that each GPU receives, from (n - 1) / n to
@@ -20,6 +19,7 @@ def computed(silent: Row, measured: Sequence[Row]) -> float | None:
     - a decoding step's communication has a fixed part, which is the communication of the step with the fewest
       sequences. The remainder transfers rows. It grows with the number of parts that each GPU receives, from n - 1 to
       N - 1.
+
     More GPUs also wait longer for each other; this is not included. The time of embedding and head is divided among the
     layers. So if a row has fewer layers than the published model, embedding and head count several times.
     """

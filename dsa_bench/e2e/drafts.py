@@ -52,8 +52,8 @@ def run_of(count: int, drafts: int) -> str:
 
 
 class DraftedDecoding:
-    """Decoding of `count` sequences of `context` tokens, of which the last `drafts` are drafts. The caches contain
-    random numbers, and all tokens that a pass computes differ. The constructor runs the pass once.
+    """Decoding of `count` sequences of `context` tokens each. The last `drafts` tokens of a sequence are drafts. The
+    caches contain random numbers, and all tokens that a pass computes differ. The constructor runs the pass once.
 
     touched: the number of experts with tokens in a pass, per MoE layer.
     """
@@ -61,7 +61,7 @@ class DraftedDecoding:
     def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
         self._model, self._drafts, self._device = model, drafts, next(model.parameters()).device
         self._cache, places = filled(model, count, context)
-        # The last token of the sequence in slot s is 1 + s.
+        # The last token of the sequence in state slot s is 1 + s (`Cached`), so drafts are tokens from 1 + count on.
         guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for _, slot in places]
         self._sequences = [Cached(*place, context - drafts, some) for place, some in zip(places, guesses)]
         self._step = _RepeatedDecode(model, self._cache, drafts=drafts, capture=False)
@@ -87,7 +87,7 @@ class DraftedDecoding:
 
 
 class _Repeated(CapturedStep[Any]):
-    """A step whose pass `again` repeats with the same inputs, without the host's work before the pass."""
+    """A step that keeps the inputs of a pass. `again` repeats the pass without the host's work before it."""
 
     def _run(self, inputs: Any) -> Any:
         self._inputs = inputs
@@ -122,18 +122,18 @@ def rows(
     "of_copy", "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} per model, number of sequences after
     4096 tokens and number of drafts. done: shapes of an earlier run, which are left out.
 
-    layers          of the published model; ms and bytes of `plain` and `verify` are for this number of layers
+    layers          number of layers of the published model; ms and bytes of `plain` and `verify` are for all of them
                     (`full_depth`)
     plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over one token per sequence, and of a pass over this
                     token and the drafts. bytes: that the pass reads (`pass_bytes`). touched: the number of experts with
                     tokens, averaged over the MoE layers. depths: the measured milliseconds of the stack without layers,
                     with its first layer, and with all layers
-    draft_ms        of the drafter's passes per round; measured, because the drafter has only one layer
+    draft_ms        milliseconds of the drafter's passes per round; measured, because the drafter has one layer
     copy            bytes per second that a copy reads and writes
     of_copy         [plain, verify]: the time to copy the pass's bytes / the pass's time
     over_bytes      (verify ms / plain ms) / (verify bytes / plain bytes)
     tokens_a_round  expected with ACCEPTANCE (`tokens_a_round`), because with random weights no draft is accepted
-    ms              of a round: the verifying pass and the drafter's passes
+    ms              milliseconds of a round: the verifying pass and the drafter's passes
     gain            tokens/s over tokens/s without drafts (`gain`)
 
     Times are GPU times. They include neither sampling nor the host's work between passes.
@@ -202,7 +202,7 @@ def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: 
 def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted; also those of rows in `done`."""
+    """Return the kernels that the rows need, sorted; also those of rows in `done`."""
     return in_order(
         asked_of(
             skeleton(name, drafter=True),

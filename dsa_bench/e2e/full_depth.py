@@ -22,7 +22,7 @@ from dsa_layers.layers.experts import Experts
 
 # The ops that sort a pass's tokens by expert. Their last result has the end of each expert's rows.
 SORTING = ("route_by_table", "route_to_experts", "sort_by_expert")
-LOOKED_UP = "tid2eid"  # V4's table; a token reads one row
+LOOKED_UP = "tid2eid"  # V4's table of each token's experts; a token reads one row
 
 
 def depths(model: CheckpointModel) -> tuple[int, int, int]:
@@ -35,9 +35,9 @@ def full_depth(name: str, ends: float, first: float, whole: float) -> float:
     / (n - 1).
 
     ends, first, whole: the milliseconds or bytes of the stack without layers, with only its first layer, and with all
-    its n layers. The first layer has the kind of the first F of the published layers, which have no experts (V3.2,
-    GLM-5) or attend only to windows (V4). Each of the other N - F layers counts as the mean of the stack's other
-    layers. These have one kind, or in V4 two kinds in equal parts, like the published layers.
+    its n layers. F of the published layers have the kind of the stack's first layer: they have no experts (V3.2, GLM-5)
+    or attend only to windows (V4). Each of the other N - F layers counts as the mean of the stack's other layers. These
+    have one kind, or in V4 two kinds in equal parts, like the published layers.
     """
     file, fields = STACKS[name]
     published = published_config(file)
@@ -50,8 +50,8 @@ def full_depth(name: str, ends: float, first: float, whole: float) -> float:
 
 @contextmanager
 def first_layers(model: CheckpointModel, count: int) -> Iterator[None]:
-    """Within the block, the model has only its first `count` layers. Make caches before the block, because a cache has
-    a part for each layer that the model then has."""
+    """Within the block, the model has only its first `count` layers. Make caches before the block: a cache made within
+    the block has parts only for these layers."""
     layers = layers_of(model)
     left_out = list(layers)[count:]
     del layers[count:]

@@ -30,8 +30,8 @@ OPTIONS = of_models(STACKS)
 
 @dataclass(frozen=True)
 class Sizes:
-    """prompt: tokens of the long prompt. sequences, context: the number of decoding sequences, and their tokens at the
-    start. steps: timed passes without the prompt."""
+    """Sizes of the workload. prompt: tokens of the long prompt. sequences, context: the number of decoding sequences,
+    and their tokens at the start. steps: timed passes after the prompt."""
 
     prompt: int = 131072
     sequences: int = 32
@@ -41,7 +41,7 @@ class Sizes:
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Return (generator, prompts, sampling parameters). The long prompt is the last one and generates one token. The
-    other sequences may generate so many tokens that they decode in all passes."""
+    other sequences may generate enough tokens to decode in all passes."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
@@ -58,7 +58,6 @@ def _lengths(sizes: Sizes) -> list[int]:
 
 
 def _new_tokens(chunk: int, sizes: Sizes) -> int:
-    """Return an upper bound of the number of tokens that a decoding sequence generates."""
     return -(-sum(_lengths(sizes)) // chunk) + sizes.sequences + sizes.steps + 2
 
 
@@ -91,12 +90,12 @@ def _timed(
 def asked(
     models: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted."""
+    """Return the kernels that the rows need, sorted."""
     most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
     for chunk in chunks:
         different = list(dict.fromkeys(_work(chunk, sizes)))
         # The kernels of a pass change little with the number of earlier tokens, so a geometric sample of the passes
-        # asks for all.
+        # needs all of them.
         prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
     counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
     steps = [(count, context) for count in counts for context in (sizes.context, most)]

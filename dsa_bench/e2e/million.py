@@ -39,12 +39,13 @@ def rows(
 
     A prompt's passes do not depend on later tokens. So only the longest prompt is computed, and a shorter prompt's row
     is made of its first passes.
-    ms         of all passes on the GPU's clock, or of a step as one CUDA graph
-    pass_ms    of the last pass; for a step, ms
+
+    ms         milliseconds of all passes on the GPU's clock, or of a step as one CUDA graph
+    pass_ms    milliseconds of the last pass; for a step, ms
     parts      {part: ms} of the kernels in the last pass or in the step, which runs once more for this
     memory     peak bytes of tensors, with weights and cache
-    workspace  what a long context adds to the peak bytes of a pass besides weights and cache: their maximum over the
-               passes from the SHORT-th on, minus those of the SHORT-th pass. None for a step
+    workspace  bytes that a long context adds to a pass's peak memory besides weights and cache: the maximum over the
+               passes from the SHORT-th on, minus the SHORT-th pass's. None for a step
 
     Caches of decoding sequences contain random numbers. These decide which keys are selected, not how many. Steps whose
     sequences do not fit in memory have no row.
@@ -126,7 +127,7 @@ def asked(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows ask for, sorted; also those of rows in `done`."""
+    """Return the kernels that the rows need, sorted; also those of rows in `done`."""
     context = max(lengths)
     prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
     return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

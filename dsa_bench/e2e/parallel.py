@@ -49,12 +49,12 @@ from dsa_layers.parallel.split import split
 
 MANY = 8  # GPUs whose time `computed.py` computes from fewer GPUs
 COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")
-# Memory per GPU for activations, scores, graphs and kernels. Passes over 8192 tokens take about half of it.
+# Bytes per GPU for activations, scores, graphs and kernels. Passes over 8192 tokens take about half of them.
 RESERVE = 10 * 10**9
-# At most so many layers are compared between one GPU and all GPUs. With 16 layers, the part of a pass that is in no
-# layer is small.
+# Largest number of layers for the comparison between one GPU and all GPUs. With 16 layers, the part of a pass outside
+# the layers is small.
 MOST_COMPARED = 16
-# {tokens of a prompt: how often it is timed}. 0: once, without a warm-up, because it takes a minute.
+# {tokens of a prompt: how often it is timed}. 0: timed once, without a warm-up, because it takes a minute.
 PROMPTS = {4096: 10, 32768: 3, 131072: 1, 1048576: 0}
 SEQUENCES, CONTEXT = (1, 8, 32, 128, 256), 8192
 STEP_REPEATS = 20
@@ -62,8 +62,8 @@ STEP_REPEATS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: computed by the case, a prompt or a decoding step. held: tokens in the cache at its end. repeats: how
-    often it is timed; 0: once, without warm-up and comparisons. make: model -> the run."""
+    """A prompt or a decoding step. tokens: number of tokens that it computes. held: tokens in the cache at its end.
+    repeats: how often it is timed; 0: once, without warm-up and comparisons. make: model -> the run."""
 
     name: str
     tokens: int
@@ -88,7 +88,6 @@ def cases(model: str) -> list[Case]:
 
 
 def names() -> list[str]:
-    """Return the names of all models' cases."""
     return list(dict.fromkeys(case.name for model in STACKS for case in cases(model)))
 
 
@@ -104,7 +103,7 @@ OPTIONS = of_models(STACKS) | {
 def asked(
     gpus: int, models: Sequence[str] = tuple(STACKS), runs: Collection[str] | None = None, **others: Any
 ) -> list[Variant]:
-    """Return the kernels that passes of the models ask for, split over `gpus` GPUs and on one GPU; sorted.
+    """Return the kernels that passes of the models need, split over `gpus` GPUs and on one GPU; sorted.
 
     others: the other options of `rows`, which change no kernel.
     """
@@ -117,7 +116,7 @@ def asked(
 
 
 def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]:
-    """Return the kernels that a rank's part of a stack asks for."""
+    """Return the kernels that a rank's part of a stack needs."""
     model = skeleton(name)
     split(model, ranks, blocks=True)
 
@@ -126,7 +125,7 @@ def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]
         if case.name.startswith("decode"):
             steps.append((case.tokens, CONTEXT))
             continue
-        # Passes after the eighth ask for the same kernels as the last pass.
+        # Passes after the eighth need the same kernels as the last pass.
         begins = {*range(0, min(case.tokens, 8 * CHUNK), CHUNK), max(case.tokens - CHUNK, 0)}
         prompts += [[(min(CHUNK, case.tokens - begin), begin)] for begin in begins]
     with without_collectives(model, ranks):
@@ -157,14 +156,15 @@ def rank_rows(
     "memory", "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} per case of the
     models; with `runs` only of the cases that it names. The last seven are None for a prompt that is computed once.
 
-    layers      of the split model. The argument None: as many as fit into the GPUs' memory with the largest cache
-    ms          of the case, a decoding step as one CUDA graph; the slowest GPU counts, here and below
+    layers      number of layers of the split model. The argument None: as many as fit into the GPUs' memory with the
+                largest cache
+    ms          milliseconds of the case, a decoding step as one CUDA graph; the slowest GPU counts, here and below
     memory      peak bytes of tensors on a GPU, with weights
     collectives fraction of the first GPU's time in which only collectives run (`collectives_share`)
-    shard_ms    of the case without collectives (`without_collectives`); efficiency is shard_ms / ms
-    few_layers  layers of a smaller model for the comparison with one GPU: as many as fit on one GPU, but at most
-                MOST_COMPARED and `layers`. Its time is one_gpu_ms on the first GPU and few_ms split over all GPUs;
-                speedup is one_gpu_ms / few_ms
+    shard_ms    milliseconds of the case without collectives (`without_collectives`); efficiency is shard_ms / ms
+    few_layers  number of layers of a smaller model for the comparison with one GPU: as many as fit on one GPU, but at
+                most MOST_COMPARED and `layers`. The time of this model is one_gpu_ms on the first GPU and few_ms split
+                over all GPUs; speedup is one_gpu_ms / few_ms
     """
     for name in models:
         if found := todo(name, ranks.size, runs, done):
@@ -233,7 +233,8 @@ def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
         model = skeleton(name, **with_layers(name, layers))
         return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
 
-    # At least three layers, one of each kind.
+    # Search from three layers on, which can have one layer of each kind. `bisect_right` counts the numbers that fit, so
+    # the largest of them is 2 more.
     most = published_layers(name)
     found = bisect_right(range(3, most + 1), memory, key=needed) + 2
     if found < 3:
@@ -391,8 +392,8 @@ def _printed(call: Sequence[str]) -> Iterator[Row]:
 
 
 def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Yield the rows of two GPUs, of one GPU's part of MANY, and of four GPUs. Rows of two and of four GPUs are left
-    out if the machine has fewer."""
+    """Yield the rows of models split over two GPUs, of one GPU's part of models split over MANY GPUs, and of models
+    split over four GPUs. Rows of two and of four GPUs are left out if the machine has fewer."""
     count = torch.cuda.device_count()
     if count >= 2:
         yield from compiled_rows("parallel", gpus=2, done=done)

@@ -45,7 +45,7 @@ Event = dict[str, Any]
 
 
 def glue() -> AbstractContextManager[None]:
-    """Open a range, for work that only converts our tensors to layouts of the peers' kernels."""
+    """Open a range for work that only converts our tensors to layouts of the peers' kernels."""
     return record_function(_PREFIX + GLUE)
 
 
@@ -84,7 +84,8 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _announced(model: nn.Module) -> AbstractContextManager[None]:
-    """Within the block, modules and `dsa.topk_indices` open ranges."""
+    """Within the block, calls of attention and MoE layers, of the indexers' `select`, and of `dsa.topk_indices` open
+    ranges."""
 
     def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -141,7 +142,8 @@ def collectives_share(events: Sequence[Event]) -> float:
     whole = sum(us for _, us in work[begin:])
     if not whole:
         raise ValueError(f"events: must have kernels after a collective, got {len(work)} in {len(events)} events")
-    # The time in which work other than collectives runs.
+    # The time in which work other than collectives runs. The first collective stays in this list, because other work
+    # counts only after its end; [1:] then leaves out its time.
     others = [work[begin - 1][0], *(event for event, _ in work[begin:] if not _is_collective(event))]
     computing = sum(us for _, us in list(in_turn(others))[1:])
     return (whole - computing) / whole

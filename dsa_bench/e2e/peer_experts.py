@@ -28,7 +28,7 @@ from dsa_layers.layers.experts import Experts
 Forward = Callable[..., torch.Tensor]
 # A pass with at least so many tokens counts as a prompt's, and runs on DeepGEMM with FP4 weights widened to FP8.
 # Engines run prompts on Marlin too, with bf16 products. FP8 products have twice the rate, which matters for a prompt,
-# whose experts have many rows. A step's time is the time to read its weights.
+# whose experts have many rows. A step spends its time reading weights, so the rate of its products matters little.
 LEAST_TOKENS = 512
 # Steps of LEAST_MASKED to MOST_MASKED tokens use the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms
 # with the masked and 2.08 ms with the contiguous product; one token took 0.096 ms and 0.077 ms.
@@ -49,8 +49,8 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Lay out the rows of experts [T, k], the expert ids of each token, of `count` experts. M depends only on T, k and
-    `count`, so the host does not wait for the GPU."""
+    """Return the layout for `experts` [T, k], the expert ids of each token, among `count` experts. M depends only on T,
+    k and `count`, so the host does not wait for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)

@@ -1,14 +1,17 @@
 """A model's layers on the peers' kernels: replaces our ops by the peers' ops that can be imported.
 
-As in engines that run DeepSeek-V3.2, DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, and
-FlashMLA the attention to selected keys, each in the newest installed build. FlashMLA has only the absorbed form of
-attention to selected keys. Prompts that attend to all keys run in the multi-head form, with a third of the absorbed
-form's multiply-adds, in PyTorch: on cuDNN's kernel if a pass has whole prompts of one length, on FlashAttention 2
-otherwise. In V4's prefill the window's keys and the compressed entries are copied into one tensor for FlashMLA; engines
-keep both in one tensor from the start. Experts run on DeepGEMM's grouped products (peer_experts.py), and FP4 experts of
-decoding on vLLM's Marlin. No peer fuses selection with scores, so scores and top-k are two ops for any number of keys
-and of sequences. All other ops, such as cache writers, stay ours. Work that only converts our tensors to a library's
-layout is marked as glue (`parts.glue`).
+The peers are those of engines that run DeepSeek-V3.2, each in the newest installed build:
+- DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, and FlashMLA the attention to selected
+  keys. FlashMLA has only the absorbed form of this attention.
+- Prompts that attend to all keys run in the multi-head form in PyTorch, with a third of the absorbed form's
+  multiply-adds. A pass whose prompts are whole and have one length runs on cuDNN's kernel, any other pass on
+  FlashAttention 2.
+- In V4's prefill the window's keys and the compressed entries are copied into one tensor for FlashMLA. Engines keep
+  both in one tensor from the start.
+- Experts run on DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin.
+
+No peer fuses selection with scores, so scores and top-k are always two ops. All other ops, such as cache writers, stay
+ours. Work that only converts our tensors to a library's layout is marked as glue (`parts.glue`).
 """
 
 import contextlib
@@ -43,8 +46,8 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 
 @dataclass
 class Replaced:
-    """ops: {replaced op: name of the peer's library}. failed: {library that could not be imported: reason}. values:
-    (owner, attribute, value) of all replacements."""
+    """The peers that were found. ops: {replaced op: name of the peer's library}. failed: {library that could not be
+    imported: reason}. values: (owner, attribute, value) of all replacements."""
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -148,8 +151,8 @@ def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
 
 
 def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **paging):
-    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None. The scores are of either build of
-    DeepGEMM or of our op."""
+    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None. DeepGEMM (either build) or our op has
+    made the scores."""
     starts = getattr(scores, "begins", starts)
     if theirs is None:
         return ours(scores, k, lengths=lengths, starts=starts, **paging)
@@ -184,8 +187,8 @@ def _vllm_topk(
 
 
 def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
-    """Return values[key]; if it is missing, make it. What is made during a graph's capture is not kept in `values`,
-    because its memory belongs to the graph."""
+    """Return values[key]; if it is missing, make it. A value that is made during a graph's capture is not stored in
+    `values`, because its memory belongs to the graph."""
     if key in values:
         return values[key]
     made = make(device=device)

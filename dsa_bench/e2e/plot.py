@@ -13,8 +13,8 @@ COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: 
 
 
 def write_passes(rows: Sequence[Row], path: Path) -> None:
-    """Draw an axis per model, and per run a bar of our kernels and below it one of the peers'. Bars are stacked by part
-    and show the time divided by that of our kernels."""
+    """Draw an axis per model. Per run it has a bar of our kernels and below it a bar of the peers'. Bars are stacked by
+    part and show the time divided by that of our kernels."""
     by_model = _by(rows, "model")
     figure, axes = _axes(1, len(by_model), 8, 1.5 + 0.4 * max(map(len, by_model.values())))
     for axis, (model, shown) in zip(axes[0], by_model.items()):
@@ -36,7 +36,7 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parallel(rows: Sequence[Row], path: Path) -> None:
-    """Draw a row of axes per number of GPUs, in it an axis per model, and two bars per run (COMPARED).
+    """Draw a row of axes per number of GPUs, with an axis per model. An axis has two bars per run (COMPARED).
 
     The bars are the time without collectives over the time with collectives, and one GPU's time over the time of all.
     Rows without a comparison are left out.
@@ -81,8 +81,8 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
 def widths(parts: Mapping[str, float], whole: float) -> list[float]:
     """Return the parts' time / `whole`, cut where their sum reaches LONGEST.
 
-    A part that is much longer than the others, for example because it includes the set-up of a first call, would make
-    all other bars invisible.
+    Without the cut, one very long part, for example with the set-up of a first call, would make all other bars
+    invisible.
     """
     found, left = [], LONGEST
     for part in PARTS:
@@ -99,7 +99,7 @@ def _by(rows: Sequence[Row], name: str) -> dict[Any, list[Row]]:
 
 
 def _axes(lines: int, columns: int, width: float, height: float) -> Any:
-    """width, height: inches of an axis."""
+    """Make a figure with lines x columns axes. width, height: inches of an axis."""
     return pyplot().subplots(
         lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
     )

@@ -14,7 +14,7 @@ from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers.deep_gemm import compile_products
 
-# Prompts as (count, tokens); decoding sequences as (count, tokens in the cache).
+# PROMPTS: (number of prompts, tokens of each). STEPS: (number of decoding sequences, tokens of each in the cache).
 PROMPTS = (
     *((64, 512), (16, 2000), (256, 100), (4, 3000)),
     *((1, tokens) for tokens in (4096, 8192, 16384, 65536, 131072)),
@@ -42,7 +42,7 @@ def rows(
     "V4-Flash prefill 64 x 512" and "GLM-5 decode 8 x 4096". Runs that do not fit the GPU's memory have no row.
     done: shapes of an earlier run, which are left out.
 
-    ms          on the GPU's clock; a decoding step runs as one CUDA graph
+    ms          milliseconds on the GPU's clock; a decoding step runs as one CUDA graph
     parts       {part: ms} of kernels (`parts.gpu_ms`)
     peer_ms, peer_parts  ms and parts of the run with the peers' kernels; None without peers
     ratio       peer_ms / ms
@@ -66,8 +66,8 @@ def rows(
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
-    """Return the numbers of rows of the linear layers' products in all passes: the tokens of a pass. The rows of
-    kv_b_proj are a pass's keys and are not included."""
+    """Return all row counts of the linear layers' products: the numbers of tokens of the passes. The product of
+    kv_b_proj, whose rows are a pass's keys, is not included."""
     tokens = [count * n for count, n in prompts]
     return {min(n, CHUNK) for n in tokens} | {n % CHUNK for n in tokens} - {0} | {count for count, _ in steps}
 

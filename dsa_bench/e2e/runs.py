@@ -16,7 +16,7 @@ Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
 _TOKENS = 2**15  # tokens that are written to a cache at a time
 _STATE = 2**-8  # standard deviation of the projections of unfinished blocks; small compared with a token's projections
-SPARE = 4  # extra pages and state slots; each `DecodeStep` over a cache allocates one of both
+SPARE = 4  # extra pages and extra state slots; each `DecodeStep` over a cache allocates one page and one slot
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """timed: the run. launched: the same run, but every kernel is launched from Python, so that `parts` finds its part.
-    Both return the logits. again: makes a new `Run` over the same cache, which captures a new graph, for example for
-    other kernels."""
+    """A prompt or a decoding step to time. timed: the run. launched: the same run, but every kernel is launched from
+    Python, so that `parts` can attribute its time. Both return the logits. again: makes a new `Run` over the same
+    cache, which captures a new graph, for example for other kernels."""
 
     timed: Call
     launched: Call

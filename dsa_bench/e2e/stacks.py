@@ -150,7 +150,7 @@ def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator:
         # torch has no random FP8. These bytes have a random sign, a magnitude from 1/4 to below 1, and any mantissa.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
         bits.add_(bits & 0x10, alpha=7).add_(0x28)
-    elif values.dtype == torch.int8:  # two FP4 codes per byte, of which all are finite numbers
+    elif values.dtype == torch.int8:  # two FP4 codes per byte; every code is a finite number
         values.view(torch.uint8).random_(0, 256, generator=generator)
     elif values.dtype == torch.float8_e8m0fnu:
         values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * columns))

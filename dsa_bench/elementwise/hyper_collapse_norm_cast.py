@@ -1,5 +1,5 @@
-"""Collapse of the streams with norm and cast in one kernel, compared with our two kernels for collapse and for norm
-and cast."""
+"""The collapse of the streams with norm and cast in one kernel, compared with two of our kernels: the collapse, and the
+norm with a cast."""
 
 import torch
 

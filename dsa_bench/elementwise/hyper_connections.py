@@ -1,5 +1,5 @@
-"""The kernels of hyper-connections, compared with tile-kernels and the formulas in PyTorch; also projection and
-collapse together, compared with DeepGEMM's projection followed by tile-kernels' collapse."""
+"""The kernels of hyper-connections, compared with tile-kernels and the formulas in PyTorch. Projection and collapse
+together are also compared with DeepGEMM's projection followed by tile-kernels' collapse."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""Expansion and projection in one kernel, compared with tile-kernels' expansion followed by DeepGEMM's projection,
-which leaves partial sums, and with our two separate kernels."""
+"""Expansion and projection in one kernel, compared with our two separate kernels, and with tile-kernels' expansion
+followed by DeepGEMM's projection, which leaves partial sums."""
 
 import torch
 

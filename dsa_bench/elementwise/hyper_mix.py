@@ -1,8 +1,8 @@
-"""The projection of the streams, compared with DeepGEMM's projection in TF32, and with one cuBLAS product that
-multiplies the streams by all three bf16 parts of the matrix and whose three results are then added.
+"""The projection of the streams, compared with DeepGEMM's projection in TF32 and with cuBLAS. One cuBLAS product
+multiplies the streams by all three bf16 parts of the matrix, and its three results are then added.
 
-DeepGEMM rounds each weight to 11 bits, leaves partial sums over the channels to the next kernel, and sums the streams'
-squares, which our collapse does.
+DeepGEMM rounds each weight to 11 bits and leaves partial sums over the channels to the next kernel. It also sums the
+streams' squares, which our collapse does.
 """
 
 import torch

@@ -10,8 +10,8 @@ import dsa
 from dsa.reference.elementwise import rms_norm as reference
 from dsa_bench.harness.case import Case, bf16, bytes_rate, f32, fresh, over
 
-# Rows, channels, with weights, with gradients: V3.2's hidden state, its query latent, and V4's query heads (64 per
-# token). With gradients: V3.2's hidden state and query latent, and the hidden state of a small model.
+# Rows, channels, with weights, with gradients. Without gradients: V3.2's hidden state and query latent, and V4's query
+# heads (64 per token). With gradients: V3.2's hidden state and query latent, and a small model's hidden state.
 SHAPES = [
     (16384, 7168, True),
     (4096, 7168, True),

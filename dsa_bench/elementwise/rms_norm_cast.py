@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, bytes_case, f32
 
-# tokens, channels, whether a residual is added: V3.2's hidden state, its query latent, V4-Flash's hidden state
+# tokens, channels, whether a residual is added: V3.2's hidden state and query latent, V4-Flash's hidden state
 SHAPES = [
     (16384, 7168, True),
     (4096, 7168, True),

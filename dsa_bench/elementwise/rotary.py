@@ -7,8 +7,8 @@ from dsa.reference.elementwise import rotary as reference
 from dsa_bench.harness.case import Case, angles, bf16, bytes_rate, fresh, over
 
 ROTATED = 64
-# tokens, heads, channels, whether the channels of a pair are adjacent, first or last channels, in place: V4's queries
-# and outputs, V3.2's queries and keys, its indexer's queries without FP8
+# tokens, heads, channels, whether a pair is two adjacent channels, whether the first or the last channels rotate,
+# whether in place: V4's queries and outputs, V3.2's queries and keys, and its indexer's queries before the FP8 cast
 SHAPES = [
     (4096, 64, 512, True, "last", False),
     (4096, 64, 512, True, "last", True),

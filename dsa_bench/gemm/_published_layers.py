@@ -1,4 +1,4 @@
-"""The sizes of the published models' FP8 linear layers that are one matrix each, so not those of grouped layers."""
+"""The sizes of the published models' FP8 linear layers that are one matrix each, without those of grouped layers."""
 
 from functools import cache
 

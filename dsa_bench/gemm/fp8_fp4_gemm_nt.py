@@ -10,7 +10,7 @@ from dsa_bench.gemm.fp8_gemm_nt import agree_on_some
 from dsa_bench.harness.case import Case, activations, copy, plain_rate
 from dsa_bench.peers import deep_gemm
 
-# tokens, columns, channels, experts, experts per token: V4-Flash's gate and up, its down, and V4-Pro's
+# tokens, columns, channels, experts, experts per token: V4-Flash's gate and up, V4-Flash's down, V4-Pro's two products
 SHAPES = [
     *((tokens, 4096, 4096, 256, 6) for tokens in (64, 1, 32, 128, 512, 1024, 8192)),
     *((tokens, 4096, 2048, 256, 6) for tokens in (32, 8192)),
@@ -19,7 +19,7 @@ SHAPES = [
 ]
 PROBED = [(128, 256, 512, 16, 2)]
 _FP8 = "dsa, FP8"
-_SHORT = 512  # up to so many tokens a call takes about as long as its launches
+_SHORT = 512  # up to so many tokens a call takes about as long as its launches, so graphs are timed
 
 
 def prepare() -> None:
@@ -31,7 +31,8 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     m = tokens * top_k
     a = activations(m, channels)
     packed = torch.randint(0, 256, (experts, columns, channels // 2), dtype=torch.uint8, device="cuda")
-    # Scales of 2^-6 to 2^-1 as E8M0 bytes. e4m3 represents all e2m1 values times these scales over a block's 2^-7.
+    # Scales of 2^-6 to 2^-1 as E8M0 bytes. All e2m1 values times such a scale, divided by a block's scale of 2^-7, are
+    # e4m3 numbers.
     exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
     exponents[:, ::128, ::4] = 126  # every block has the same largest scale, so all blocks' FP8 scales are equal
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")

@@ -26,7 +26,7 @@ from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library
 
-# rows, columns, channels; experts and experts per row, or None. The status table shows the first.
+# rows, columns, channels; experts and experts per row, or None. The status table shows the first shape.
 SHAPES = [
     *((rows, 7168, 16384, None, None) for rows in (4096, 128, 1)),
     *((rows, 24576, 1536, None, None) for rows in (1, 128, 4096)),
@@ -70,7 +70,7 @@ SHAPES = [
 FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa, which engines join
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
 SHORT = 512  # up to so many rows a product takes microseconds, so it is timed in a CUDA graph
-FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # bytes and largest number of the matrices of a graph (`weights_like`)
+FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of a graph's matrices: bytes in all and largest number (`weights_like`)
 CUBLAS = Library("cuBLASLt", ("torch",))
 
 
@@ -103,11 +103,11 @@ def prepare() -> None:
 
 
 def weights_like(b: Scaled, rows: int) -> list[Scaled]:
-    """Return b and, for at most SHORT rows, more matrices of its size, so that a graph's call does not find its matrix
-    in the L2 cache.
+    """Return b and, for at most SHORT rows, more matrices of that size. A graph's calls read them in turn, so that they
+    do not find their matrices in the L2 cache.
 
-    MOST_WEIGHTS bounds their number, so small matrices may all fit into the cache. Even of these a graph needs several,
-    because a call with few rows is shorter than the start of a graph.
+    MOST_WEIGHTS bounds the number of matrices, so small ones may all fit into the cache. A graph still needs several
+    calls, because one call with few rows is shorter than the start of a graph.
     """
     if rows > SHORT:
         return [b]

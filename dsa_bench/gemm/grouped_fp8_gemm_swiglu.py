@@ -17,7 +17,7 @@ SHAPES = [
 ]
 PROBED = [(128, 256, 512, 16, 2, None), (256, 256, 512, 16, 2, 10.0)]
 _THREE = "dsa, three kernels"
-_SHORT = 512  # up to so many tokens a call takes about as long as its launches
+_SHORT = 512  # up to so many tokens a call takes about as long as its launches, so graphs are timed
 
 
 def prepare() -> None:

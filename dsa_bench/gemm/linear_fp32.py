@@ -1,5 +1,5 @@
-"""Products of few tokens in fp32, compared with PyTorch's product followed by a scale. Every call of a graph reads
-another matrix.
+"""Products of few bf16 tokens with fp32 results, compared with PyTorch's product followed by a scale. Every call of a
+graph reads another matrix.
 
 The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
 as in a model, the prefetch gains less.
@@ -12,8 +12,9 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
-# Rows and channels of matrices. V4-Flash: index weights; the compressors of the indexer, of layers without an indexer
-# and of layers with one; all these matrices of a layer with an indexer joined. V3.2: index weights.
+# Rows and channels of matrices. V4-Flash's, in this order: index weights; the indexer's compressor; the compressor of
+# layers without an indexer; the compressor of layers with an indexer; the three matrices of a layer with an indexer,
+# joined. The last is V3.2's index weights.
 MATRICES = [(64, 4096), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (64, 7168)]
 SHAPES = [(tokens, *matrix) for matrix in MATRICES for tokens in (1, 8, 16, 32, 64)]
 _SCALE = 0.3

@@ -1,9 +1,10 @@
 """FP8 products of all linear layers of the published models at all numbers of rows, compared with DeepGEMM 2.8.1 and
 cuBLASLt.
 
-The benchmark `fp8_gemm_nt` measures some of these shapes for the receipt; no receipt has rows of this benchmark. The
-sizes are those of the pinned configurations' layers that the op `fp8_gemm_nt` multiplies. V4's `wo_a`, a grouped
-product, is not one of them. `kv_b_proj` is one of V3.2's and GLM-5's, because prompts expand their keys with it.
+The receipt (tests/gpu/receipt.json) has some of these shapes, as rows of the benchmark `fp8_gemm_nt`, but no rows of
+this benchmark. The sizes are those of the layers in the pinned configurations that the op `fp8_gemm_nt` multiplies.
+V4's `wo_a`, a grouped product, is not one of them. `kv_b_proj` of V3.2 and GLM-5 is one, because prompts expand their
+keys with it.
 """
 
 import statistics
@@ -55,12 +56,13 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 @lru_cache(1)
 def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
-    """Return (rows for the largest number of rows, matrices for the smallest), which all cases of a matrix share."""
+    """Return (activations with the largest number of rows, matrices for the smallest number of rows), which all cases
+    of a matrix share."""
     return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """Return a table, as text, of the speed-up over the best peer by number of rows. rows: of this benchmark."""
+    """Return a table as text: by number of rows, the speed-up over the best peer. rows: rows of this benchmark."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None:

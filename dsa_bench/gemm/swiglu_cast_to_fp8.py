@@ -1,4 +1,5 @@
-"""SwiGLU with a cast: bytes per second and their share of a copy's, compared with PyTorch's formula and our cast."""
+"""SwiGLU with a cast: bytes per second and their share of the copy bandwidth, compared with PyTorch's formula followed
+by our cast."""
 
 from functools import partial
 
@@ -7,8 +8,8 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, Scaled, bf16, bytes_case
 
-# rows, channels, power-of-two scales, limit: V3.2's 8 and V4-Flash's 6 experts of 4096, 128 and 1 tokens, rows of the
-# shared expert and of a dense layer
+# rows, channels, power-of-two scales, limit. Rows are those of 4096, 128 and 1 tokens with V3.2's 8 or V4-Flash's 6
+# experts per token, of a shared expert, and of a dense layer.
 SHAPES = [
     (32768, 2048, True, None),
     (32768, 2048, False, None),

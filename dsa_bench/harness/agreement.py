@@ -9,8 +9,8 @@ import torch
 import dsa
 from dsa.testing import calc_diff
 
-ROWS = 64  # compared per result
-RECALL = 0.98  # fraction of our selected keys that a peer must have selected
+ROWS = 64  # about this many rows are compared per result
+RECALL = 0.98  # least fraction of our selected keys that a peer must select, too
 TOLERANCE = 1e-3  # of `calc_diff`: rounding causes 1e-5, another key or scale 0.01 and more
 
 
@@ -25,7 +25,8 @@ def some(rows: int) -> slice:
 
 
 def agree(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless all tensors that are in both results agree on some of their rows.
+    """Raise AssertionError unless the tensors of both results, paired in order, agree on some of their rows. Tensors
+    that only one result has are ignored.
 
     A peer's tensor may have padding at the end of any dimension. For e4m3 values that are followed by their scales, the
     products of values and scales are compared, because a scale can round to another power of two.
@@ -54,7 +55,7 @@ def agree_attention(got: Any, ours: Any) -> None:
 
 
 def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless calc_diff is below the tolerance. It is not if non-finite entries differ."""
+    """Raise AssertionError unless calc_diff is below the tolerance; it is infinite if non-finite entries differ."""
     if not (diff := calc_diff(got, ours)) < tolerance:
         raise AssertionError(f"differs by {diff:.2g}")
 
@@ -65,8 +66,8 @@ def as_reference(
     """Return a check that raises AssertionError unless `calc_diff` of a result and the reference's is below the
     tolerance.
 
-    call: is run with the backend "reference". seen: the reference's result -> the index of the entries that are
-    compared, by default all.
+    call: our call, which the check runs with the backend "reference". seen: the reference's result -> the index of the
+    entries that are compared, by default all.
     """
 
     def check(got: torch.Tensor) -> None:
@@ -82,11 +83,12 @@ def as_reference(
 def agree_selected(
     got: Any, ours: torch.Tensor, keys: int, scores: torch.Tensor | None = None, least: float = RECALL
 ) -> None:
-    """Raise AssertionError unless each row of `got` has as many different keys as ours, all below `keys`.
+    """Raise AssertionError unless each row of `got` has as many different keys as `ours`, all below `keys`, and enough
+    of them are right.
 
-    At least the fraction `least` of the keys must be ours, in any order. With `scores` [rows, keys], this fraction must
-    instead score at least as high as our lowest key of the row, because peers break ties arbitrarily and some compare
-    fewer bits.
+    At least the fraction `least` of the keys must be ours, in any order. With `scores` [rows, keys], at least this
+    fraction must instead score as high as our lowest key of the row or higher, because peers break ties arbitrarily and
+    some compare fewer bits.
     """
     rows = some(len(ours))
     selected, expected = first(got)[rows].long(), ours[rows].long()

@@ -86,7 +86,7 @@ __all__ = [
     "weights",
 ]
 OURS = "dsa"
-Figure = Callable[[float], str]
+Figure = Callable[[float], str]  # milliseconds -> text
 Input = TypeVar("Input")
 # These rates are measured once per process, at the first call.
 copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(fp8_gemm_rate)
@@ -117,7 +117,7 @@ def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
 
 
 def bytes_rate(size: float, us: bool = True) -> Figure:
-    """Return a figure of bytes per second and their share of the copy bandwidth; us: also microseconds."""
+    """Return a `Figure`: bytes per second and their share of the copy bandwidth. us: also microseconds."""
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
@@ -127,7 +127,7 @@ def bytes_rate(size: float, us: bool = True) -> Figure:
 
 
 def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
-    """Return a figure of FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
+    """Return a `Figure`: FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
     name = "bf16" if ceiling is bf16_gemm else "FP8"
 
     def figure(ms: float) -> str:
@@ -138,7 +138,7 @@ def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
 
 
 def nearer_rate(size: float, flops: float) -> Figure:
-    """Return the figure of `bytes_rate` or of `flop_rate` with `bf16_gemm`, whichever is nearer its ceiling."""
+    """Return the `Figure` of `bytes_rate` or of `flop_rate` with `bf16_gemm`, whichever is nearer its ceiling."""
 
     def figure(ms: float) -> str:
         compute_bound = flops / bf16_gemm() > size / copy()
@@ -148,7 +148,7 @@ def nearer_rate(size: float, flops: float) -> Figure:
 
 
 def plain_rate(size: float, flops: float = 0, of: str = "") -> Figure:
-    """Return a figure of microseconds and GB/s, followed by `of`; with `flops`, of microseconds, TFLOP/s and TB/s."""
+    """Return a `Figure`: microseconds and GB/s, followed by `of`. With `flops`: microseconds, TFLOP/s and TB/s."""
 
     def figure(ms: float) -> str:
         seconds = ms * 1e-3
@@ -167,7 +167,9 @@ def microseconds(ms: float) -> str:
 
 @dataclass
 class Case:
-    """name       the shape as text
+    """One shape: the calls to time, how to compare their results, and how to print our time.
+
+    name       the shape as text
     calls      {"dsa" or another name: calls over different inputs, which run in turn}. The calls of `peers` are added
     figure     our milliseconds -> the rate or bandwidth as text
     peers      other libraries' kernels for the same function, some followed by our cast
@@ -210,8 +212,8 @@ class Case:
     def tried(self, expected: object = None) -> dict[str, str]:
         """Return {name: reason} of the peers and baselines that cannot be compared with ours.
 
-        These are peers without a call, calls that raise, also during a graph's capture if graphs are timed, and calls
-        whose result does not agree with `expected`, by default our result.
+        These are peers without a call, peers and baselines whose call or graph capture raises (a capture is tried if
+        graphs are timed), and those whose result does not agree with `expected`, by default our result.
         """
         why = dict(self.peers.failed)
         for name in self.calls:

@@ -1,8 +1,9 @@
 """Host time per call of each op and of its peers: Python, checks, allocations and launches.
 
 The GPU works asynchronously: within a block of calls the host does not wait for it. The inputs are those of the first
-shape in the benchmark's PROBED, which are small, or of the first shape in SHAPES if there is no PROBED. Hosts differ by
-a factor of two and more, so the first row is a call of a PyTorch function, for comparisons between machines.
+shape in the benchmark's PROBED, which are small, or of the first shape in SHAPES if there is no PROBED. Times differ
+between hosts by a factor of two and more. So the first row is a call of a PyTorch function, by which machines can be
+compared.
 """
 
 import statistics
@@ -22,7 +23,7 @@ CALLS, BLOCKS = 40, 15  # calls between two waits for the GPU, and timed blocks
 
 
 def ops() -> list[str]:
-    """Return the benchmarks that measure an op or a part of an op."""
+    """Return the benchmarks of an op or of a part of an op: those whose name is an op's or begins with one."""
     return [name for name in benchmarks() if any(f"{name}_".startswith(f"{op}_") for op in op_modules())]
 
 

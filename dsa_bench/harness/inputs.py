@@ -44,7 +44,7 @@ def angles(tokens: int, rotated: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def causal_ranges(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [queries] (starts, ends): query i sees the keys before token keys - queries + i, from key 0 on."""
+    """Return int32 [queries] (starts, ends): query i sees keys 0 to keys - queries + i - 1."""
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     return torch.zeros_like(ends), ends
 

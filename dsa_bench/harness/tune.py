@@ -46,7 +46,8 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a configuration on a class of shapes: milliseconds per shape, or the failure."""
+    """The outcome of a configuration on a class of shapes: registers per thread as text, milliseconds per shape, or the
+    failure."""
 
     config: Any
     registers: str
@@ -87,7 +88,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         compiled = dict(zip(todo, pool.map(_compile, todo.values(), todo)))
 
     path = output or tuning.path_of(op, arch)
-    path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first data
+    path.parent.mkdir(parents=True, exist_ok=True)  # an arch without data has no folder
     note = {
         "device": torch.cuda.get_device_name(),
         "multiprocessors": backends.num_sms(gpu),
@@ -107,8 +108,8 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
-    """Return the fastest configuration, or None if the modelled choice is as fast within WORTH, so that no data is
-    needed."""
+    """Return the fastest configuration. Return None if the modelled choice is as fast within WORTH, because no data is
+    then needed."""
     modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
     within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
     return None if within else trials[0].config

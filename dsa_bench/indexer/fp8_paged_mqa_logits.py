@@ -46,7 +46,7 @@ PROBED = [
     (4, 1, 0, 64, "float32"),
 ]
 DIM, PAGE = 128, 64
-_PLANS = 8  # per graph
+_PLANS = 8  # calls per graph, each of which makes the plan
 _FP32 = "dsa, float32 accumulators"
 
 
@@ -108,7 +108,7 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     keys = sum(int(lengths.sum()) for *_, lengths, _, _ in inputs) / len(inputs)
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        """Compare the scores of the keys that a row sees, of some rows."""
+        """Compare, in some rows, the scores of the keys that the row sees."""
         *_, lengths, _, columns = inputs[0]
         rows = some(len(ours))
         visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
@@ -131,7 +131,7 @@ def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
 
-    # One (heads, next_n) per number of columns.
+    # The product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

@@ -26,7 +26,7 @@ def _queries(tokens: int) -> dict[str, Call]:
 
 def _keys(tokens: int) -> dict[str, Call]:
     k, gain, bias, (cos, sin) = bf16(tokens, DIM), f32(DIM), f32(DIM), angles(tokens, ROTATED)
-    # Two caches, because the contents are compared.
+    # The two calls write to separate caches, because the contents of the caches are compared.
     cache, apart = (empty_bytes(2 * tokens // PAGE, DIM + 4) for _ in range(2))
     slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
 
@@ -47,7 +47,7 @@ def case(tokens: int, what: str) -> Case:
     size = vectors * (2 * DIM + DIM + 8) + tokens * ROTATED * 4
     calls = fresh_calls(size, partial(_queries if of_queries else _keys, tokens))
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if of_queries else ''}, bf16"
-    if of_queries:  # our ops rotate and cast
+    if of_queries:  # a yardstick, because our ops rotate and cast
         return Case(name, calls, bytes_rate(size), graph=True, yardsticks={"separate"})
     return Case(
         name,

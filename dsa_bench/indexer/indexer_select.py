@@ -1,7 +1,7 @@
 """Scores and selection in one op: TFLOP/s of the pairs in range, compared with two separate ops, ours and the peers'.
 
 The separate ops write up to 4 GiB of scores at a time; our layers' prefill writes 260 MiB. The peers always accumulate
-scores in fp32, even in the cases with our fp16 accumulators. The peers promise no order among equal scores.
+scores in fp32, even in the cases with our fp16 accumulators. They do not say which of several equal scores they select.
 """
 
 from functools import partial
@@ -32,8 +32,8 @@ TWO_OPS = "dsa, two ops"
 
 
 def _scales(keys: int, kind: str) -> torch.Tensor:
-    """Return the keys' scales for a kind of scores. With "plateau" most scores are zero, so the lists of candidates
-    overflow."""
+    """Return the scales of the keys. With "plateau" most scales are zero, so most scores are zero, and the kernel's
+    lists of candidates overflow."""
     if kind == "ascending":
         return torch.arange(1, keys + 1, device="cuda").float()
     scale = scales(keys)

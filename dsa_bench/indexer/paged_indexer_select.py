@@ -2,7 +2,7 @@
 two kernels.
 
 Our call includes the plan of the scores. The peers' plans are made outside the timing, because a step's layers share
-them. The peers promise no order among equal scores.
+them. The peers do not say which of several equal scores they select.
 """
 
 from functools import partial

@@ -1,9 +1,10 @@
 """Top-k selection in bytes of scores per second, compared with vLLM, SGLang, TokenSpeed, cuDNN-frontend and torch.
 
 Our indices are exact and ascending. The peers return theirs in any order, and except for cuDNN-frontend's deterministic
-variant they promise no order among equal scores. Our op, vLLM, SGLang and TokenSpeed write into a given tensor, as in
-engines; the calls of cuDNN-frontend and torch are not given one. Scores of the kind "indexer" have padded rows, as
-`fp8_mqa_logits` returns them. Peers that accept only contiguous scores get copies, made outside the timing.
+variant they do not say which of several equal scores they select. Our op, vLLM, SGLang and TokenSpeed write into a
+given tensor, as in engines; the calls of cuDNN-frontend and torch are not given one. Scores of the kind "indexer" have
+padded rows, as `fp8_mqa_logits` returns them. Peers that accept only contiguous scores get copies, made outside the
+timing.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The FP8 weights kv_b of several layers, which calls use in turn so that they do not find them in the L2 cache."""
+"""FP8 weights kv_b of several layers. Calls use them in turn, so that no call finds its weights in the L2 cache."""
 
 import torch
 
@@ -10,8 +10,8 @@ _LAYERS = 8
 
 
 def layers(heads: int, rows: int, part: slice) -> tuple[list[Scaled], list[torch.Tensor]]:
-    """Return (FP8 matrices [heads * rows, LATENT] with scales, bf16 values [heads, rows of part, LATENT]), a list per
-    layer. part: slice of each head's rows."""
+    """Return (one pair per layer of FP8 matrix [heads * rows, LATENT] and scales, one bf16 tensor per layer [heads,
+    rows of `part`, LATENT] of the same values). part: slice of each head's rows."""
     weights = [dsa.per_block_cast_to_fp8(f32(heads * rows, LATENT) * LATENT**-0.5) for _ in range(_LAYERS)]
     values = [dsa.dequantize_per_block(*w, torch.bfloat16).unflatten(0, (heads, rows))[:, part] for w in weights]
     return weights, values

@@ -13,10 +13,15 @@ SCALE = D**-0.5
 
 
 class Prompt(NamedTuple):
-    """packed: (q, kv, cu_q, cu_k, window), the arguments that our ops share. near: the windows' keys as lists of
-    indices. compressed: the entries. indices: the entries that each token selects. Both are None without selection.
-    listed: (q, keys, lists, scale), arguments of the same attention for FlashMLA. pairs: number of pairs of a query and
-    a key to which it attends, per head."""
+    """A prompt's arguments for our ops and for FlashMLA.
+
+    packed      (q, kv, cu_q, cu_k, window), the arguments that our ops share
+    near        the windows' keys as lists of indices
+    compressed  the compressed entries; None without selection
+    indices     the entries that each token selects; None without selection
+    listed      (q, keys, lists, scale), arguments of the same attention for FlashMLA
+    pairs       number of pairs of a query and a key to which it attends, per head
+    """
 
     packed: tuple
     near: torch.Tensor

@@ -1,7 +1,6 @@
 """Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not accept are padded outside the
-timing. With up to 16 heads our kernel that attends per query is a yardstick. Selections are random. With up to 16 heads
-there are also selections that overlap like those of adjacent tokens.
-"""
+timing. Selections are random. With up to 16 heads there are also selections that overlap like those of adjacent tokens,
+and our kernel that attends per query is a yardstick."""
 
 from functools import partial
 
@@ -13,8 +12,8 @@ from dsa.ops.mla._sparse_attention import Results, Selection, attend
 from dsa_bench.harness.case import Case, agree_attention, bf16, bf16_gemm, flop_rate, selected_keys
 from dsa_bench.peers import flash_mla
 
-# Two fractions, measured in the two layers of an earlier shipped model: the fraction of a selection's keys that not all
-# of NEIGHBOURS adjacent tokens share, and the fraction of these keys that changes from one token to the next. The
+# {layer: (apart, moved)} of an earlier shipped model. apart: fraction of a selection's keys that are not in the
+# selections of all NEIGHBOURS adjacent tokens. moved: fraction of these keys that the next token does not select. The
 # selections of 4 and of 8 adjacent tokens together then have 1.38 and 1.57 times as many different keys as one
 # selection in layer 0, and 2.17 and 3.10 times in layer 1 (docs/explanation/kernels.md). In the current shipped model
 # the figures are 1.46 and 1.90, and 2.11 and 3.11.

@@ -39,7 +39,8 @@ def _cache(rows: int) -> torch.Tensor:
 def _inputs(
     kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return (q, kv, indices) of `batch` sequences. Sequence i has part first + i of the cache, of `keys` keys."""
+    """Return (q, kv, indices) of `batch` sequences. Sequence i selects from part first + i of the cache; a part has
+    `keys` keys."""
     chosen = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
     indices = (chosen + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
     return bf16(batch, queries, heads, D) / 10, kv, indices

@@ -80,7 +80,8 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return int32 [T, TOP_K]: different random visible keys of each query. If fewer are visible, -1 follows them."""
+    """Return int32 [T, TOP_K]: different random visible keys of each query. Queries that see fewer keys have -1 at the
+    end."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")

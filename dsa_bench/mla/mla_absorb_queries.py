@@ -1,4 +1,4 @@
-"""W_UK absorbed into the queries: bytes of FP8 weights per second, compared with bmm with bf16 weights and rope."""
+"""The product of queries with W_UK: bytes of FP8 weights per second, compared with bmm with bf16 weights and rope."""
 
 from functools import partial
 

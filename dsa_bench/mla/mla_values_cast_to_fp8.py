@@ -1,4 +1,5 @@
-"""W_UV applied and cast to FP8: bytes of FP8 weights per second, compared with bmm with bf16 weights and the cast."""
+"""The product with W_UV and its cast to FP8: bytes of FP8 weights per second, compared with bmm with bf16 weights and
+the cast."""
 
 from functools import partial
 

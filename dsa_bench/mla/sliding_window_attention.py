@@ -1,11 +1,13 @@
 """Attention to windows of 128 latents, compared with FlashMLA over the same keys as lists: prefill, prefill with
-selected keys in the same softmax, decoding from V4's cache.
+selected keys in the same softmax, and decoding from V4's cache.
 
 FlashMLA's lists are made outside the timing, ours inside. With selected keys, FlashMLA gets the windows' keys and the
-entries in one tensor, and the yardstick is our attention to the window and to the entries in two branches, whose
-results are then merged; otherwise it is torch's flash attention with the same window. Flash attention accepts heads of
-at most 256 channels, ours have 512. So compare its rate with ours, not the times: a rate counts the FLOP of the pairs
-inside the window with the kernel's channels.
+entries in one tensor. The yardstick is then our attention in two branches, one to the window and one to the entries,
+whose results are merged.
+
+Without selected keys the yardstick is torch's flash attention with the same window. It accepts heads of at most 256
+channels, and ours have 512. So compare its rate with ours, not its time. A rate counts the FLOP of the pairs inside the
+window with the kernel's number of channels.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
-"""V4's attention in prefill with its result rotated back and cast to FP8.
+"""V4's attention in prefill with its result rotated back and cast to FP8, in one op.
 
-Compared with separate attention, rotation and cast: by our ops, and with FlashMLA's attention.
+It is compared with separate attention, rotation and cast. The separate attention is ours or FlashMLA's.
 """
 
 from collections.abc import Sequence
@@ -57,9 +57,8 @@ def case(tokens: int, heads: int, groups: int, selected: int) -> Case:
 
 
 def _agree(theirs: Scaled, ours: Scaled) -> None:
-    """Compare with tolerances, because a sum in another order can round to another bf16 number, which differs by up to
-    2^-7 of the largest values. This can change an e4m3 number to the adjacent one, or the scale to the next power of
-    two."""
+    """Compare with tolerances. A sum in another order can round to another bf16 number, which differs by up to 2^-7 of
+    the largest values. This can change an e4m3 number to the adjacent one, or the scale to the next power of two."""
     values = [q.float().unflatten(1, (-1, 128)) * scale[..., None] for q, scale in (theirs, ours)]
     step = torch.maximum(theirs[1], ours[1])[..., None]
     assert ((values[0] - values[1]).abs() <= values[1].abs() / 7 + step * 4).all()

@@ -1,4 +1,4 @@
-"""The lists of windows, compared with plain torch operations: bytes written per second."""
+"""Index lists of windows, compared with plain torch operations: bytes written per second."""
 
 from functools import partial
 

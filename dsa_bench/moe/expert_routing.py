@@ -1,11 +1,12 @@
-"""The gate and the sort by expert, compared with PyTorch's."""
+"""The gate, compared with PyTorch's formula, and the sort by expert, which is compared with nothing."""
 
 from functools import partial
 
 import dsa
 from dsa_bench.harness.case import Case, f32, microseconds
 
-# tokens, experts, top_k, groups, chosen groups, scores. With "sort" the sort of the chosen experts is timed instead.
+# tokens, experts, top_k, groups, chosen groups, scores. With "sort" the case times the sort of the chosen experts, not
+# the gate.
 SHAPES = [
     *((tokens, 256, 8, 8, 4, "sigmoid") for tokens in (1, 128, 4096)),
     *((tokens, 256, 6, 1, 1, "sqrtsoftplus") for tokens in (1, 128, 4096)),

@@ -1,5 +1,5 @@
-"""Router's product, gate and sort in one op, compared with PyTorch's product and our two separate kernels. Every call
-of a graph reads another matrix.
+"""The router's product, gate and sort in one op, compared with PyTorch's product and our two separate kernels. Every
+call of a graph reads another matrix.
 
 The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
 as in a model, the prefetch gains less.

@@ -1,4 +1,4 @@
-"""`python -m dsa_bench.peers [OP...]`: probe the peers of all ops or of some."""
+"""`python -m dsa_bench.peers [OP...]`: run the peers of some ops, by default of all, and compare them with ours."""
 
 import sys
 

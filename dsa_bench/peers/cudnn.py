@@ -14,8 +14,8 @@ CUDNN = Library("cuDNN-FE", ("cudnn",))
 
 @peer(CUDNN)
 def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
-    """Return calls for causal, cleaned scores of the last len(q) of len(kv[0]) tokens, of inputs (q, kv, weights). Row
-    i sees the first len(kv[0]) - len(q) + i + 1 keys."""
+    """Return calls that compute causal, cleaned scores from inputs (q, kv, weights). The queries are the last len(q) of
+    len(kv[0]) tokens: row i sees the first len(kv[0]) - len(q) + i + 1 keys."""
     tokens, heads, _ = q.shape
     return partial(
         module.DSA.indexer_forward_wrapper,
@@ -33,8 +33,8 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
 
 
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Return calls for the indices of (scores, lengths, k): a variant that breaks ties arbitrarily, and a deterministic
-    variant that breaks ties to the lowest index."""
+    """Return calls that select indices from inputs (scores, lengths, k). One variant breaks ties arbitrarily, the other
+    deterministically to the lowest index."""
     inputs = list(inputs)
     return Peers.of({CUDNN: partial(_topk, False)}, inputs) | Peers.of(
         {CUDNN: partial(_topk, True)}, inputs, "{} deterministic"
@@ -47,8 +47,8 @@ def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> C
 
 @peer(CUDNN)
 def attention_backward(module: ModuleType, q, kv, indices, scale: float, sink, out, lse, dout) -> Call:
-    """Return calls for the gradients (dq, dkv, dsink) of sparse attention, of inputs (q, kv, indices, scale, sink, out,
-    lse, dout)."""
+    """Return calls that compute the gradients (dq, dkv, dsink) of sparse attention from inputs (q, kv, indices, scale,
+    sink, out, lse, dout)."""
     return partial(
         module.DSA.sparse_attention_backward_wrapper,
         *(q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1)),

@@ -31,7 +31,7 @@ from dsa_bench.peers.package import Library, launch_programmatically
 NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
 OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
-ALIGNMENT = 128  # the index of a group's first row is a multiple
+ALIGNMENT = 128  # the index of a group's first row is a multiple of this
 _PROCESSES = 16
 _MEMORY = 0.8  # fraction of the GPU's free memory for compiling processes, which allocate all groups' weights
 _ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
@@ -39,8 +39,8 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
-    """Return calls of both builds' op for `fp8_mqa_logits`. starts must be 0, so that compressed rows are equal to rows
-    of all keys. 2.8.1 never cleans."""
+    """Return calls of both builds' op for `fp8_mqa_logits`. starts must be 0, so that a compressed row equals a row of
+    all keys. clean: -inf for scores out of range, which only the older build can write."""
 
     def old(module: ModuleType, *arguments) -> Call:
         return partial(module.fp8_mqa_logits, *arguments, clean_logits=clean)
@@ -55,7 +55,7 @@ def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
-    """Return calls of both builds' op for `fp8_paged_mqa_logits`, of inputs (q, pages, weights, lengths [B],
+    """Return calls of both builds' op for `fp8_paged_mqa_logits` with inputs (q, pages, weights, lengths [B],
     block_table, columns). Plans are made outside the timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
@@ -114,7 +114,7 @@ def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[L
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows of each group, from the ends of their rows."""
+    """Return the number of rows of each group, from the ends of the groups' rows."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 

@@ -26,7 +26,7 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]) -> Peers:
-    """Return calls of `flash_mla_sparse_fwd` of inputs (q [tokens, heads, d], kv, indices, scale)."""
+    """Return calls of `flash_mla_sparse_fwd` with inputs (q [tokens, heads, d], kv, indices, scale)."""
     inputs = list(inputs)
     heads = inputs[0][0].shape[1]
     peers = _both(_sparse_prefill, [_padded(i, 1) for i in inputs], heads)
@@ -34,18 +34,19 @@ def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def dense_decode(inputs: Iterable[Inputs]) -> Peers:
-    """Return calls of causal `flash_mla_with_kvcache` of inputs (q [B, s_q, heads, d], pages, block_table, lengths)."""
+    """Return calls of causal `flash_mla_with_kvcache` with inputs (q [B, s_q, heads, d], pages, block_table,
+    lengths)."""
     return _both(partial(_decode, causal=True), inputs)
 
 
 def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
-    """Return calls of `flash_mla_with_kvcache` of inputs (q [B, s_q, heads, d], FP8 pages as bytes, indices)."""
+    """Return calls of `flash_mla_with_kvcache` with inputs (q [B, s_q, heads, d], FP8 pages as bytes, indices)."""
     inputs = list(inputs)
     return _both(_sparse_decode, [_padded(i, 2) for i in inputs], inputs[0][0].shape[2])
 
 
 def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) -> Peers:
-    """Return the calls of both builds. heads: the number before padding; it decides the peers' names."""
+    """Return calls of both builds. heads: the number before padding; the peers' names say whether heads are padded."""
     return Peers.of(
         {library: partial(make, library) for library in BUILDS}, inputs, "{}, padded to 64" if heads % 64 else "{}"
     )

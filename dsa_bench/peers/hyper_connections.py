@@ -2,7 +2,7 @@
 
 vLLM and SGLang run V4's hyper-connections with these libraries or copies of them. Facts, on Hopper:
 - `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight; our op
-  keeps 24. It also sums the streams' squares. Both results are partial sums of `splits` parts of the channels
+  keeps 24. It also sums the streams' squares. Both results are partial sums over `splits` parts of the channels
 - `mhc_pre_big_fuse_fwd`, the collapse, adds the parts and reads the sums of squares, which our collapse computes. A
   kernel is compiled per number of channels and splits
 - D must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and caches kernels in
@@ -21,7 +21,7 @@ from dsa_bench.peers.package import Library, launch_programmatically
 
 TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
 BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"
-_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # as in our ops
+_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # eps, factor of post and Sinkhorn iterations, as in our ops
 _ROWS, _CHANNELS = 64, 64  # tile of the projection
 _LEAST_TILES = 4  # least number of tiles of channels per split
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -29,13 +29,13 @@ Sums = tuple[torch.Tensor, torch.Tensor]
 
 @peer(deep_gemm.NEW, "{}, TF32")
 def project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> Call:
-    """Return calls for (partial products [splits, T, C], partial sums of squares [splits, T]) of inputs (streams [T, n,
-    D], matrix fp32 [C, n D])."""
+    """Return calls that compute (partial products [splits, T, C], partial sums of squares [splits, T]) from inputs
+    (streams [T, n, D], matrix fp32 [C, n D])."""
     return partial(into, *_projection(module, streams, matrix))
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """Return the sums and the call that writes them. The number of splits is the one that vLLM uses for V4."""
+    """Return (the tensors of the sums, the call that writes them). The number of splits is that of vLLM for V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
@@ -48,8 +48,8 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
 
 @peer(TILE)
 def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
-    """Return calls for (x, post, comb) of inputs (streams, mix, base, scale). The squares are summed outside the
-    timing."""
+    """Return calls that compute (x, post, comb) from inputs (streams, mix, base, scale). The squares are summed outside
+    the timing."""
     squares = streams.float().square().sum((1, 2))
     return partial(into, *_collapse(module, streams, (mix[None], squares[None]), base, scale))
 
@@ -57,7 +57,7 @@ def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
 def _collapse(
     module: ModuleType, streams: torch.Tensor, sums: Sums, base, scale
 ) -> tuple[tuple[torch.Tensor, ...], Call]:
-    """Return (x, post, comb) and the call that writes them."""
+    """Return ((x, post, comb), the call that writes them)."""
     tokens, n, channels = streams.shape
     x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
     post, comb = (torch.empty(tokens, size, device=streams.device) for size in (n, n * n))
@@ -68,12 +68,12 @@ def _collapse(
 
 @peer(TILE)
 def expand(module: ModuleType, y, streams, post, comb) -> Call:
-    """Return calls for the new streams of inputs (y, streams, post, comb)."""
+    """Return calls that compute the new streams from inputs (y, streams, post, comb)."""
     return partial(into, *_expansion(module, y, streams, post, comb))
 
 
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
-    """Return the new streams and the call that writes them."""
+    """Return (the new streams, the call that writes them)."""
     out = torch.empty_like(streams)
     # The op has a dimension for a batch: here a batch of one.
     return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])
@@ -81,7 +81,7 @@ def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
-    """Return calls for (x, post, comb) of inputs (streams, matrix, base, scale)."""
+    """Return calls that compute (x, post, comb) from inputs (streams, matrix, base, scale)."""
     sums, project = _projection(deep_gemm.NEW.load(), streams, matrix)
     out, collapse = _collapse(module, streams, sums, base, scale)
     return partial(into, out, project, collapse)
@@ -89,7 +89,7 @@ def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Ca
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Call:
-    """Return calls for (new streams, partial products) of inputs (y, streams, post, comb, matrix)."""
+    """Return calls that compute (new streams, partial products) from inputs (y, streams, post, comb, matrix)."""
     new, expand = _expansion(module, y, streams, post, comb)
     (products, _), project = _projection(deep_gemm.NEW.load(), new, matrix)
     return partial(into, (new, products), expand, project)

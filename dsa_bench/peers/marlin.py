@@ -10,10 +10,10 @@ Facts:
   code lacks. `pack` does the same with PyTorch, once per layer
 - scales: e8m0 [E, K / 32, N]. Within 64 rows, scales with equal n % 8 are adjacent, in the order in which a thread
   reads them. A scale of 2^-127 counts as 0
-- moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size, which is
-  8, 16, 32, 48 or 64: the smallest size of which an expert's mean number of rows fills less than 0.9, or 64. An entry
-  is a row's index among the T k rows, or T k for padding. Entries after the last block are ignored. All sizes depend
-  only on T, k and the number of experts
+- moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size. The block
+  size is the smallest of 8, 16, 32, 48 and 64 for which (mean rows per expert) / size is below 0.9, or else 64. An
+  entry is a row's index among the T k rows, or T k for padding. Entries after the last block are ignored. All sizes
+  depend only on T, k and the number of experts
 - moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
   order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer encodes the fields of
   the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. Its locks, four int32 per SM, are zero

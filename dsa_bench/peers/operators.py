@@ -20,7 +20,8 @@ BUILDS = (VLLM, SGLANG)
 
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
-    """Return calls for (e4m3 values, a scale per 128 channels) of inputs (x, whether scales are powers of two)."""
+    """Return calls that compute (e4m3 values, a scale per 128 channels) from inputs (x, whether scales are powers of
+    two)."""
     makes = {
         VLLM: partial(_cast, "_C.per_token_group_fp8_quant", (False, False)),
         SGLANG: partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ()),
@@ -36,8 +37,8 @@ def _cast(operator: str, flags: tuple, module: ModuleType, x: torch.Tensor, use_
 
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
-    """Return calls for (out, lse [tokens, heads]) of inputs (outs, lses) of two branches. vLLM's LSEs are [heads,
-    tokens], so they are transposed outside the timing."""
+    """Return calls that compute (out, lse [tokens, heads]) from inputs (outs, lses) of two branches. vLLM needs LSEs
+    [heads, tokens], so they are transposed outside the timing."""
     return Peers.of({VLLM: _merge_vllm, SGLANG: _merge_sglang}, inputs)
 
 

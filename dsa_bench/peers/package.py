@@ -28,7 +28,7 @@ class Library:
             try:
                 module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                # Another module is missing that the installed peer needs.
+                # The peer is installed, but a module that it needs is missing.
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise
                 continue
@@ -84,7 +84,7 @@ class Operators:
             try:
                 torch.ops.load_library(str(path))  # does nothing if the library is already loaded
             except OSError as error:
-                # The message of the error has only the path, the message of its cause has the reason.
+                # The error's message has only the path; the message of its cause has the reason.
                 raise OSError(str(error.__cause__ or error)) from error
         return torch.ops
 

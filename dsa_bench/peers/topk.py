@@ -25,7 +25,7 @@ from dsa_bench.peers.package import Operators, SourceFile
 SELECTED = (512, 1024, 2048)  # the k that vLLM's cooperative and persistent top-k accept
 COOPERATIVE_ROWS = 64  # largest number of rows of the cooperative top-k
 WORKSPACE_BYTES = 1 << 20  # of the cooperative and the persistent top-k; only they may write to it
-SCORES = 4 << 30  # bytes of scores at a time; most engines have room for less
+SCORES = 4 << 30  # most bytes of scores that a call computes at a time; most engines have room for less
 CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # accept only contiguous scores
 _SGLANG_K = 2048  # the only k that SGLang's top-k accepts
 DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
@@ -36,8 +36,8 @@ Make = Callable[[torch.Tensor], TopK]  # lengths -> a top-k of at most len(lengt
 
 
 def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Return calls for the indices of (scores, lengths, k). Kernels that need contiguous scores get copies, which are
-    made outside the timing."""
+    """Return calls that select indices from inputs (scores, lengths, k). Kernels that need contiguous scores get
+    copies, which are made outside the timing."""
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
     for name, (library, make) in those_for(len(scores), k).items():
@@ -72,7 +72,7 @@ def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: tor
 
 
 def _prefill(starts: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-    """Call vLLM's top-k for prefill. starts: zeros, at least as many as there are rows."""
+    """Call vLLM's top-k for prefill. starts: zeros, for at least as many rows as `scores` has."""
     sizes = len(scores), scores.stride(0), 1, out.shape[1]
     torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
 
@@ -100,8 +100,8 @@ def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: tor
 
 
 def select_scored(q, kv, weights, starts, ends, k: int) -> Peers:
-    """Return calls for the indices [S, k] of all queries, in any order. A call computes DeepGEMM's scores of a part of
-    the queries at a time and selects from them. starts must be 0."""
+    """Return calls that compute the indices [S, k] of all queries, in any order. A call computes DeepGEMM's scores of a
+    part of the queries at a time and selects from them. starts must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in those_for(min(len(q), _queries(kv)), k).items():
         of_both = f"{deep_gemm.NEW.name}, {name}"
@@ -121,8 +121,8 @@ def _in_parts(make: Make, module: ModuleType, q, kv, weights, starts, ends, k: i
 
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
-    """Return calls for the indices [B next_n, k], in any order, of inputs (q, pages, weights, lengths [B], block_table,
-    columns). The plan of DeepGEMM's scores is made outside the timing."""
+    """Return calls that compute the indices [B next_n, k], in any order, from inputs (q, pages, weights, lengths [B],
+    block_table, columns). The plan of DeepGEMM's scores is made outside the timing."""
     inputs, name = list(inputs), deep_gemm.NEW.name
     next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
     peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})
@@ -136,7 +136,8 @@ def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
 
 
 def _selecting(make: Make, k: int, scores: Sequence[Call], lengths: torch.Tensor, size: int) -> Call:
-    """Return a call that computes the scores of `size` rows at a time and selects from them, into one tensor."""
+    """Return a call that computes the scores of `size` rows at a time, selects from them, and returns all indices as
+    one tensor."""
     out, select = torch.empty(len(lengths), k, dtype=torch.int32, device=lengths.device), make(lengths)
     parts = [*zip(scores, lengths.split(size), out.split(size))]
 

@@ -1,4 +1,5 @@
-"""The warm-up of the indexer. The yardstick is PyTorch's flash attention (FA2), which does a part of this work.
+"""The attention and loss of the indexer's warm-up stage, forward and backward. The yardstick is PyTorch's flash
+attention (FA2), which does a part of this work.
 
 Forward, as CUDA graphs: our op computes attention, the loss and the indexer's gradients; FA2 computes its forward pass.
 Backward: our op runs the backward pass of the sum of the losses, or of a weighted sum ("weighted"); FA2 runs its
@@ -14,7 +15,7 @@ from dsa.ops.training._packed_attention import flash_backward
 from dsa_bench.harness.case import Call, Case, bf16, f32
 
 SEQUENCE = 2048
-# heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's heads
+# heads, key heads, d, dv, index heads, di: the public operator's shape, MHA with 16 and with 128 heads, V3.2's heads
 MODELS = [
     (64, 1, 128, 128, 64, 64),
     (16, 16, 128, 128, 16, 64),
@@ -62,7 +63,7 @@ class _Inputs:
         return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
-        """Return the peak memory of forward and backward without the inputs / the memory of the inputs."""
+        """Return a ratio: the peak memory of forward and backward without the inputs / the memory of the inputs."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
