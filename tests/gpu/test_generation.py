@@ -138,8 +138,8 @@ KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     """A graph has no more kernels than expected. tests/layers/compilation/test_launches.py counts launches without a
-    GPU; here there are more, because some ops launch two kernels and PyTorch's operators launch further ones. More
-    branches than layers run on a second stream."""
+    GPU; here there are more, because some ops launch two kernels and PyTorch's operators launch further ones. The pass
+    must also run more branches on a second stream than it has layers."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
