@@ -48,13 +48,13 @@ def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     """Run sums and gathers over the ranks and return their results by name.
 
-    "one shot", "copies"         whether one-shot sums and peer copies are available
-    "sum", "replayed"            a sum by a direct call, and by a replayed CUDA graph
-    "shared"                     the sum of rows that are divided among the ranks (`SharedRows`), gathered again
-    "begun", "begun, NCCL"       results of `begun`, with peer copies, and with NCCL instead
-    "cast"                       whether gathered FP8 rows are right
-    "other experts"              the cases of EXPERTS for which `same_experts` is False
-    "wrong messages", "wrong turns"  counts of wrong numbers, see the functions of these names
+    "one shot", "copies"    whether one-shot sums and peer copies are available
+    "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
+    "shared"                the sum of rows that are divided among the ranks (`SharedRows`), gathered again
+    "begun", "begun, NCCL"  results of `begun` with peer copies, and with NCCL instead
+    "cast"                  whether gathered FP8 rows are right
+    "other experts"         the cases of EXPERTS for which `same_experts` is False
+    "wrong messages", "wrong turns": counts of wrong numbers, by the functions `wrong_messages` and `wrong_turns`
     """
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None

@@ -69,8 +69,8 @@ def _implementations(name: str, arch: str) -> str:
 
 
 def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
-    """Return the smallest and the largest speed-up over all shapes, and in parentheses whom `name` names (peers or
-    baselines)."""
+    """Return the smallest and the largest speed-up over all shapes, followed by the names in the column `name`, which
+    is "peer" or "baseline"."""
     ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
     if not ratios:
         return ""

@@ -27,8 +27,9 @@ GROUPS = [
 ]
 # (N, K) of layers of models. With few rows, those with small N run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
-# (N, K) of a rank's part of a layer under tensor parallelism, K being the rank's columns of the weight: the output
-# projection of V3.2 on 4 and 8 GPUs and of V4-Flash on 2, shared experts on 8 and 2 GPUs; and two small sizes.
+# (N, K) of a rank's part of a layer under tensor parallelism, where K counts only the rank's columns of the weight. In
+# order: V3.2's output projection on 4 and on 8 GPUs, V4-Flash's on 2; shared experts of V3.2 on 8 GPUs, of V4-Flash on
+# 2; two small sizes.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
 # Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
 # a last tile in which a warp has one row.

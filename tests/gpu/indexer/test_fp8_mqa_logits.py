@@ -54,7 +54,7 @@ def test_what_is_not_finite_stays_where_it_is(accumulators):
 
 @accumulated
 def test_a_row_of_negative_products_is_exactly_zero(accumulators):
-    """ReLU makes many scores exactly 0, so they tie."""
+    """ReLU makes such scores 0. They must be exactly 0, because a selection breaks ties by the keys' indices."""
     given = arguments(4, 100, accumulators)
     k, scale = given["kv"]
     given |= {"q": (given["q"].float().abs() + 0.1).to(E4M3), "kv": ((-k.float().abs() - 0.1).to(E4M3), scale)}

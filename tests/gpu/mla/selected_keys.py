@@ -20,7 +20,7 @@ LENGTHS = [0, 1, 2, 63, 64, 65, 128, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**3
 
 @dataclass(frozen=True)
 class Op:
-    """A case of an op, called with one query per sequence.
+    """A case of an op, and how the tests make arguments for it. In decoding, each sequence has one query.
 
     make       (tokens, heads, keys, top_k, **options) -> arguments, with the keys in a cache whose other rows are NaN
     invariant  options with which the bits of a query do not depend on other queries
