@@ -53,7 +53,8 @@ def test_a_library_may_be_installed_in_several_places(monkeypatch):
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path, no_peers):
-    """Returns a folder on the path with the shared libraries and a source file. An import of their packages raises."""
+    """Returns a folder on Python's path that contains the shared libraries and a source file. Importing one of their
+    packages raises."""
     for file in {*(file for files in FILES.values() for file in files), "an_engine/ops/select.py"}:
         package, *_ = Path(file).parts
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

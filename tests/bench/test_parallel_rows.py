@@ -95,8 +95,8 @@ def test_layers_that_fit():
 
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
-    """With the sizes of one GPU's part, of 2 and of 8 GPUs, every pass runs up to its launches, so all its kernels are
-    known."""
+    """Every pass runs without a GPU up to its launches, so all its kernels are known. The passes have the sizes of one
+    GPU of 2 and of one GPU of 8."""
     of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions

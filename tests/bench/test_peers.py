@@ -1,4 +1,4 @@
-"""The calls of every peer, which must be as its library demands and agree with ours, and what the probe reports."""
+"""Every peer is called as its library demands, and its results agree with ours. The probe reports which peers fail."""
 
 import sys
 import types

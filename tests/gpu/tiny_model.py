@@ -46,7 +46,8 @@ DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_ml
 # references in fp32 by 1e-4, and the references with FP8 pages differ by 6e-4. This is the effect of rounding between
 # the layers, and the kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
-# Two logits whose gap is below this can change places within that tolerance. The logits' standard deviation is 2.
+# If two logits differ by less than this, their order can change although calc_diff stays below LOGITS_TOLERANCE. The
+# standard deviation of the logits is 2.
 NEAR_TIE = 0.25
 # Tolerances of each attention op, those of its cases: calc_diff of the result, relative error of lse.
 ATTENTION = {

@@ -58,7 +58,7 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """A query that sees none of its selected keys has the result of a query without keys."""
+    """Some queries see none of their selected keys. Their results must be those of a query without keys."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
