@@ -34,8 +34,8 @@ def no_peers(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
-    """Make empty files for every shared library and source file, and return their folder. Loading a shared library
-    registers its stub operators in torch.ops. Executing the source file returns its stub."""
+    """Make empty files for the shared libraries and for DeepSelect's source file, and return their folder. Loading a
+    shared library registers its stub operators in torch.ops. Executing the source file returns its stub."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):

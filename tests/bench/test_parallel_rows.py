@@ -165,12 +165,12 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
     before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
-        # The rank's rows also replace the other rank's rows, and a sum adds nothing.
+        # The rank's rows also replace the other rank's rows, and a sum over the ranks adds nothing.
         (whole,) = rows.gather(rows.own(tokens))
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # At least the rank's own tokens, half of all tokens, have different logits.
+    # The other rank's rows are copies, so only the rank's own tokens, half of all tokens, must have different logits.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

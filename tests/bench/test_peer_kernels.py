@@ -259,8 +259,8 @@ def test_dense_decoding_stays_ours(peers):
     indirect=["either_build"],
 )
 def test_whole_passes_have_the_same_logits_up_to_ties(name, either_build, monkeypatch):
-    """Run prompts that attend to all keys, prompts that attend to selected keys, and decoding steps. FlashMLA accepts
-    64 heads and latents of 512."""
+    """Run prompts that attend to all keys, prompts that attend to selected keys, and decoding steps. The stack has 64
+    heads, because every build of FlashMLA accepts 64."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)

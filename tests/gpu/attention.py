@@ -24,7 +24,7 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random tensors. Its seed comes from torch's generator, so each new maker makes other
+    """Return a maker of random tensors. Its seed is drawn from torch's generator, so each maker makes different
     numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 

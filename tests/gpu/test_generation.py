@@ -271,8 +271,8 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
-    """Sequences shorter than the indexer's top-k attend to all keys, here of a bf16 cache. Every call of the decoding
-    op agrees with the reference, and all layers of a pass share one plan."""
+    """Sequences shorter than the indexer's top-k attend to all keys. The cache is bf16. Every call of the decoding op
+    agrees with the reference, and all layers of a pass share one plan."""
     calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
@@ -463,8 +463,8 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
-    """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: for each pass in which
-    sequences have more keys than are selected, the number of its queries."""
+    """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: the number of queries of
+    each pass in which sequences have more keys than the indexer selects."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS

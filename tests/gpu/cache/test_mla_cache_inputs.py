@@ -56,8 +56,8 @@ def test_nothing_between_the_rows_of_out_is_written():
 @pytest.mark.parametrize(("layout", "d"), CACHES[4:])
 @by_dtype
 def test_numbers_that_are_not_finite_are_those_of_the_reference(dtype, layout, d):
-    """NaN and infinities are where the reference on the CPU has them: a non-finite number affects only its row, through
-    the norm or the rotation."""
+    """NaN and infinities must be where the reference on the CPU has them. The norm and the rotation spread a non-finite
+    number over the row, but not to other rows."""
     given = CASE.arguments("cuda", layout=layout, d=d, tokens=8, dtype=dtype)
     kv, given["slots"] = given["kv"], torch.arange(8, device="cuda")
     kv[1, 2], kv[2, 300], kv[3, 447], kv[4], kv[5, -1] = torch.nan, torch.inf, -torch.inf, 0.0, torch.nan

@@ -116,8 +116,8 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
 @pytest.mark.parametrize(("columns", "channels"), [*LAYERS, *PARTS])
 def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns, channels, before, after, out_dtype):
     """The numbers of rows select both kernels. For the small-M kernel they select tiles of 8 to 64 rows, with and
-    without split-K. Calls with 1 and 512 rows are repeated with the weight alternately at two addresses, so that
-    recorded calls (their steps are replayed) run as well."""
+    without split-K. Calls with 1 and 512 rows are repeated, with the weight alternately at two addresses, so that the
+    op also replays recorded calls."""
     a, b = operands(1200, columns, channels)
     whole, parts = dsa.fp8_gemm_nt(a, b, out_dtype), [columns_of_a_wider_one(b, before, after) for _ in range(2)]
     assert not whole.isnan().any()
@@ -131,7 +131,7 @@ def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns,
 
 
 def test_strides_change_no_bit():
-    """a can have leading dimensions, and the rows of the weight can have a stride of 0."""
+    """`a` can have leading dimensions, and the rows of the weight can have a stride of 0."""
     (q, s), (w, ws) = operands(72, 136, 512)
     expected = dsa.fp8_gemm_nt((q, s), (w, ws))
     assert torch.equal(dsa.fp8_gemm_nt((q.view(4, 18, 512), s.view(4, 18, 4)), (w, ws)).view(72, 136), expected)

@@ -166,7 +166,8 @@ def test_bytes_of_every_value_are_exact(layout):
         page, offset = slots // 64, slots % 64
         rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
-        # The rope channels get the magnitude of the others, because one fp16 scaling must represent both.
+        # The rope channels get the magnitude of the other channels, because one scaling to fp16 must represent all of
+        # them.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
         rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
     given, expected = of_one_key_each(layout, cache, slots, 16)

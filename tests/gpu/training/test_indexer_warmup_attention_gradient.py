@@ -120,8 +120,8 @@ def test_a_product_of_zero_is_not_active():
 
 
 def test_many_short_sequences_with_unused_q_tiles_between_are_right():
-    """There are more q tiles than a launch of the key gradient handles, a q tile per sequence, and unused q tiles at
-    several positions of the plan."""
+    """There are 1050 q tiles, one per sequence, which are more than one launch of the key gradient handles. Unused q
+    tiles are at several positions of the plan."""
     lengths = [3, 1, 2] * 350
     problem = Problem(8, 64, lengths, lengths, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)])
     _, active = problem.run_scores()
