@@ -159,7 +159,7 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
 
 @by_stack
 def test_a_pass_reads_all_weights_of_its_layers_and_experts_with_tokens(name):
-    """The sizes are real. Neither the embedding nor the drafter counts."""
+    """The stack has real sizes. The weights of the embedding and of the drafter do not count."""
     model = skeleton(name, drafter=True)
     tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
     every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))

@@ -107,7 +107,8 @@ def test_an_absent_file_is_not_installed(library, packages, loaded):
 
 
 def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(packages, monkeypatch):
-    """torch's message says only that the file could not be loaded; the reason is in the message of its cause."""
+    """torch's message says only that the file could not be loaded. The reason is in the message of the exception's
+    cause."""
     peers = Peers.of({operators.SGLANG: lambda module: pytest.fail("called")}, [()])
     assert peers.calls == {} and "Could not" not in peers.failed["sglang"]
     assert peers.failed["sglang"].startswith("failed: ") and str(packages / SGLANG) in peers.failed["sglang"]

@@ -130,8 +130,8 @@ def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
 
 
 # Family -> (most kernels per layer of the tiny model, most kernels before and after the layers). In the tiny model some
-# rows of scales are not a multiple of 16 bytes, and two kernels of PyTorch pad each such tensor. In published models
-# all are multiples.
+# rows of scales are not a multiple of 16 bytes, and two kernels of PyTorch pad each such tensor. Published models have
+# no such rows.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
@@ -413,8 +413,8 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """With this debug mode PyTorch raises if the host waits for the GPU. Some sequences of the passes have earlier
-    tokens and some have none; some have more keys than are selected and some have fewer."""
+    """PyTorch's sync debug mode raises if the host waits for the GPU. Some sequences of the passes have earlier tokens
+    and some have none; some have more keys than are selected and some have fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]

@@ -15,7 +15,7 @@ from tests.gpu.op_checks import assert_same_bits, captured, flat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-# Ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}).
+# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}).
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
     ([-5, 10, 2**31 - 1, 64], {}),

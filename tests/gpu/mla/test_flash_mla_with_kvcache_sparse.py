@@ -204,7 +204,7 @@ def test_scales_that_are_far_apart_lose_little(layout, heads):
 
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes", "bf16, 512"])
 def test_plans_of_both_styles_are_right(layout):
-    """The first call fills the plan object. It is then valid for calls of the same shapes with any selection."""
+    """The first call fills the plan object. The plan is then valid for calls of the same shapes with any selection."""
     given = inputs(layout, 3, 2, 64, 1000)
     old = dsa.get_mla_metadata(int32([9, 0, 5000]), 128, 1, 64, given["is_fp8_kvcache"], 1000)
     new, nothing = dsa.get_mla_metadata()

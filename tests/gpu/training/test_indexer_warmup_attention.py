@@ -46,7 +46,7 @@ def assert_near(found, expected, most):
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],
-    # `around` adds rows before and after the sequences that belong to no sequence.
+    # `around`: numbers of rows before and after all sequences, which belong to no sequence
     grid(lengths=[((200, 200), (5, 60))], dims=DIMS, index=[(4, 64)], leaves=[LEAVES], around=[(3, 130)]),
 )
 def test_every_size_is_right(sizes, record_error):
