@@ -63,7 +63,7 @@ def test_without_peers_nothing_is_replaced(no_peers):
 
 
 def test_ops_without_a_peer_stay_ours(peers, installed, monkeypatch):
-    """With FlashMLA as the only peer, the selection stays fused."""
+    """FlashMLA is the only peer here. The fused selection and the experts have no peer, so ours run."""
     for file in ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"):
         (installed / "vllm" / file).unlink()
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):

@@ -226,8 +226,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """The published mode is FP8 everywhere. Prefill in chunks and decoding run the kernels of this list; index keys are
-    in slots of 132 bytes, latents in slots of 656 bytes."""
+    """The published mode is FP8 everywhere, with index keys in slots of 132 bytes and latents in slots of 656 bytes.
+    Prefill in chunks and decoding must run the kernels in this list."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):

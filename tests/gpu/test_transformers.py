@@ -51,8 +51,8 @@ def tokens():
 
 
 def in_bf16(model):
-    """Return a copy in bf16 as transformers loads it: the modules that it keeps in fp32 stay in fp32. Norms become
-    bf16, because the eager layers of version 5.17 do not accept the fp32 result of a norm."""
+    """Return a copy in bf16. Some modules stay in fp32, as when transformers loads a model in bf16. Norms become bf16,
+    because the eager layers of version 5.17 do not accept the fp32 result of a norm."""
     rounded = copy.deepcopy(model)
     strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
         "indexer.weights_proj"

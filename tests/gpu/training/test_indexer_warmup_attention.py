@@ -58,11 +58,10 @@ def test_every_size_is_right(sizes, record_error):
     [*((dims, 1, 4) for dims in DIMS), ((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_together, record_error):
-    """PyTorch's flash attention computes the gradients, by default for all four heads at once. If most_together is 3,
-    MOST_NUMBERS is patched so that a call can have at most three heads. With 4 KV heads a call then gets 3 heads. With
-    2 KV heads, and with 1, it gets 2: a call gets a multiple of the number of heads that share keys, or a divisor of
-    this number if it exceeds three. For 576 channels the backward pass of sparse MLA attention computes the
-    gradients."""
+    """PyTorch's flash attention computes the gradients of all four heads at once. If most_together is 3, MOST_NUMBERS
+    is patched so that a call can have at most three heads. Then a call gets a multiple of the heads that share keys (3
+    heads with 4 KV heads, 2 heads with 2), or a divisor of their number (2 heads with one KV head). For 576 channels
+    the backward pass of sparse MLA attention computes the gradients."""
     if most_together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (most_together + 1) * (261 + 512) * dims[0])
     sizes = {"lengths": ((200, 200), (60, 130), (1, 1)), "key_heads": key_heads, "dims": dims, "leaves": ATTENTION}
