@@ -468,8 +468,8 @@ def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property)
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS
-    # A pass gets the latents of its own tokens from the op that writes them to the cache. It reads pages only for
-    # sequences with earlier chunks.
+    # A pass gets the latents of the new tokens from the op that writes them to the cache. It reads pages only if
+    # sequences have earlier chunks.
     assert ("read_kv_cache" in run.launched) == (chunk == 50)
 
 
