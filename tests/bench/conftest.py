@@ -34,8 +34,8 @@ def no_peers(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
-    """Make empty files for every shared library and source file, and return their folder. Loading a shared library
-    registers its stub operators in torch.ops. Executing the source file returns its stub."""
+    """Make empty files for the shared libraries and for DeepSelect's source file, and return their folder. Loading a
+    shared library registers its stub operators in torch.ops. Executing the source file returns its stub."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
@@ -81,8 +81,8 @@ def peers(monkeypatch, installed):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Returns a function: recorded(owner, name) returns a list to which each later call of the attribute appends its
-    positional arguments."""
+    """Returns a function. recorded(owner, name) replaces the attribute of `owner` by a wrapper and returns a list, to
+    which each later call appends its positional arguments."""
 
     def record(owner, name):
         calls, function = [], getattr(owner, name)
@@ -99,8 +99,8 @@ def recorded(monkeypatch):
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """Process pools run in one thread of this process. Returns the list of the numbers of processes that were asked
-    for."""
+    """Run the work of process pools in one thread of this process. Returns a list to which each pool adds the number of
+    processes that it was asked for."""
     counts = []
 
     class Pool(concurrent.futures.ThreadPoolExecutor):
@@ -114,7 +114,7 @@ def in_threads(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Commands run as if there were a GPU with kernels."""
+    """Let commands run as if there were a GPU with kernels."""
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
 
 
@@ -124,7 +124,8 @@ def two_matrices(rows, columns):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Cases are built and called on the CPU, with the fewest inputs."""
+    """Build and call cases on the CPU, with the fewest copies of the inputs. (On a GPU, calls read many copies in turn,
+    so that the L2 cache does not contain their inputs.)"""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     product = torch.mm  # on a CPU torch.mm has no out_dtype
     monkeypatch.setattr(

@@ -19,7 +19,8 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word: its index among the 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """Return, per nibble of 16 channels by 64 rows, the flat index of its code in 4 tiles of 16 channels by 16 rows."""
+    """Return, for each nibble of a block of 16 channels and 64 rows, the place of the nibble's code among the flattened
+    codes of 4 tiles of 16 channels and 16 rows."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
@@ -31,7 +32,8 @@ def _codes_order() -> torch.Tensor:
 
 @lru_cache
 def _scales_order() -> torch.Tensor:
-    """Return the rows of 64 adjacent scales: every eighth row, with the middle two of each four exchanged."""
+    """Return the row of each of 64 adjacent scales. The rows are in steps of eight, and of each four rows the middle
+    two are exchanged."""
     by_thread = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     return by_thread.view(-1, 4)[:, [0, 2, 1, 3]].flatten()
 

@@ -61,7 +61,8 @@ def layers_that_fit(name, gpus, memory, tokens):
 
 
 def make_small():
-    """Make all stacks and cases of this process small, and replace the profiler."""
+    """Make all stacks and cases of this process small. Replace the profiler, and the function that counts the layers
+    that fit."""
     gc.freeze()  # so that collections between runs do not visit the objects of imported modules
     # There are four experts, so each of the two ranks has two.
     small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
@@ -123,8 +124,8 @@ def _error(ranks, options):
 
 
 def clock_of_stubs(ranks, _):
-    """Time two calls. In place of the GPU's time, events record how many actions of the clock came before, multiplied
-    by rank + 1.
+    """Time two calls with stubs in place of the GPU's functions. An event records its position in the list of the
+    clock's actions, and a time is the difference of two positions times rank + 1.
 
     Returns (times, peak memory, free memory, the clock's actions in order).
     """

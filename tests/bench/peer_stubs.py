@@ -189,7 +189,8 @@ def deep_gemm() -> types.ModuleType:
 
 
 def deep_gemm_2_8() -> types.ModuleType:
-    """Return the stub of DeepGEMM 2.8.1, whose rows of index scores are compressed."""
+    """Return the stub of DeepGEMM 2.8.1, in which a row of index scores begins with the first key of the row's
+    range."""
     module = _products(types.ModuleType("vllm.third_party.deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, max_seqlen_k, schedule_meta=None):

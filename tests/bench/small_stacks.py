@@ -1,4 +1,4 @@
-"""Stacks that have the published models' fields but sizes for a CPU, and which can be split over two ranks."""
+"""Small stacks for a CPU. They have the published models' fields with small sizes, and can be split over two ranks."""
 
 from dsa_bench.e2e.stacks import stack
 from dsa_layers.families.model import CheckpointModel
@@ -19,6 +19,6 @@ def small_stack(name: str, device: str = "cpu", **options) -> CheckpointModel:
 
 
 def make_small(stacks: dict, **fields) -> None:
-    """Set small sizes in all entries of `stacks`, which is STACKS or LONG_STACKS. fields: replace further fields."""
+    """Set small sizes in all entries of `stacks`, which is STACKS or LONG_STACKS. fields: further fields to set."""
     for name, (file, published) in stacks.items():
         stacks[name] = (file, published | SMALL | FEWER[name] | fields)

@@ -29,8 +29,8 @@ by_stack = pytest.mark.parametrize("name", STACKS)
 
 @pytest.fixture
 def drafted(monkeypatch, recorded):
-    """Times are fake: 1 ms plus 1 ms per layer and token for a pass, and DRAFT_MS for the drafter's passes. Returns a
-    list to which each run of the drafter appends its drafts."""
+    """Fake all times: a pass takes 1 ms plus 1 ms per layer and token, and the drafter's passes take DRAFT_MS. Returns
+    a list to which each run of the drafter appends its drafts."""
     layers, found = recorded(drafts, "first_layers"), []
 
     def bench(calls, repeats, graph):
@@ -88,8 +88,9 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
 
 @by_stack
 def test_timed_passes_are_passes_of_generation(name, drafted, monkeypatch):
-    """A pass computes the last token and the drafts of each sequence. All these tokens differ. Sequences have the same
-    length with and without drafts. After the pass, the drafter runs on the tokens and states of the pass."""
+    """A pass computes the last token and the drafts of each sequence, and all these tokens differ. With drafts,
+    sequences are shorter by the drafts, so the pass ends at the same position as without drafts. After the pass, the
+    drafter runs on the tokens and states of the pass."""
     model = small_stack(name, drafter=True)
     seen, inputs = [], []
     states, draft = model.states, DraftStep._run
@@ -158,7 +159,7 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
 
 @by_stack
 def test_a_pass_reads_all_weights_of_its_layers_and_experts_with_tokens(name):
-    """The sizes are real. Neither the embedding nor the drafter counts."""
+    """The stack has real sizes. The weights of the embedding and of the drafter do not count."""
     model = skeleton(name, drafter=True)
     tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
     every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))

@@ -14,7 +14,7 @@ from dsa_bench.harness.table import print_table
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Returns a function: timed(name=ms, ...) sets the milliseconds of each name, and returns a list to which the names
+    """Returns a function. timed(name=ms, ...) sets the milliseconds of each name and returns a list, to which the names
     that are timed later are added."""
 
     def takes(**ms):
@@ -31,7 +31,7 @@ def timed(monkeypatch):
 
 
 def a_case(*names, failed=None, **options):
-    """Return a case with a call per name that returns 0, 1, ..., 9."""
+    """Return a case with a call for "dsa" and for each name. Every call returns the numbers 0 to 9."""
     calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
     return case.Case("shape", calls, lambda ms: f"{ms} ms", Peers(failed=failed or {}), **options)
 

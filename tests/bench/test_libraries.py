@@ -53,7 +53,8 @@ def test_a_library_may_be_installed_in_several_places(monkeypatch):
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path, no_peers):
-    """Returns a folder on the path with the shared libraries and a source file. An import of their packages raises."""
+    """Returns a folder on Python's path that contains the shared libraries and a source file. Importing one of their
+    packages raises."""
     for file in {*(file for files in FILES.values() for file in files), "an_engine/ops/select.py"}:
         package, *_ = Path(file).parts
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,8 @@ def test_an_absent_file_is_not_installed(library, packages, loaded):
 
 
 def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(packages, monkeypatch):
-    """torch's message says only that the file could not be loaded; the reason is in the message of its cause."""
+    """torch's message says only that the file could not be loaded. The reason is in the message of the exception's
+    cause."""
     peers = Peers.of({operators.SGLANG: lambda module: pytest.fail("called")}, [()])
     assert peers.calls == {} and "Could not" not in peers.failed["sglang"]
     assert peers.failed["sglang"].startswith("failed: ") and str(packages / SGLANG) in peers.failed["sglang"]

@@ -95,8 +95,8 @@ def test_layers_that_fit():
 
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
-    """With the sizes of one GPU's part, of 2 and of 8 GPUs, every pass runs up to its launches, so all its kernels are
-    known."""
+    """Every pass runs without a GPU up to its launches, so all its kernels are known. The passes have the sizes of one
+    GPU of 2 and of one GPU of 8."""
     of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
@@ -138,7 +138,7 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         kernel("gemm", 81, 500.0),
     ]
     assert collectives_share([*events, *meanwhile]) == 503 / 3010
-    # Waits for other ranks' copies count, and copies within the GPU do not.
+    # Copies between GPUs, and waits for them, count as collectives. Copies within a GPU do not.
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
     copied = kernel("Memcpy DtoD (Device -> Device)", 95, 500.0, "gpu_memcpy")
@@ -165,12 +165,12 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
     before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
-        # The rank's rows also replace the other rank's rows, and a sum adds nothing.
+        # Here a gather returns the rank's rows in place of the other rank's rows, too, and a sum adds nothing.
         (whole,) = rows.gather(rows.own(tokens))
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # At least the rank's own tokens, half of all tokens, have different logits.
+    # The other rank's rows are copies, so only the rank's own tokens, half of all tokens, must have different logits.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

@@ -47,7 +47,8 @@ def test_a_kernel_belongs_to_the_innermost_range_around_its_launch():
 
 
 def test_glue_is_not_a_part_of_the_model():
-    """Only traces with a range of glue have the part GLUE."""
+    """Glue is code that only converts tensors for the peers. The part GLUE exists only in traces with a range of
+    glue."""
     experts = [range_of("part: MoE", 10, 50), launch(1, 15), kernel(1, 2), launch(2, 25), kernel(2, 4)]
     assert by_part(experts) == dict.fromkeys(PARTS, 0.0) | {"MoE": 6}
     with profile(activities=[ProfilerActivity.CPU]) as recorded, glue():

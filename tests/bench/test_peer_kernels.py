@@ -63,7 +63,7 @@ def test_without_peers_nothing_is_replaced(no_peers):
 
 
 def test_ops_without_a_peer_stay_ours(peers, installed, monkeypatch):
-    """With FlashMLA as the only peer, the selection stays fused."""
+    """FlashMLA is the only peer here. The fused selection and the experts have no peer, so ours run."""
     for file in ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"):
         (installed / "vllm" / file).unlink()
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
@@ -259,8 +259,8 @@ def test_dense_decoding_stays_ours(peers):
     indirect=["either_build"],
 )
 def test_whole_passes_have_the_same_logits_up_to_ties(name, either_build, monkeypatch):
-    """Run prompts that attend to all keys, prompts that attend to selected keys, and decoding steps. FlashMLA accepts
-    64 heads and latents of 512."""
+    """Run prompts that attend to all keys, prompts that attend to selected keys, and decoding steps. The stack has 64
+    heads, because every build of FlashMLA accepts 64."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)

@@ -1,4 +1,4 @@
-"""The calls of every peer, which must be as its library demands and agree with ours, and what the probe reports."""
+"""Every peer is called as its library demands, and its results agree with ours. The probe reports which peers fail."""
 
 import sys
 import types
@@ -124,7 +124,7 @@ def test_every_benchmark_with_peers_says_what_is_probed():
     assert probe.probed().keys() == with_peers
     for op, shapes in probe.probed().items():
         assert len({len(shape) for shape in shapes}) == 1, op
-    # A case whose first call the backend "reference" cannot run needs a GPU.
+    # A benchmark with reference=False needs a GPU, because the backend "reference" cannot run the first call of a case.
     without_reference = {op for op, source in sources.items() if "reference=False" in source}
     assert SHAPES.keys() == with_peers - without_reference and without_reference == {"sparse_mla_attention"}
 

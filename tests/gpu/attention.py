@@ -24,13 +24,13 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random tensors. Its seed comes from torch's generator, so each new maker makes other
+    """Return a maker of random tensors. Its seed is drawn from torch's generator, so each maker makes different
     numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
 def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Tensor]:
-    """Run a call with free memory full of NaN, check its results with the case's check, and return them."""
+    """Fill free memory with NaN, run the case's op, check its results with `case.check`, and return them."""
     poison_free_memory(mebibytes=64)
     found = case.run(given)
     error = case.check(given, found)
@@ -68,15 +68,15 @@ def spoiled(indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
 
 
 def starts(lengths: list[int]) -> torch.Tensor:
-    """Return the boundaries of packed sequences of these lengths."""
+    """Return int32 boundaries of packed sequences: 0, followed by the running sums of `lengths`."""
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
-    """Check a call whose `out` is some heads of a larger tensor: it has the bits of a call without `out`, and no other
-    head is written.
+    """Check calls whose `out` is a view of some heads of a larger tensor. Their results must have the bits of a call
+    without `out`, and the other heads must not be written.
 
-    -> the larger tensor of the last call, filled with NaN for another call
+    -> the larger tensor of the last call, filled with NaN again
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

@@ -20,10 +20,10 @@ NEW_TOKENS = 96
 
 
 def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Check that tokens and logits of sequences in a batch are those of each sequence alone, bit for bit, in passes of
-    up to 256 tokens.
+    """Check that a sequence in a batch, and a sequence with draft tokens, gets the tokens and logits that it gets
+    alone, bit for bit.
 
-    -> all sequences' tokens
+    -> the tokens of all sequences
     """
     sizes = {"cache_tokens": 64 * 5 * len(PROMPTS), "max_sequences": len(PROMPTS), "batch_invariant": True}
     step, seen, params = DecodeStep.__call__, {}, SamplingParams(NEW_TOKENS)
@@ -54,6 +54,6 @@ def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPat
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([PROMPTS[i] for i in numbers], own, draft_tokens=drafts)
         assert tokens == own and taken > 30 * len(own)
-        known = drafted.keys() & logits.keys()  # logits after a wrong draft belong to no sequence
+        known = drafted.keys() & logits.keys()  # drops logits after a wrong draft: they belong to no sequence
         assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
     return truth

@@ -35,8 +35,9 @@ def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], No
 
 
 def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) -> None:
-    """Check offsets of more than 2^31 elements: replace each named argument by a tensor of `rows` rows, of which the
-    last are the argument and the others are zeros."""
+    """Check offsets of more than 2^31 elements. Each named argument becomes the last rows of a tensor of `rows` rows,
+    whose other rows are zeros. The results of the last rows must not change, and the other rows of the first result
+    must be 0."""
     far, count = dict(given), len(given[names[0]])
     for name in names:
         far[name] = given[name].new_zeros(rows, *given[name].shape[1:])
@@ -56,10 +57,10 @@ def check_far_pages(case: Case, **sizes: Any) -> None:
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     """Return tensors of the shape of x in other layouts.
 
-    - every second row of a tensor, and rows with a stride of 0 (copies of the first row),
-    - the first dimension innermost, and the last dimension outermost,
-    - columns of wider rows among NaN, aligned to 16 bytes and not,
-    - for a single row, an arbitrary row stride.
+    - every second row of a tensor, and rows with a stride of 0 (copies of the first row)
+    - from two dimensions on: dimension 0 exchanged in memory with dimension 1, or with the last dimension
+    - from two dimensions on: columns of wider rows among NaN, aligned to 16 bytes or not
+    - for a single row: an arbitrary row stride
     """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
     if x.dim() > 1:
@@ -71,7 +72,8 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_layouts(case: Case, names: Sequence[str], **sizes: Any) -> None:
-    """Check that the layout of each named argument changes no bit."""
+    """Check each layout of each named argument. The call must give the bits of a call with a contiguous argument, or
+    raise a ValueError that names the argument."""
     for name in names:
         for i in range(len(layouts(case.arguments("cuda", **sizes)[name]))):
             other, given = (case.arguments("cuda", **sizes) for _ in range(2))

@@ -27,7 +27,8 @@ def cell(row: Row, column: Column) -> str:
 
 
 def inserted(text: str, name: str, body: str) -> str:
-    """Return the text with `body` between each pair of lines `<!-- table NAME -->` and `<!-- end of NAME -->`."""
+    """Return the text with `body` between each pair of lines `<!-- table NAME -->` and `<!-- end of NAME -->` of this
+    name."""
     begin, end = f"<!-- table {name} -->", f"<!-- end of {name} -->"
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda _: f"{begin}\n\n{body}\n\n{end}", text, flags=re.S)

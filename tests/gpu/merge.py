@@ -29,8 +29,10 @@ def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
 
 
 def merge(others: Iterable[receipt.Entries]) -> tuple[list[str], dict[str, str]]:
-    """Write the receipt. -> (labels "ENTRY of ARCH" of the entries that were taken; {label: reason} of those left
-    out)"""
+    """Merge these entries into the receipt and save it.
+
+    -> (labels "ENTRY of ARCH" of the entries that were taken, {label: reason} of the entries that were left out)
+    """
     taken, left = [], {}
     with receipt.changing() as data:
         for arch, name, entry in ((a, n, e) for entries in others for a in entries for n, e in entries[a].items()):

@@ -10,8 +10,7 @@ from dsa.testing import poisoned
 
 
 def flat(results: Any) -> list[torch.Tensor]:
-    """Return all tensors in an op's arguments or results, which are a tensor, or nested lists and tuples of tensors,
-    numbers and None."""
+    """Return all tensors in a tensor or in nested lists and tuples. Numbers and None are left out."""
     if isinstance(results, torch.Tensor):
         return [results]
     if not isinstance(results, (list, tuple)):

@@ -40,16 +40,22 @@ PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # so many tokens that the ranks di
 
 
 def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return a rank's addend of a sum."""
+    """Return the rows that this rank adds to a sum over ranks."""
     generator = torch.Generator().manual_seed(7 * rank + rows)
     return torch.randn(rows, WIDTH, generator=generator).mul(3.0**rank).to(dtype).to(device)
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return results of sums of few and many rows: by direct calls, by a replayed CUDA graph, and of rows divided among
-    the ranks (`SharedRows`). Some of the divided rows are summed again with NCCL instead of peer copies. Also return
-    whether one-shot sums and peer copies are available, whether gathered FP8 rows are right, the cases of experts that
-    failed, and counts of wrong numbers."""
+    """Run sums and gathers over the ranks and return their results by name.
+
+    "one shot", "copies"    whether one-shot sums and peer copies are available
+    "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
+    "shared"                the sum of rows that are divided among the ranks (`SharedRows`), gathered again
+    "begun", "begun, NCCL"  results of `begun` with peer copies, and with NCCL instead
+    "cast"                  whether gathered FP8 rows are right
+    "other experts"         the cases of EXPERTS for which `same_experts` is False
+    "wrong messages", "wrong turns": counts of wrong numbers, by the functions `wrong_messages` and `wrong_turns`
+    """
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
     # This call comes first, because it tests that the memory of `peer_copies` grows. After the larger messages below,
@@ -170,8 +176,8 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
         shared = SharedRows(ranks, 1 + i * i * i % 3000)
-        # A lane copies one message at a time. Because the widths grow, the memory of both lanes must grow, also that of
-        # one lane while the other lane copies a message.
+        # A lane of `peer_copies` copies one message at a time. The widths grow, so the memory of each lane must grow,
+        # even while the other lane copies a message.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
         if i % 7 == ranks.rank:  # delay one rank
@@ -186,8 +192,8 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return the gathered sum of the ranks' x plus two times `own`, which is passed as the shared experts' output and
-    again as the residual.
+    """Return the sum of the ranks' x plus two times `own`, gathered from all ranks. `own` is added twice: as the shared
+    experts' output and as the residual.
 
     Between the begin and the end of the sum, the rank computes both addends in new memory. Other work also runs between
     the begin and the end of the gather.
@@ -233,11 +239,11 @@ def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return {checkpoint in the folder: tokens of batch-invariant passes over the ranks}, after a check that they are
-    those of each sequence alone.
+    """Check that batch-invariant tokens are those of each sequence alone, and return {checkpoint in the folder:
+    tokens}.
 
-    One-shot sums are limited to 20 KiB here, so larger sums run through NCCL. From 16 tokens per rank on, each rank
-    computes only its share of the tokens.
+    One-shot sums are limited to 20 KiB here, so larger sums run through NCCL. From 16 rows per rank on, each rank sums
+    only a part of the rows.
     """
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):

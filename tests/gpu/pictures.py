@@ -10,7 +10,7 @@ from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, main_entries
 
 FOLDER = receipt.ROOT / "docs" / "pictures"
-# Entries of the README's picture -> their labels in it.
+# {entry of the receipt: its label in the README's picture}
 SPEED_UPS = {
     "flash_mla_with_kvcache": "dense MLA decode",
     "flash_mla_with_kvcache_sparse": "sparse MLA decode",

@@ -48,7 +48,7 @@ class Whole:
     """An entry about more than one op.
 
     label     its name in tables
-    families  families of the ops that it launches; () if `sources` name the ops
+    families  families of the ops that it launches; () if `sources` name the ops, or for oldest_dsl, whose ops are HOT
     sources   Python files, or folders of Python files, of this project, whose ops it launches
     """
 

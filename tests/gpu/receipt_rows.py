@@ -21,8 +21,8 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Return a function that tells whether these words are in our call's description but not in the peer's, so that the
-    two compute different things."""
+    """Return a function of a row: whether our call's description has these words and the peer's has not. Then the two
+    calls compute different things."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 

@@ -245,7 +245,8 @@ def _collected(arguments: list[str]) -> list[str]:
 
 
 def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
-    """Yield the rows of an entry's benchmark; for whole passes only those that are not in `done`."""
+    """Yield the rows of an entry's benchmark. For the entries of `receipt.ROW_BY_ROW`, skip the shapes of the rows in
+    `done`."""
     shapes = [row["shape"] for row in done]
     if name in case.benchmarks():
         yield from case.run(name)

@@ -19,8 +19,8 @@ HEAD = """\
 
 
 def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
-    """Return a row for each module of dsa.ops, with its public functions, for each part of a module, and for each entry
-    of more than one op."""
+    """Return a table. It has a row for each module of dsa.ops, for each entry about a part of a module, and for the
+    entries about more than one op."""
     modules = [op for op in op_modules() if ops_of(op_modules()[op])]
     asked = {*entries, *receipt.asked(arch)}
     wholes = [name for name in receipt.WHOLES if name in asked]
@@ -69,7 +69,8 @@ def _implementations(name: str, arch: str) -> str:
 
 
 def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
-    """Return the range of speed-ups over the best of the others, over all shapes."""
+    """Return the smallest and the largest speed-up over all shapes, followed by the names in the column `name`, which
+    is "peer" or "baseline"."""
     ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
     if not ratios:
         return ""

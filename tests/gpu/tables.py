@@ -52,7 +52,7 @@ def place(entry: Mapping[str, Any]) -> str:
 
 
 def per(field: str, columns: Columns, rows: list[Row]) -> str:
-    """Return a table with a heading for each value of the field."""
+    """Return one table for each value of the field, with the value as heading."""
     values = dict.fromkeys(row[field] for row in rows)
     parts = (f"**{value}**\n\n{markdown.table([r for r in rows if r[field] == value], columns)}" for value in values)
     return "\n\n".join(parts)
@@ -225,7 +225,7 @@ def _joined(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _yardstick(row: Row) -> float:
-    """Return the milliseconds of the row's yardstick, the measured code with which it is compared. It has only one."""
+    """Return the milliseconds of the row's only yardstick, the measured code with which the row is compared."""
     (found,) = row["yardsticks"].values()
     return found["ms"]
 

@@ -10,8 +10,8 @@ from dsa_bench.e2e import peer_slots
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("rows", "k"), [(1, 2048), (130, 512), (9, 1500)])
 def test_slots_of_a_selection(rows, k, by_row):
-    """Compare the result on the GPU with the result on the CPU. Some indices are invalid, and the table can be some
-    columns of a wider one."""
+    """Compare the results of GPU and CPU. Some indices are invalid. The block table is contiguous, or some columns of a
+    wider table."""
     pytest.importorskip("triton")  # included in PyTorch's builds for GPUs
     page_size, pages, sequences = 64, 300, 7 if by_row else rows
     indices = torch.randint(-1, page_size * pages, (rows, k), dtype=torch.int32)

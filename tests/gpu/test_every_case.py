@@ -102,7 +102,7 @@ def test_arguments_on_another_gpu_than_the_current_one(case):
 
 @pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered and x.op not in NOT_ONE_GRAPH], ids=lambda x: x.name)
 def test_compiled(case, monkeypatch):
-    """Compare results, including gradients if the case has them."""
+    """A compiled call gives the bits of an eager call, including gradients if the case has them."""
     torch._dynamo.reset()
     expected = case.results(given(case))
     monkeypatch.setattr(dsa, case.op, torch.compile(case.function(), fullgraph=True, backend="aot_eager"))

@@ -130,16 +130,16 @@ def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
 
 
 # Family -> (most kernels per layer of the tiny model, most kernels before and after the layers). In the tiny model some
-# rows of scales are not a multiple of 16 bytes, and two kernels of PyTorch pad each such tensor. In published models
-# all are multiples.
+# rows of scales are not a multiple of 16 bytes, and two kernels of PyTorch pad each such tensor. Published models have
+# no such rows.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     """A graph has no more kernels than expected. tests/layers/compilation/test_launches.py counts launches without a
-    GPU; here there are more, because some ops launch two kernels and PyTorch's operators launch further ones. More
-    branches than layers run on a second stream."""
+    GPU; here there are more, because some ops launch two kernels and PyTorch's operators launch further ones. The pass
+    must also run more branches on a second stream than it has layers."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
@@ -226,8 +226,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """The published mode is FP8 everywhere. Prefill in chunks and decoding run the kernels of this list; index keys are
-    in slots of 132 bytes, latents in slots of 656 bytes."""
+    """The published mode is FP8 everywhere, with index keys in slots of 132 bytes and latents in slots of 656 bytes.
+    Prefill in chunks and decoding must run the kernels in this list."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):
@@ -271,8 +271,8 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
-    """Sequences shorter than the indexer's top-k attend to all keys, here of a bf16 cache. Every call of the decoding
-    op agrees with the reference, and all layers of a pass share one plan."""
+    """Sequences shorter than the indexer's top-k attend to all keys. The cache is bf16. Every call of the decoding op
+    agrees with the reference, and all layers of a pass share one plan."""
     calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
@@ -413,8 +413,8 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """With this debug mode PyTorch raises if the host waits for the GPU. Some sequences of the passes have earlier
-    tokens and some have none; some have more keys than are selected and some have fewer."""
+    """PyTorch's sync debug mode raises if the host waits for the GPU. Some sequences of the passes have earlier tokens
+    and some have none; some have more keys than are selected and some have fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
@@ -463,13 +463,13 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
-    """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: for each pass in which
-    sequences have more keys than are selected, the number of its queries."""
+    """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: the number of queries of
+    each pass in which sequences have more keys than the indexer selects."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS
-    # A pass gets the latents of its own tokens from the op that writes them to the cache. It reads pages only for
-    # sequences with earlier chunks.
+    # A pass gets the latents of the new tokens from the op that writes them to the cache. It reads pages only if
+    # sequences have earlier chunks.
     assert ("read_kv_cache" in run.launched) == (chunk == 50)
 
 

@@ -57,8 +57,9 @@ def test_every_layer_finds_needles(name, record_error):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name):
-    """Measure the memory of passes at a million tokens, at the length at which a pass reads the most latents from pages
-    beforehand, and at shorter lengths. The activations are so small that they cannot hide the workspace."""
+    """Measure passes at a million tokens and at shorter lengths. At one of these lengths a pass reads the most latents
+    from pages into a workspace, because longer contexts are read in the pages. The activations are so small that they
+    cannot hide the workspace."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
     prompt = Prompts(model, 1, TOKENS, 8192)

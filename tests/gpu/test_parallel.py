@@ -22,7 +22,7 @@ pytestmark = pytest.mark.several_gpus
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Write a tiny checkpoint of every family; DeepSeek-V4's has experts in FP4."""
+    """Return a folder with a tiny checkpoint of every family. DeepSeek-V4's checkpoint has FP4 experts."""
     folder = tmp_path_factory.mktemp("models")
     for model in model_types():
         write_tiny_checkpoint(folder / model, model=model)
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def run(case, folder, ranks=2):
-    """Return the results of each rank."""
+    """Return a list with the result of each rank."""
     done = ended(case, folder, ranks)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(ranks)]

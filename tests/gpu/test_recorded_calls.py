@@ -1,5 +1,5 @@
-"""An op records the steps of repeated calls with one signature and replays them. Replayed calls must give the bits of
-calls that are not recorded, whatever their tensors contain."""
+"""An op records the steps of repeated calls with the same signature and replays them. Replayed calls must give the bits
+of calls that are not recorded, whatever their tensors contain."""
 
 import pytest
 import torch

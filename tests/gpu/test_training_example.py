@@ -58,7 +58,8 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
     ]
     generator = torch.Generator("cuda").manual_seed(0)
     for call in range(8):
-        drawn = draw(tokens, 16, PLAN.length, generator)  # many: PyTorch's embedding gradient then sorts the tokens
+        # 16 sequences have so many tokens that PyTorch's embedding gradient sorts them.
+        drawn = draw(tokens, 16, PLAN.length, generator)
         weights = torch.rand(3, generator=generator, device="cuda")
         losses = []
         for model, own in zip(models, passes):

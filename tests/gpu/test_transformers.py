@@ -18,8 +18,8 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# Our error from transformers in fp32 may be FACTOR times that of transformers in bf16, plus SLACK. In bf16 both
-# sometimes select other keys than in fp32.
+# calc_diff of our bf16 results from transformers' fp32 results may be FACTOR times that of transformers' bf16 results,
+# plus SLACK. In bf16, both models sometimes select other keys than in fp32.
 FACTOR, SLACK = 2.0, 1e-4
 # Bound of calc_diff of logits and gradients with FP8 index scores. With random weights FP8 scores often select other
 # keys.
@@ -51,8 +51,8 @@ def tokens():
 
 
 def in_bf16(model):
-    """Return a copy in bf16 as transformers loads it: the modules that it keeps in fp32 stay in fp32. Norms become
-    bf16, because the eager layers of version 5.17 do not accept the fp32 result of a norm."""
+    """Return a copy in bf16. Some modules stay in fp32, as when transformers loads a model in bf16. Norms become bf16,
+    because the eager layers of version 5.17 do not accept the fp32 result of a norm."""
     rounded = copy.deepcopy(model)
     strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
         "indexer.weights_proj"

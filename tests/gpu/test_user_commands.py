@@ -16,7 +16,7 @@ README, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/re
 
 
 def dsa_command(line, directory):
-    """Run a command line from the documents."""
+    """Run a command line from the documents, check that it succeeds, and return the finished process."""
     words = shlex.split(line, comments=True)
     assert words[0] == "dsa"
     command = [sys.executable, "-m", "dsa_layers.command.main", *words[1:]]

@@ -46,9 +46,10 @@ DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_ml
 # references in fp32 by 1e-4, and the references with FP8 pages differ by 6e-4. This is the effect of rounding between
 # the layers, and the kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
-# Two logits whose gap is below this can change places within that tolerance. The logits' standard deviation is 2.
+# If two logits differ by less than this, their order can change although calc_diff stays below LOGITS_TOLERANCE. The
+# standard deviation of the logits is 2.
 NEAR_TIE = 0.25
-# Tolerances of each attention op, those of its cases: calc_diff of the result, relative error of lse.
+# {attention op: (tolerance of calc_diff of the result, relative tolerance of lse)}, as in the op's cases.
 ATTENTION = {
     name: (out["cos_tol"], lse["rel_tol"])
     for name, (out, lse) in {
@@ -113,7 +114,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
     with pytest.MonkeyPatch.context() as patch:
         run.launched = launched_ops(patch)
-        # Both runs use the absorbed form of attention, so that both select rows of the same keys.
+        # The references have no multi-head kernel, so their run uses the absorbed form of attention. The kernels' run
+        # must use this form, too, because it uses the selections of the references' run.
         patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)

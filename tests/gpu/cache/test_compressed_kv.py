@@ -22,7 +22,7 @@ KINDS = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# Passes, which are calls of the op: (new tokens of each sequence, tokens of each sequence before them).
+# Calls of the op, each a pass over some sequences: (new tokens of each sequence, earlier tokens of each sequence).
 PASSES = [
     ([300, 5, 131], [0, 0, 0]),
     ([1, 1, 1], [300, 5, 131]),
@@ -71,8 +71,8 @@ def test_layouts_change_no_bit(kind, dtype):
 @by_dtype
 @by_kind
 def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
-    """Entries and state have the same bits for whole prompts, parts of prompts, drafts and single tokens, with another
-    sequence or alone."""
+    """Entries and state have the same bits if a prompt is computed at once, in parts of 128 or 5 tokens, or token by
+    token, alone or together with another prompt."""
     length, found = 300 if kind["m"] == 128 else 75, []
     for step, together in ((length, 2), (length, 1), (128, 2), (5, 2), (1, 2), (1, 1)):
         given = CASE.arguments("cuda", lengths=[length] * 2, starts=[0] * 2, dtype=dtype, **kind)

@@ -1,7 +1,7 @@
 """The MLA cache on the GPU: layouts and dtypes, every scale, non-finite numbers, strides, and offsets of 64 bits.
 
-The reference runs on the same GPU. Without `use_ue8m0`, PyTorch divides by 448 on a CPU and multiplies by 1 / 448 on a
-GPU, so the last bit of a scale can differ.
+The reference runs on the same GPU, because PyTorch rounds differently on a CPU: without `use_ue8m0`, a CPU divides by
+448 and a GPU multiplies by 1 / 448. So the last bit of a scale can differ.
 """
 
 from itertools import product
@@ -80,7 +80,8 @@ def test_layouts_of_rows_change_no_bit(layout, tokens):
 @pytest.mark.parametrize("layout", ["v32", "float32"])
 @pytest.mark.parametrize("pages, page_size", [(3, 10), (1, 1)])
 def test_strides_of_pages_change_no_bit(pages, page_size, layout):
-    """Rows of different pages can alternate in memory. A cache of one page with one row can have any strides."""
+    """In the first case the rows of different pages alternate in memory. The other case is a cache of one page with one
+    row, which can have any strides."""
     given = WRITE.arguments("cuda", layout=layout, tokens=pages * page_size, pages=pages, page_size=page_size)
     expected, cache = written(given, given["kv"]), given["cache"]
     given["cache"] = torch.stack([cache.transpose(0, 1)] * 2, 3)[:, :, :, 1].transpose(0, 1)

@@ -84,8 +84,8 @@ def garbage(*shape):
 @pytest.mark.parametrize("sequences", [8, 17, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_numbers_give_the_slots_of_the_definition(seed, sequences, page_size, options):
-    """Single or all boundaries, lengths and pages are arbitrary numbers. With 17 or more sequences the kernel first
-    checks whether the boundaries ascend."""
+    """Arbitrary numbers replace one boundary, some boundaries, or all numbers of one or more index tensors. With 17 or
+    more sequences the kernel first checks whether the boundaries ascend."""
     torch.manual_seed(seed)
     sizes = {"sequences": sequences, "most": 30, "earlier": 370, "pages": 6, "page_size": page_size}
     given = CASE.arguments("cuda", seed, **sizes, **options)

@@ -32,7 +32,7 @@ def test_layouts_change_no_bit(channels):
 @pytest.mark.parametrize("of", ["streams", "mix"])
 @pytest.mark.parametrize("tokens", [10, 4099])
 def test_special_values_are_where_the_two_ops_have_them(tokens, of, value):
-    """Token 2 is all zeros, and the op runs with and without eps, because without eps the norm divides by 0."""
+    """Token 2 is all zeros, so without eps the norm divides by 0. The op runs with eps and without it."""
     given = CASE.arguments("cuda", tokens=tokens, channels=256)
     given[of][6].view(-1)[3], given["streams"][2] = value, 0.0
     CASE.check_call(given)

@@ -22,14 +22,15 @@ def two_ops(y, streams, post, comb, parts):
 
 
 @by_sizes(
-    # Channels that give empty slices, partial blocks of 64 channels, and one or several blocks per slice.
+    # Channels for which some slices (see hyper_mix_few_tokens_sm90.py) are empty, have a partial block of 64 channels,
+    # or have one or several blocks.
     grid(tokens=range(1, 10), channels=[8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384]),
     grid(tokens=range(1, 10), channels=(4096,), outputs=(1, 4, 13, 100)),
     grid(tokens=(17, 64, 65, 300, 2000), channels=(4096,)),
 )
 def test_every_size_is_right(sizes, record_error):
-    """The sizes include every number of tokens for which the fused kernel runs, more tokens, and an odd number of
-    outputs, for which the last cluster has one output."""
+    """The fused kernel runs for up to 4 tokens; for more tokens the op runs two kernels. With an odd number of outputs,
+    the last cluster has one output."""
     verify(CASE, sizes, record_error)
 
 
@@ -65,7 +66,7 @@ def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
-    """Every replay has new inputs and a new matrix."""
+    """Every replay has new inputs and a new projection matrix."""
     seeds = iter(range(1, 6))
 
     def renew():

@@ -30,7 +30,7 @@ def test_layouts_change_no_bit(case):
 
 @by_case
 def test_special_values_are_where_the_two_ops_have_them(case):
-    """Some rows are all zeros, and the op runs with and without eps, because without eps the norm divides by 0."""
+    """Some rows are all zeros, so without eps the norm divides by 0. The op runs with eps and without it."""
     given = case.arguments("cuda", tokens=40, channels=1536)
     for name in {"x", "residual"} & given.keys():
         given[name][30:], given[name][3, 5], given[name][17, -1] = 0.0, torch.nan, torch.inf

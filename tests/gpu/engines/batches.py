@@ -34,8 +34,8 @@ def written(out):
 
 
 class Index:
-    """A paged cache of index keys for sequences of these lengths. The cache's pages are in random order. They are not
-    adjacent in memory, as in an engine in which several layers use parts of one block of memory."""
+    """A paged cache of index keys for sequences of these lengths. The pages are in random order and not adjacent in
+    memory, as in an engine in which several layers use parts of one block of memory."""
 
     def __init__(self, lengths, heads=64, dim=128):
         pages = [-(-n // PAGE) for n in lengths]

@@ -136,7 +136,7 @@ def test_decode_scores(heads, next_n, record_error):
 
 
 def test_scores_of_a_captured_graph_follow_the_lengths():
-    """As SGLang does, make a plan for every batch and copy it into the tensor that the graph reads."""
+    """For every batch, make a plan and copy it into the tensor that the graph reads, as SGLang does."""
     cache, table = index_cache([4096] * 8)
     q, weights = normal(8, 1, 64, 128).to(E4M3), normal(8, 64)
     lengths = torch.full((8, 1), 5, dtype=INT32, device=DEVICE)
@@ -376,7 +376,8 @@ def warm_up_and_call(name):
     from dsa.runtime import compile_cache
 
     model = MODELS[name]
-    # Inputs of the calls below, which in SGLang come from its own kernels.
+    # Make the inputs before compiling is forbidden, because the ops that make them here compile kernels. In SGLang
+    # these inputs come from SGLang's kernels.
     index, (cache, _) = index_cache([200, 70]), batches.latent_cache(cache_width(model), 2, DEVICE)
     k, k_scale = batches.index_keys(70, DEVICE)
     rows = latent(90, 1, model.query_dim)

@@ -121,8 +121,8 @@ def test_decode_scores(next_n, heads, record_error):
 @pytest.mark.parametrize(("rows", "columns"), [(3, 70000), (200, 5000), (64, 163840)])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_topk(rows, columns, k):
-    """Write to some columns of the engine's wider buffer, through the adapter for prompts and through the adapter for
-    decoding, and compare with vLLM's own kernels."""
+    """Each adapter, the one for prompts and the one for decoding, writes to some columns of the engine's wider buffer.
+    Compare with the reference and with vLLM's own kernels."""
     stride = -(-columns // 256) * 256
     logits = normal(rows, stride)[:, :columns]
     lengths = torch.randint(1, columns + 1, (rows,), device=DEVICE).int()
@@ -278,7 +278,8 @@ def compile_and_call(model, heads, cache, speculated):
     from dsa.runtime import compile_cache
 
     calls = models.calls_of(config(MODELS[model], heads=heads, cache=cache, speculated=speculated, max_model_len=40960))
-    # Inputs of the calls below, which in the engine come from its own kernels.
+    # Make the inputs before compiling is forbidden, because the ops that make them here compile kernels. In vLLM these
+    # inputs come from vLLM's kernels.
     index, pages, window = Index([200, 70], calls.index_heads), bytes_cache(PAGE), v4_cache(PAGE, PAGE)
     queries = {n: index.queries(2, n) for n in range(1, calls.next_n + 1)}
     warm_up.warm_up(calls, frozenset({"scores", "topk", "attention"}), DEVICE)

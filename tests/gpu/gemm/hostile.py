@@ -15,7 +15,7 @@ from tests.gpu.op_checks import assert_same_bits, captured, flat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-# Ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}).
+# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}).
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
     ([-5, 10, 2**31 - 1, 64], {}),
@@ -67,16 +67,17 @@ def rows_of_matrices(*more_sizes):
 
 
 def untouched(rows, columns, dtype):
-    """Return a result filled with bytes of 7, which show what is not written."""
+    """Return a tensor filled with bytes of 7, which a later check recognises as not written."""
     return torch.full((rows, columns * dtype.itemsize), 7, dtype=torch.uint8, device="cuda").view(dtype)
 
 
 def with_unused_rows(product, a, b, spans):
     """Return (a with NaN in unused rows, mixed, numbers, weights, expected results).
 
-    mixed: the rows of a in another order. numbers: for each row of a, its index in mixed; for unused rows and the rows
-    OUTSIDE, a number outside a. The expected results are product(rows of a, matrix, weights of the rows) for the rows
-    of each matrix, and untouched bytes elsewhere. spans: {matrix: (first row, end of rows)}.
+    spans             {matrix: (first row, end of rows)}
+    mixed             the rows of a in another order
+    numbers           for each row of a, its index in mixed; for unused rows and the rows OUTSIDE, a number outside a
+    expected results  product(rows of a, matrix, weights of the rows) in the rows of each matrix, elsewhere bytes of 7
     """
     count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
     weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
@@ -120,8 +121,8 @@ def with_nan_rows(x, count):
 
 
 def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
-    """Check that neither unused rows nor expected_rows change a bit of the other rows. The values of expected_rows
-    range from far too few to all rows. They decide which kernel runs, so this also compares the kernels."""
+    """Check that neither unused rows nor expected_rows change a bit of the used rows. The values of expected_rows range
+    from far too few to all rows. They decide which kernel runs, so this also compares the kernels."""
     used, ends = sum(sizes), ends_of(sizes)
     count, longer = used + unused, tuple(with_nan_rows(x, unused) for x in a)
     outside = no_keys(used).repeat(unused // 6 + 1)[:unused]

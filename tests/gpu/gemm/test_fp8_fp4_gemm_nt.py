@@ -61,7 +61,8 @@ def test_expected_rows_and_unused_rows_change_no_bit(channels, sizes, unused, ou
 
 
 def test_every_code_at_every_scale_is_right():
-    """Each row repeats one code. The groups' exponents are all those from the block's largest down to 14 below it."""
+    """Each row repeats one code. The exponents of the groups range from the largest exponent of their block to 14 below
+    it."""
     given = CASE.arguments("cuda", sizes=[64], columns=128, channels=512, weighted=False, out_dtype=torch.float32)
     packed, scale, _ = given["b"]
     packed.view(torch.uint8).copy_(torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17)

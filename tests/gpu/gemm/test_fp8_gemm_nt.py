@@ -27,8 +27,9 @@ GROUPS = [
 ]
 # (N, K) of layers of models. With few rows, those with small N run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
-# (N, K) of a rank's part of a layer under tensor parallelism, K being the rank's columns of the weight: the output
-# projection of V3.2 on 4 and 8 GPUs and of V4-Flash on 2, shared experts on 8 and 2 GPUs; and two small sizes.
+# (N, K) of a rank's part of a layer under tensor parallelism, where K counts only the rank's columns of the weight. In
+# order: V3.2's output projection on 4 and on 8 GPUs, V4-Flash's on 2; shared experts of V3.2 on 8 GPUs, of V4-Flash on
+# 2; two small sizes.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
 # Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
 # a last tile in which a warp has one row.
@@ -115,8 +116,8 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
 @pytest.mark.parametrize(("columns", "channels"), [*LAYERS, *PARTS])
 def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns, channels, before, after, out_dtype):
     """The numbers of rows select both kernels. For the small-M kernel they select tiles of 8 to 64 rows, with and
-    without split-K. Calls with 1 and 512 rows are repeated with the weight alternately at two addresses, so that
-    recorded calls (their steps are replayed) run as well."""
+    without split-K. Calls with 1 and 512 rows are repeated, with the weight alternately at two addresses, so that the
+    op also replays recorded calls."""
     a, b = operands(1200, columns, channels)
     whole, parts = dsa.fp8_gemm_nt(a, b, out_dtype), [columns_of_a_wider_one(b, before, after) for _ in range(2)]
     assert not whole.isnan().any()
@@ -130,7 +131,7 @@ def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns,
 
 
 def test_strides_change_no_bit():
-    """a can have leading dimensions, and the rows of the weight can have a stride of 0."""
+    """`a` can have leading dimensions, and the rows of the weight can have a stride of 0."""
     (q, s), (w, ws) = operands(72, 136, 512)
     expected = dsa.fp8_gemm_nt((q, s), (w, ws))
     assert torch.equal(dsa.fp8_gemm_nt((q.view(4, 18, 512), s.view(4, 18, 4)), (w, ws)).view(72, 136), expected)

@@ -14,8 +14,8 @@ from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_rows_alo
 
 (CASE,) = cases_of("linear_fp32")
 TOKENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
-# (rows, channels) of the matrix. Some sizes are those of models: index weights, compressors, routers, and one matrix of
-# all these matrices of a V4 layer. Other sizes leave a part of a tile empty.
+# (rows, channels) of the matrix. Some are sizes of models: index weights, compressors, routers, and the joint matrix of
+# a V4 layer, which consists of all these matrices. Other sizes leave a part of a tile empty.
 SHAPES = [
     *((64, 4096), (64, 7168), (256, 7168), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (2624, 7168)),
     *((1, 32), (40, 2048), (999, 2080), (530, 96), (4097, 2048)),
@@ -26,8 +26,8 @@ UNSCALED = {"scale": (1.0,), "scaled_from": (0,)}
 
 @by_sizes(
     *(grid(tokens=TOKENS, rows=[rows], channels=[channels], **UNSCALED) for rows, channels in SHAPES),
-    # Channels that give slices (see small_m_product.py) no k-steps, one round or several rounds of loads. The numbers
-    # of rows select kernels with and without clusters.
+    # Channels for which slices (see dsa/cute/small_m_product.py) have no k-step, one round of loads, or several rounds.
+    # The numbers of rows select kernels with and without clusters.
     grid(
         tokens=(3, 12, 50),
         rows=(100, 600),

@@ -1,5 +1,5 @@
-"""The FP8 cast on the GPU has the bits of the reference. With power-of-two scales these are the bits of the reference
-on the CPU."""
+"""The FP8 cast on the GPU has the bits of the reference. With power-of-two scales the reference runs on the CPU,
+otherwise on the GPU."""
 
 import pytest
 import torch

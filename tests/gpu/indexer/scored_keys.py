@@ -127,7 +127,7 @@ class KeysInPages:
     )
     def test_ragged_batches_are_right(self, op, batch, longest, kind, record_error):
         """A CTA has many work tiles. With fp16 accumulation, some warpgroups scale the queries of a work tile while
-        others still compute the previous work tile."""
+        others still compute the previous work tile. If these warpgroups raced, scores would be wrong."""
         lengths = (torch.rand(batch) ** 3 * longest * (torch.rand(batch) < 0.7)).int()
         op.verify(op.pages(lengths.tolist(), kind), record_error)
 
@@ -162,7 +162,7 @@ class KeysInPages:
     @by_kind
     @pytest.mark.parametrize(("length", "per_query"), [(700, False), (2000, True), (40000, False)])
     def test_a_graph_takes_new_lengths_keys_and_pages(self, op, length, per_query, kind):
-        """In odd replays most scores are 0, so they tie. In the last replay there are no keys."""
+        """In odd replays most scores are 0 and tie. In the last replay there are no keys."""
 
         def fresh(seed):
             new = op.pages((length,) * 6, kind, seed=seed, per_query=per_query)

@@ -54,7 +54,7 @@ def test_what_is_not_finite_stays_where_it_is(accumulators):
 
 @accumulated
 def test_a_row_of_negative_products_is_exactly_zero(accumulators):
-    """ReLU makes many scores exactly 0, so they tie."""
+    """ReLU makes such scores 0. They must be exactly 0, because a selection breaks ties by the keys' indices."""
     given = arguments(4, 100, accumulators)
     k, scale = given["kv"]
     given |= {"q": (given["q"].float().abs() + 0.1).to(E4M3), "kv": ((-k.float().abs() - 0.1).to(E4M3), scale)}
@@ -108,7 +108,7 @@ def test_scores_beyond_2_to_the_31():
 @accumulated
 def test_twenty_runs_of_many_work_tiles_are_identical(accumulators):
     """With fp16 accumulation, one warpgroup scales the queries of a work tile while another still computes the previous
-    work tile."""
+    work tile. If these warpgroups raced, the runs would differ."""
     given = OP.arguments(queries=4096, keys=8192, window=8192, accumulators=accumulators)
     assert_runs_have_the_same_bits(dsa.fp8_mqa_logits, **given)
     CASE.check(last_rows(given, 32), [dsa.fp8_mqa_logits(**given)[-32:]])

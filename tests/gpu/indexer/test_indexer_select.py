@@ -121,13 +121,13 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
-    # The scores of the tiles on which a bound is based are all above the other scores, so there are too few candidates,
-    # or all below them, so that lists overflow.
+    # A bound is based on the scores of some tiles. If these scores are above all others, there are too few candidates.
+    # If they are below all others, the lists of candidates overflow.
     "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
-    # The kernel for the first bound compares maxima; each is over every 16th of the sampled tiles.
+    # The kernel for the first bound compares maxima. Each is the maximum over every 16th of the sampled tiles.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
     # Few different scores, so that many scores equal the bound and the k-th largest score.
@@ -213,8 +213,8 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     ("starts", "ends", "top_k"), [([0, 30000] * 8, [30000, 60000] * 8, 2048), (0, [60000] * 15 + [30000], 100)]
 )
 def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
-    """Keys 0 to 29999 have scale 0, so their scores are ties, and the lists of queries that see only these keys
-    overflow. Other queries of the same block see keys with different scores."""
+    """Keys 0 to 29999 have scale 0, so their scores tie. The lists of queries that see only these keys overflow. Other
+    queries of the same block see keys with different scores."""
     given = arguments(16, 60000, starts, ends, top_k, accumulators)
     given["kv"][1][:30000] = 0.0
     OP.verify(given)

@@ -20,7 +20,7 @@ LENGTHS = [0, 1, 2, 63, 64, 65, 128, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**3
 
 @dataclass(frozen=True)
 class Op:
-    """A case of an op, called with one query per sequence.
+    """A case of an op, and how the tests make arguments for it. In decoding, each sequence has one query.
 
     make       (tokens, heads, keys, top_k, **options) -> arguments, with the keys in a cache whose other rows are NaN
     invariant  options with which the bits of a query do not depend on other queries
@@ -67,7 +67,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("lengths", [LENGTHS * 5, *([n] * 5 for n in (0, -5, 1000, 2**31 - 1))], ids=len)
     @pytest.mark.parametrize("top_k", [64, 1000, 1024])
     def test_keys_after_topk_length_are_not_looked_at(self, op, top_k, lengths, record_error):
-        """Indices from topk_length on select keys that are NaN."""
+        """Indices from topk_length on select keys that are NaN, so a result would be NaN if the op read them."""
         given = op.inputs(len(lengths), 3000, top_k) | {"topk_length": int32(lengths)}
         beyond = torch.arange(top_k, device="cuda") >= given["topk_length"][:, None, None]
         given["indices"].masked_fill_(beyond, slots_of(cache_of(given))[1][0].int())
@@ -107,7 +107,7 @@ class SelectedKeys:
         op.checked(given, record_error)
 
     def test_keys_that_no_query_selects_change_no_bit(self, op):
-        """This holds for any contents of their rows, including the pad bytes."""
+        """The rows of these keys can have any contents, including their pad bytes."""
         given = op.inputs(30, 2000, 500)
         clean, cache = op.checked(given), cache_of(given)
         for _ in garbage(cache, slots_of(cache)[1]):

@@ -57,7 +57,7 @@ class TestSelectedKeys(SelectedKeys):
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("place", [0, 300, 575])
     def test_nan_reaches_the_query_that_selects_it_alone(self, op, place, bad):
-        """The other queries of a group keep their results up to rounding, because their group is then computed by
+        """The results of the other queries of a group can change by rounding, because the group is then computed by
         another kernel."""
         given = op.inputs(65, 3000, 500, pool=550)
         given["indices"] %= 5998

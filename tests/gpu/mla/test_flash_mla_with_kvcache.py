@@ -171,8 +171,8 @@ def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
 
 
 def test_the_host_does_not_wait_for_the_gpu_when_it_makes_plans():
-    """A capture is the check: in it, an operation for which the host waits for the GPU, or that copies from pageable
-    host memory, raises an error."""
+    """Make the plans in a capture. There, PyTorch raises an error if the host waits for the GPU or copies from pageable
+    host memory."""
     lengths = int32([700, 64, 0, 2000])
     requests = ((lengths, 16, 1), (lengths, 16, 1, 16, True, 2048))
 

@@ -58,7 +58,7 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """A query that sees none of its selected keys has the result of a query without keys."""
+    """Some queries see none of their selected keys. Their results must be those of a query without keys."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -101,7 +101,7 @@ def test_rope_channels_apart_give_the_same_bits(dims):
 
 @pytest.mark.parametrize("options", [*OPTIONS, *BETWEEN], ids=str)
 def test_fp16_large_scores_and_other_channels_are_right(options, record_error):
-    """If there is no kernel for a number of channels, the op pads the channels."""
+    """For the numbers of channels in BETWEEN there is no kernel, so the op pads the channels."""
     given = call(heads=4, kv_heads=2, queries=[513, 100], keys=[700, 400], **options)
     checked(CASE, given, record_error)
     one_head = given["v"][:, :1].expand(given["v"].shape)

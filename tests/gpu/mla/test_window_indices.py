@@ -40,8 +40,8 @@ def check_slots(table, lengths, s_q, page_size, window):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
 def test_lists_of_packed_keys_are_right(sequences, window):
-    """Lengths are random: far more keys than queries (a chunk of a long sequence), about as many, or fewer; some are 0.
-    Last, sequences with as many keys as queries, in boundaries that do not begin at 0."""
+    """Lengths are random. There are far more keys than queries (a chunk of a long sequence), about as many, or fewer,
+    and some lengths are 0. The last call has as many keys as queries, and its boundaries do not begin at 0."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
         lengths = [torch.randint(0, most + 1, (sequences,)).tolist() for most in (most_q, most_k)]
         checked(INDICES, INDICES.arguments("cuda", sequences=tuple(zip(*lengths)), window=window))

@@ -30,7 +30,7 @@ def test_every_variant_has_the_bits_of_the_three_kernels(tokens, variant, record
 
 
 @by_sizes(
-    # Channels that give slices (see small_m_product.py) no k-steps, one round or several rounds of loads.
+    # Channels for which slices (see dsa/cute/small_m_product.py) have no k-step, one round of loads, or several rounds.
     grid(tokens=(3, 50), channels=[32, 96, 2048, 2080, 6144, 7168, 8192, 16384], dtype=(torch.bfloat16, torch.float16)),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])

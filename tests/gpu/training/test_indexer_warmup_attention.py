@@ -46,7 +46,7 @@ def assert_near(found, expected, most):
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],
-    # `around` adds rows before and after the sequences that belong to no sequence.
+    # `around`: numbers of rows before and after all sequences, which belong to no sequence
     grid(lengths=[((200, 200), (5, 60))], dims=DIMS, index=[(4, 64)], leaves=[LEAVES], around=[(3, 130)]),
 )
 def test_every_size_is_right(sizes, record_error):
@@ -58,9 +58,9 @@ def test_every_size_is_right(sizes, record_error):
     [*((dims, 1, 4) for dims in DIMS), ((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_together, record_error):
-    """PyTorch's flash attention computes the gradients, for all four heads at once, or with MOST_NUMBERS patched so
-    that at most three heads fit into a call. In the cases with 4, 2 and 1 KV heads, a call then gets 3, 2 and 2 heads:
-    a multiple of the number of heads that share keys, or a divisor of this number if it exceeds three. For 576 channels
+    """PyTorch's flash attention computes the gradients of all four heads at once. If most_together is 3, MOST_NUMBERS
+    is patched so that a call can have at most three heads. Then a call gets a multiple of the heads that share keys (3
+    heads with 4 KV heads, 2 heads with 2), or a divisor of their number (2 heads with one KV head). For 576 channels
     the backward pass of sparse MLA attention computes the gradients."""
     if most_together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (most_together + 1) * (261 + 512) * dims[0])

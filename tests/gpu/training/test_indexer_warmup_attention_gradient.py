@@ -16,7 +16,7 @@ def unpack(active, heads):
     """Unpack the words of active bits to bool [S, N, 128 (row), 128 (key), H], for S q tiles and N key tiles. See
     active_bits.py for the layout."""
     q_tiles, groups, blocks, _ = active.shape
-    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # warp, then a, c, b of word_place
+    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # the last four: warp; a, c, b of `word_place`
     bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
     bits = bits.view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j: the bits of a word
     bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(q_tiles, groups, blocks, 64, 64)
@@ -120,8 +120,8 @@ def test_a_product_of_zero_is_not_active():
 
 
 def test_many_short_sequences_with_unused_q_tiles_between_are_right():
-    """There are more q tiles than a launch of the key gradient handles, a q tile per sequence, and unused q tiles at
-    several positions of the plan."""
+    """There are 1050 q tiles, one per sequence, which are more than one launch of the key gradient handles. Unused q
+    tiles are at several positions of the plan."""
     lengths = [3, 1, 2] * 350
     problem = Problem(8, 64, lengths, lengths, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)])
     _, active = problem.run_scores()
