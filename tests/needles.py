@@ -1,6 +1,5 @@
 """Check that every layer's indexer selects keys that are planted among many others.
 
-
 Before a layer's index scores are computed, some keys are overwritten so that they point in the direction of a query.
 All other keys are random and have about the same length. The layer must then select the planted keys. The scores of
 planted and of randomly sampled keys must agree with scores in float64.

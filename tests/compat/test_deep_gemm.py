@@ -240,8 +240,7 @@ def rows_chosen_for(named_launches, monkeypatch):
 
 @pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
 def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, rows_chosen_for):
-    """Tiles are chosen for the expected rows of one group, but for at most the 128 rows that the operands have per
-    group."""
+    """The operands have 128 rows per group, so no more rows than that are expected."""
     masked_call(expected)
     assert rows_chosen_for == [chosen_for] * 2
 

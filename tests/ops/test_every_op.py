@@ -79,8 +79,8 @@ def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.Monkey
 
 
 def in_another_order(x: Any) -> Any:
-    """Return tensors with the same numbers, whose last dimension has the largest stride. Byte caches stay as they are,
-    because their pages must be contiguous."""
+    """Return tensors with the same numbers whose first and last dimensions have exchanged their strides. Byte caches
+    stay as they are, because their pages must be contiguous."""
     if isinstance(x, list | tuple):
         return type(x)(map(in_another_order, x))
     if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.dtype == torch.uint8:
@@ -94,8 +94,8 @@ def has_fp8(arguments: Iterable[Any]) -> bool:
 
 @by_call
 def test_torch_knows_what_an_op_returns_and_writes(call, monkeypatch):
-    """For arguments with any strides, fake results have the shapes, strides and dtypes of the real ones, so that a
-    traced call matches the call that runs."""
+    """Check fake results for the call's strides and for other strides. Their shapes, strides and dtypes must be those
+    of the real results, because torch.compile generates code for them."""
     arguments = call.arguments()
     reordered = {name: x if name in call.written else in_another_order(x) for name, x in call.arguments().items()}
     for given in (arguments, reordered):

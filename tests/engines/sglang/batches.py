@@ -86,7 +86,6 @@ def latent_cache(width, pages, device="cpu"):
     """Return (a cache with `width` bytes per key, or with 576 bf16 numbers per key if `width` is 576; its keys, fp32
     [pages * P, d]).
 
-
     The keys are read back from the cache, so they are exactly the values stored there.
     """
     dim = 512 if width == 584 else 576

@@ -42,8 +42,8 @@ class HookType(Enum):
 
 
 def hook_registry(skipped):
-    """Return a stand-in for SGLang's HookRegistry. It replaces no target in `skipped`, and raises no error, as SGLang's
-    registry does when it fails."""
+    """Return a stand-in for SGLang's HookRegistry. For targets in `skipped`, it behaves as if a replacement has
+    failed."""
     hooks = {}
 
     class HookRegistry:

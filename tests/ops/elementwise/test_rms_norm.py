@@ -71,7 +71,7 @@ def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
 
 
 def test_the_gradients_kernel_gets_aligned_rows(named_launches):
-    """The upstream gradient is a slice of a larger tensor and begins at an unaligned address, so it is copied."""
+    """The upstream gradient is a slice that begins at an unaligned address, so it is copied."""
     x = torch.randn(3, 16, requires_grad=True)
     torch.cat([torch.zeros(3), dsa.rms_norm(x, None).flatten()]).square().sum().backward()
     (_, _, (grad, *_)) = named_launches[1]

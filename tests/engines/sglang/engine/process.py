@@ -1,6 +1,5 @@
 """SGLang's .py files in this process, with stand-ins for packages that are not installed, and with dsa's plugin.
 
-
 Import this module before any module of SGLang.
 """
 
