@@ -37,8 +37,7 @@ def in_sample(test: str) -> bool:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Return the name of a function as its ID. The default ID is a number that depends on the order of collection, but
-    processes that run tests in parallel must agree on the IDs."""
+    """Return the name of a function as its ID. Processes that run tests in parallel must agree on the IDs of tests."""
     return getattr(val, "__name__", None)
 
 

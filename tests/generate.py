@@ -55,8 +55,8 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def ops() -> dict[Path, str]:
-    """Return {path: text} of the pages in OPS: index.md has a table per family, and each family has a page with the
-    docstrings of its ops. A family's docstring is "TITLE: a description of its ops"."""
+    """Return {path: text} of the pages in OPS: index.md has a table per family, and each family has a page with
+    docstrings of ops. A family's docstring is "TITLE: description"."""
     families, tables, pages = [], [], {}
     for family, files in _families().items():
         title, about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}")).split(": ")
@@ -105,7 +105,7 @@ the path of the small checkpoint that comes with dsa, a model of Python source.
 
 
 def _families() -> dict[str, dict[str, str]]:
-    """Return {family: {public function: name of its file in dsa/ops/FAMILY}}."""
+    """Return {family: {public function: name of the file in dsa/ops/FAMILY that defines it}}."""
     found: dict[str, dict[str, str]] = {}
     for module in public_names():
         _, _, family, file = module.split(".")

@@ -25,7 +25,7 @@ def on_gpu(kind=_OnCuda):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Make dsa believe that the machine has a Hopper GPU."""
+    """Simulate a machine with a Hopper GPU."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")

@@ -49,8 +49,8 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """A kernel's code depends only on its family's folder and dsa/cute. So `dsa.runtime.compile_cache` needs the bytes
-    of these two folders only to decide whether a cached kernel is still valid."""
+    """Kernels import only their family's folder and dsa/cute. So of all source files, the key of the compile cache
+    (`dsa.runtime.compile_cache`) needs only the bytes of these two folders."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
@@ -218,8 +218,8 @@ def modules_imported(path):
 
 
 def circle(graph):
-    """Return the modules of a cycle of imports: each imports the next, and the last is the first again. None if there
-    is no cycle."""
+    """Return the modules of a cycle of imports: each imports the next, and the last is the first again. Without a
+    cycle, return None."""
     finished = set()
 
     def search(path):

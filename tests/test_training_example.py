@@ -160,7 +160,7 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
         with _balanced(model, True, ALONE) as balance:
             language_loss(model, trained)
             if between:
-                gate.weight.data.neg_()  # held-out text would select other experts
+                gate.weight.data.neg_()  # so that held-out text selects other experts
                 held_out_loss(model, held_out, 64)
                 gate.weight.data.neg_()
             balance()

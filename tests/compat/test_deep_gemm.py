@@ -232,7 +232,7 @@ def test_kernels_write_masked_groups_to_the_callers_tensor(named_launches):
 
 @pytest.fixture
 def rows_chosen_for(named_launches, monkeypatch):
-    """Return the list of numbers of rows for which tiles of grouped products are chosen."""
+    """Return a list that records the number of rows for each choice of a grouped product's tile."""
     found, choose = [], bridge._choose_grouped_config
     monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
     return found

@@ -79,8 +79,8 @@ def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.Monkey
 
 
 def in_another_order(x: Any) -> Any:
-    """Return tensors with the same numbers whose first and last dimensions have exchanged their strides. Byte caches
-    stay as they are, because their pages must be contiguous."""
+    """Return tensors with the same numbers, whose last dimension has the largest stride. Byte caches stay as they are,
+    because their pages must be contiguous."""
     if isinstance(x, list | tuple):
         return type(x)(map(in_another_order, x))
     if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.dtype == torch.uint8:

@@ -103,7 +103,7 @@ def test_selection_in_decoding(fused, forced):
 
 @pytest.mark.parametrize("chunk", [None, slice(2, 9)])
 def test_selection_in_prefill(chunk):
-    """Test the selection for a whole batch and for a chunk of its tokens, with the arguments that SGLang's indexer
+    """Test the selection for a whole batch and for a chunk of tokens, with the arguments that SGLang's indexer
     passes."""
     logits, lengths, starts, metadata, expected = batches.prefill_metadata([0, 30, 5], [4, 36, 9])
     positions, owners = int32(expected(16)), metadata.token_to_batch_idx

@@ -271,7 +271,7 @@ def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
     engine.serve(family)
     words = {word.strip() for word in ops.split(",")}
     if family == "dsv4" and "scores" not in words:
-        words.discard("topk")  # it needs cleaned scores, which SGLang's own kernel does not write
+        words.discard("topk")  # it reads scores that SGLang's own kernel leaves unwritten
     assert engine.replaced() == (paths_of(family, *words) if words else set())
     said = [record.getMessage() for record in caplog.records if record.name == "dsa"]
     if words:

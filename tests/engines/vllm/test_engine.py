@@ -56,7 +56,8 @@ def reads(node: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize(("module", "function", "name"), seams.CALL_SITES, ids=lambda value: value.rpartition(".")[2])
 def test_call_sites(module, function, name):
-    """Each caller must look up the replaced name in each call, as a global of its module or as an attribute."""
+    """A caller must look up the replaced name in each call, as a global variable of the caller's module or as an
+    attribute."""
     node = definition(module, function)
     assert name in reads(node), f"{module}:{function} does not read {name}"
     assigned = {ast.unparse(t) for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets}
@@ -92,7 +93,8 @@ def test_who_else_has_V4s_attention():
 
 @pytest.fixture
 def deep_gemm():
-    """Return vLLM's DeepGEMM module after it has looked up DeepGEMM's functions, which it does in its first call."""
+    """Return vLLM's module for DeepGEMM. The functions of DeepGEMM have been looked up, as in the first call of the
+    module."""
     module = __import__(seams.DEEP_GEMM, fromlist=["_"])
     module._lazy_init()
     return module

@@ -20,7 +20,7 @@ PAGES, TOPK, SCALE, D = 24, 128, 0.5, 576
 
 @pytest.fixture
 def sparse(plugin, monkeypatch):
-    """Return vLLM's module of the backend, with PyTorch functions instead of its kernels."""
+    """Return vLLM's module of the backend, with PyTorch functions in place of kernels."""
     torch.manual_seed(0)
     module = __import__(seams.FLASHMLA_SPARSE, fromlist=["_"])
     monkeypatch.setattr(module, "triton_convert_req_index_to_global_index", engine.to_slots)

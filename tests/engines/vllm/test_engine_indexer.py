@@ -91,7 +91,8 @@ def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
 
 def prefill_metadata(table, first, tokens, lengths, visible=None):
     """Return metadata of one chunk. The last tokens of each request are queries, from token `first` on. visible: the
-    number of its request's keys that each query sees, or, if ranks divide the keys, of this rank's keys."""
+    number of keys of the request that each query sees, or, if ranks divide the keys, of those keys that this rank
+    has."""
     if visible is None:
         visible = [n - count + 1 + i for count, n in zip(tokens, lengths) for i in range(count)]
     plan = module(seams.PLAN)

@@ -1,4 +1,5 @@
-"""The plugin installs all of its parts or none, once per worker process. If it declines, one line gives the reason."""
+"""The plugin replaces either everything that it serves or nothing, once per worker process. If it declines, one line
+gives the reason."""
 
 import logging
 import subprocess

@@ -156,7 +156,7 @@ def test_sglangs_indexer_prefills(served, method, chunked, monkeypatch):
 
 @pytest.mark.parametrize("method", ["PAGED", "RAGGED"])
 def test_sglangs_metadata_selects_all_keys_without_scores(served, method):
-    """`Indexer._forward_cuda_k_only` uses this metadata."""
+    """`Indexer._forward_cuda_k_only` calls `topk_transform` in this way."""
     lengths, owners = int32([1, 2, 1, 2, 3]), int32([0, 0, 1, 1, 1])
     table, _ = batches.paged([2, 3])
     offsets = int32([0, 0, 2, 2, 2])
