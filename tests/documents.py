@@ -7,6 +7,5 @@ ROOT = Path(__file__).parent.parent
 
 
 def python_blocks() -> list[str]:
-    """Return every Python block of the README and of docs/, in order."""
     texts = (path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))])
     return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)]

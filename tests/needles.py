@@ -46,7 +46,6 @@ class Haystack:
             self._model(torch.arange(new, device=self._device) % self._model.config.vocab_size, batch, self.cache)
 
     def decode(self) -> None:
-        """Run a decoding step over the last token."""
         self.padding([_Sequence(self.context, self.pages)])
 
 

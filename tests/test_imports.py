@@ -71,7 +71,6 @@ def imported_names(tree, package):
 
 
 def definitions(tree):
-    """Return {name: syntax node} of a module's functions, classes and constants."""
     found = {}
     for node in tree.body:
         targets = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []

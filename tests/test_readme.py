@@ -62,7 +62,6 @@ def test_every_path_and_command_exists():
 
 
 def anchors(page):
-    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -15,7 +15,7 @@ PAGED_POSITIONS = ("kv_cache", "weights", "context_lens", "block_table", "schedu
 
 
 def ranges(queries, keys, context_parallel):
-    """Return, as arguments, the ranges of keys of DeepGEMM's `generate_ks_ke_tests`."""
+    """Return the ranges of keys of DeepGEMM's `generate_ks_ke_tests`, as arguments."""
     rows, last = torch.arange(queries), keys - queries
     if context_parallel:
         half, ranks = queries // 2, keys // queries

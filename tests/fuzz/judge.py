@@ -134,7 +134,6 @@ def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[tuple, torch.Tensor]]:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of x's bytes."""
     if x.device.type == "meta":
         return x
     flat = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)

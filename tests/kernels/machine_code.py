@@ -75,7 +75,7 @@ def threads(cubin: bytes) -> list[int]:
 
 
 def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the values of an attribute of all kernels."""
+    """Yield the bytes of an .nv.info attribute, given by number, for each kernel."""
     for name, _, content in _sections(cubin):
         at = 0
         while name.startswith(".nv.info") and at < len(content):

@@ -57,7 +57,6 @@ def resized(op, values, changes):
 
 @pytest.fixture(scope="module")
 def checked():
-    """Return {op: arguments of one call}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Op, "run", lambda op, *values: found.setdefault(op.name, values) and op._run_reference(values))

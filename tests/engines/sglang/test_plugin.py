@@ -248,7 +248,6 @@ def test_v4_is_left_to_sglang_where_the_new_names_take_other_parameters(engine, 
 
 
 def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
-    """The attention functions read the switch in each call."""
     engine.serve("dsv4")
     seen = []
     monkeypatch.setattr(seams.adapters, "sparse_prefill", lambda *a, batch_invariant, **k: seen.append(batch_invariant))

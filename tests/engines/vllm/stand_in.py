@@ -34,7 +34,6 @@ def function(path: str, parameters: list[str]):
 
 
 def put_in_place(monkeypatch) -> None:
-    """Install the stand-in, so that `import vllm` finds it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     overrides.clear()

@@ -42,7 +42,6 @@ def test_signatures(path):
 
 
 def definition(module: str, name: str) -> ast.AST:
-    """Return the syntax tree of a function, method or class."""
     node = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
     for part in name.split("."):
         (node,) = [child for child in node.body if getattr(child, "name", None) == part]
@@ -50,7 +49,6 @@ def definition(module: str, name: str) -> ast.AST:
 
 
 def reads(node: ast.AST) -> set[str]:
-    """Return all names and dotted names in a syntax tree."""
     return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
 
 

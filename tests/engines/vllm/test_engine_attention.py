@@ -79,7 +79,6 @@ class Batch:
 
 
 def implementation(module, heads, cache, ranks=1, rank=0, tokens=64):
-    """Return the plugin's attention implementation of one layer."""
     from dsa_engines.vllm.backend import DSASparseImpl
 
     impl = object.__new__(DSASparseImpl)

@@ -57,7 +57,6 @@ def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_expected_rows_change_no_result(name):
-    """Test expected_rows that are far too small, right and too large."""
     a, b = operands(name)
     ends = ENDS.clamp(max=2)
     for rows, count in ((ROWS, 4), (None, 5)):

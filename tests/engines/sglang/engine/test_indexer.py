@@ -33,7 +33,6 @@ def indexer_of(served, pool, monkeypatch):
 
 
 def metadata_of(served, method, **more):
-    """Return a batch's metadata for SGLang's indexer."""
     topk = module(seams.TOPK)
     common = {"page_size": PAGE, "page_table_1": None, "token_to_batch_idx": None, "topk_indices_offset": None}
     attention = SimpleNamespace(**common | {"cu_seqlens_q": None, "indexer_logical_page_table": None} | more)
