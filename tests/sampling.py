@@ -1,4 +1,5 @@
-"""The commit whose hash selects samples of slow tests: an ordinary run is fast, and later commits test the rest."""
+"""The commit hash that selects samples of slow tests and kernel variants. So an ordinary run is fast, and runs of later
+commits test the rest."""
 
 import datetime
 import functools
