@@ -1,5 +1,6 @@
-"""Tests compare bits between different numbers of rows, which AMX sums in another order. So oneDNN goes up to AVX-512
-here, unless the caller has set something else; torch reads the variable when it first multiplies."""
+"""Limit oneDNN to AVX-512 in the tests, unless the caller sets another limit. Tests compare the bits of results for
+different numbers of rows, and with AMX the order of a sum depends on that number. torch reads the variable at its first
+matrix product."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Functions and classes as Markdown: a heading, a link to the source, the signature and the docstring."""
+"""Write the signatures and docstrings of functions and classes as Markdown."""
 
 import inspect
 import os
@@ -10,30 +10,32 @@ from typing import Any
 
 from tests.public_names import ROOT
 
-# How a signature is shortened: {pattern: replacement}.
+# Replacements that shorten a signature: {pattern: replacement}.
 SHORTER = {
-    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the module of a class
-    r"<[^<>]+>": "...",  # a default that has no literal
-    r": '([^']*)'": r": \1",  # an annotation in quotes
+    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the module in front of a class
+    r"<[^<>]+>": "...",  # the repr of a default value that is not a literal
+    r": '([^']*)'": r": \1",  # quotes around an annotation
     r" -> None$": "",
 }
 CODE = r"(`[^`]*`)"
-MARKUP = r"(\*(?! )|(?<! )\*|<(?=[\w/!])|(?<!\w)_|_(?!\w)|(?<=\])\()"  # what Markdown would read as its own
+MARKUP = r"(\*(?! )|(?<! )\*|<(?=[\w/!])|(?<!\w)_|_(?!\w)|(?<=\])\()"  # characters that Markdown would interpret
 LINE_MARKUP = r"^(?=[-+#>|] |\d+[.)] )"
-# A paragraph that keeps its lines: a formula, an indented line or columns.
+# A paragraph that matches is a formula, columns, or has an indented line: it keeps its line breaks.
 VERBATIM = r"\A\S[^.:;]{,60} = |^ |\S  +\S"
 NEW_PARAGRAPH = r"(?<=[.:])\n(?=(Returns|Raises|On Hopper|Source)\b)"
 
 
 def section(heading: str, name: str, value: Any, folder: Path) -> str:
-    """A function or class, for a page in `folder`. `name` begins its signature."""
+    """Return the Markdown of a function or class: `heading`, a link to the source relative to `folder`, the signature
+    after `name`, and the docstring."""
     file = Path(inspect.getsourcefile(inspect.unwrap(value))).relative_to(ROOT)
     source = f"Source: [{file}]({os.path.relpath(ROOT / file, folder)})"
     return "\n\n".join([heading, source, _signature(name, value), _docstring(value)]) + "\n"
 
 
 def section_with_members(name: str, value: Any, folder: Path) -> str:
-    """A public name of dsa_layers: a function, or a class with its public methods and documented properties."""
+    """Return the Markdown of a public function of dsa_layers, or of a class with its public methods and documented
+    properties."""
     parts = [section(f"## {name}", f"dsa_layers.{name}", value, folder)]
     if inspect.isclass(value):
         members = {member: _member(value, member) for member in vars(value) if not member.startswith("_")}
@@ -42,7 +44,7 @@ def section_with_members(name: str, value: Any, folder: Path) -> str:
 
 
 def _member(owner: type, name: str) -> str:
-    """The text of a method, or of a property with a docstring; "" for other members."""
+    """Return the Markdown of a method, or of a property that has a docstring; "" for other members."""
     member = vars(owner)[name]
     if isinstance(member, FunctionType | classmethod):
         return "\n\n".join(filter(None, [_signature(name, getattr(owner, name)), _docstring(member)]))
@@ -50,7 +52,8 @@ def _member(owner: type, name: str) -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    """On one line, or with a line per parameter where that is too long."""
+    """Return the signature as a code block: on one line, or, if that is longer than 100 characters, with a line per
+    parameter."""
     if getattr(value, "_is_protocol", False):
         return f"```py\nclass {name}(Protocol)\n```"
     found = inspect.signature(value)
@@ -66,7 +69,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _docstring(value: Any) -> str:
-    """Prose as Markdown paragraphs; formulas, columns and examples in blocks."""
+    """Return a docstring's prose as Markdown paragraphs, and its formulas, columns and examples as text blocks."""
     text = re.sub(NEW_PARAGRAPH, "\n\n", inspect.cleandoc(value.__doc__ or ""))
     return "\n\n".join(_paragraph(paragraph) for paragraph in text.split("\n\n"))
 

@@ -1,8 +1,7 @@
-"""Check an installed distribution: its commands run, and its compiled kernels are used.
-
+"""Check an installed distribution: its commands run, and it has compiled kernels.
 usage: python -I check_installed.py
 
--I keeps the checkout out of the path: what is imported is what was installed.
+With -I, Python does not import from the checkout, so the installed packages are checked.
 """
 
 import importlib
@@ -27,7 +26,8 @@ def main() -> None:
 
 
 def check_kernels() -> int:
-    """Load a kernel of each archive without the compiler and without a cache; returns how many there are."""
+    """Load a kernel from each archive of compiled kernels, with the compiler and the kernel cache disabled. Return the
+    number of archives."""
     os.environ["DSA_CACHE_DIR"] = ""
     import cutlass.cute as cute
 

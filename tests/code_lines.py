@@ -1,4 +1,4 @@
-"""The lines of a Python source without comments and docstrings."""
+"""Remove comments and docstrings from Python source."""
 
 import ast
 import io

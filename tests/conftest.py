@@ -1,6 +1,5 @@
-"""What all tests share: seeds, and the choice of slow tests that run. Each test process uses one thread, because on a
-shared machine torch's spinning threads cost more time than they save.
-"""
+"""Options, seeds and fixtures for all tests, and the selection of slow tests. Each test process uses one thread,
+because torch's spinning threads cost more time than they save on a shared machine."""
 
 import random
 import zlib
@@ -25,7 +24,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests in a run of the whole suite: one in SLOW_PARTS runs, and which ones depends on the commit."""
+    """In a run of the whole suite, keep one in SLOW_PARTS of the slow tests. The commit determines which ones."""
     if config.getoption("all") or config.option.file_or_dir:
         return
     left_out = [item for item in items if item.get_closest_marker("slow") and not in_sample(item.nodeid)]
@@ -42,8 +41,8 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return getattr(val, "__name__", None)
 
 
-# Tests run in any order, in several processes. So each test gets a seed of its own, and random numbers without a seed
-# are the same in every run. Session fixtures are set up with seed 0, whichever test requests them first.
+# Tests run in any order and in several processes. So each test has a seed that depends on its ID alone, and its random
+# numbers are the same in every run. Session fixtures are set up with seed 0, whichever test requests them first.
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,10 @@
-"""Signals of processes that tests start. Under nohup, and in a script's background jobs, SIGINT and SIGHUP are ignored,
-and every process inherits that from the one that starts it."""
+"""Default signal handling for processes that tests start. A process started by nohup or as a script's background job
+ignores SIGINT or SIGHUP, and its child processes inherit this."""
 
 import signal
 
 
 def reset_signals() -> None:
-    """Let these signals end this process again: a new process calls it first, as subprocess's preexec_fn."""
+    """Let SIGINT, SIGHUP and SIGTERM end this process again. Pass this function to subprocess as `preexec_fn`."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

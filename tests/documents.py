@@ -1,4 +1,4 @@
-"""What tests take from the documents."""
+"""Read the Python examples of the documents."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,5 @@ ROOT = Path(__file__).parent.parent
 
 
 def python_blocks() -> list[str]:
-    """Every Python block of the README and of docs/, in order."""
     texts = (path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))])
     return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)]

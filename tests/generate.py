@@ -6,7 +6,7 @@ usage: python -m tests.generate
 - docs/reference/ops/ and docs/reference/layers.md: signatures and docstrings
 - the tables of all documents (tests/gpu/tables.py)
 
-No list of ops is kept by hand. tests/test_generated.py fails where a file differs from what this writes.
+No list of ops is kept by hand. tests/test_generated.py fails if a file differs from what this module writes.
 """
 
 import importlib
@@ -27,14 +27,15 @@ REFERENCES = ROOT / "dsa" / "reference" / "__init__.py"
 
 
 def init() -> str:
-    """dsa/__init__.py: imports and `__all__` are generated; the docstring above them stays."""
+    """Return the text of dsa/__init__.py: the docstring that is there, and generated imports and `__all__`."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
     return _names(head, public_names() | {"dsa.runtime.backends": list(BACKENDS)}, f"{version}\n\n")
 
 
 def reference_init() -> str:
-    """dsa/reference/__init__.py, likewise."""
+    """Return the text of dsa/reference/__init__.py: the docstring that is there, and generated imports and
+    `__all__`."""
     text = REFERENCES.read_text()
     return _names(text[: text.index("from dsa.")], references())
 
@@ -54,9 +55,8 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def ops() -> dict[Path, str]:
-    """The pages of OPS: index.md with a table per family, and a page per family with the docstrings.
-
-    A family's docstring is "TITLE: what its ops are."."""
+    """Return {path: text} of the pages in OPS: index.md has a table per family, and each family has a page with
+    docstrings of ops. A family's docstring is "TITLE: description"."""
     families, tables, pages = [], [], {}
     for family, files in _families().items():
         title, about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}")).split(": ")
@@ -88,7 +88,7 @@ other files of the op, and `dsa bench OP` measures its functions.
 
 
 def layers() -> str:
-    """The page LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
+    """Return the text of the page LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
     names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
     summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
     head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())
@@ -105,7 +105,7 @@ the path of the small checkpoint that comes with dsa, a model of Python source.
 
 
 def _families() -> dict[str, dict[str, str]]:
-    """{family: {public function: name of its file in dsa/ops/FAMILY}}."""
+    """Return {family: {public function: name of the file in dsa/ops/FAMILY that defines it}}."""
     found: dict[str, dict[str, str]] = {}
     for module in public_names():
         _, _, family, file = module.split(".")
@@ -121,7 +121,7 @@ def _first_sentence(doc: str) -> str:
 def main() -> None:
     INIT.write_text(init())
     REFERENCES.write_text(reference_init())
-    importlib.reload(dsa)  # with the new names
+    importlib.reload(dsa)  # ops() reads the functions of new names from it
     for page, text in {**ops(), LAYERS: layers()}.items():
         page.write_text(text)
     status_table.PATH.write_text(status_table.dated(status_table.PATH.read_text()))

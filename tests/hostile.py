@@ -1,8 +1,8 @@
-"""Index tensors with hostile contents: whatever they hold, an op reads and writes inside its tensors, and the rows that
-a wrong number does not concern have their right results.
+"""Check ops with hostile contents in index tensors.
 
-tests/ops/test_hostile_contents.py runs them on the references, tests/gpu/test_hostile_contents.py on the kernels, where
-compute-sanitizer watches.
+Whatever an index tensor contains, the op reads and writes only inside its tensors. Rows that do not use the wrong
+number have their right results. tests/ops/test_hostile_contents.py checks the references, and
+tests/gpu/test_hostile_contents.py checks the kernels under compute-sanitizer.
 """
 
 import torch
@@ -10,14 +10,17 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import Case, changed, same_bits
 
-# Ops in plain PyTorch on every device, which read their integers on the host.
+# Ops that run in PyTorch on every device and read their integers on the host, so they can refuse contents on a GPU,
+# too.
 IN_PYTORCH = ("compress_kv", "fp4_block_scales", "widen_fp4")
-# (case, argument), with more words where one argument has several.
+# (case, key of case.hostile). A key begins with an argument's name; a second word follows if the argument has several
+# entries.
 ARGUMENTS = [(case, name) for case in CASES for name in case.hostile]
 
 
 def check(case: Case, name: str, device: str) -> int:
-    """Every change of one argument; AssertionError where a result that should be right is not. How many there were."""
+    """Run the case with every change of one argument, and return the number of changes. Raise AssertionError if a
+    result that must be right differs from the result without the change."""
     hostile, argument = case.hostile[name], name.split()[0]
 
     def given() -> dict:
@@ -30,7 +33,7 @@ def check(case: Case, name: str, device: str) -> int:
         try:
             results = case.results(given() | {argument: tensor})
         except ValueError as error:
-            # Where contents can be looked at they may be refused, by the argument's name.
+            # An op that can read the contents may refuse them. The message must begin with the argument's name.
             assert device == "cpu" or case.op in IN_PYTORCH, f"{where}: {error}"
             assert str(error).startswith(f"{argument}: "), f"{where}: {error}"
             continue

@@ -1,8 +1,8 @@
-"""Keys planted among many, which every layer's selection must find.
+"""Check that every layer's indexer selects keys that are planted among many others.
 
-In each layer, before the index scores are computed, keys are written at given places that point the way that one of the
-queries asks for; the others are random and of about the same length. What the layer then selects has to have the
-planted places in it, and the scores there, and at places at random, have to be those of float64.
+Before a layer's index scores are computed, some keys are overwritten so that they point in the direction of a query.
+All other keys are random and have about the same length. The layer must then select the planted keys. The scores of
+planted and of randomly sampled keys must agree with scores in float64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,17 @@ from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
-SAMPLES = 2048  # scores of a query that are compared beside those of the needles
+SAMPLES = 2048  # how many scores of a query are compared besides those of the planted keys
 
 
 class Haystack:
-    """A cache of one sequence of `context` tokens. Its index keys are normal numbers, all else is small and finite."""
+    """A cache with one sequence of `context` tokens. Its index keys are Gaussian; all other contents are small finite
+    numbers."""
 
     def __init__(self, model: Model, context: int, device: torch.device | str) -> None:
         self._model, self.context, self._device = model, context, device
         count = -(-context // model.page_size)
-        # The sequence's pages are the last ones, in no order; decoding pads with the first.
+        # The sequence's pages are in random order. DecodeStep allocates the first page for padding.
         self.cache: Cache = model.make_cache(count + 2, device=device, state_slots=4)
         for tensor in self.cache.tensors():
             tensor.view(torch.uint8).random_(0x28, 0x38)
@@ -37,7 +38,7 @@ class Haystack:
         self.pages = [pages[i] for i in torch.randperm(count).tolist()]
 
     def prefill(self, new: int) -> None:
-        """A pass over the last tokens."""
+        """Run a prefill pass over the last `new` tokens."""
         batch = prefill_batch(
             [Chunk(new, self.context - new, self.pages, 3)], self.cache.page_size, torch.device(self._device)
         )
@@ -45,7 +46,6 @@ class Haystack:
             self._model(torch.arange(new, device=self._device) % self._model.config.vocab_size, batch, self.cache)
 
     def decode(self) -> None:
-        """A step over the last token."""
         self.padding([_Sequence(self.context, self.pages)])
 
 
@@ -55,8 +55,8 @@ class _Sequence:
 
 
 class Finds:
-    """How many selections were looked at, how many needles lacked in them, and the scores' largest error over the root
-    of their mean square."""
+    """The number of checked selections, the number of planted keys that were not selected, and the largest error of a
+    score divided by the root mean square of the exact scores."""
 
     def __init__(self) -> None:
         self.selections = self.lacking = 0
@@ -65,15 +65,15 @@ class Finds:
 
 @contextmanager
 def planted(shares: Sequence[float]) -> Iterator[Finds]:
-    """Within the block needles are in every layer's keys, at these shares of those that the first query of each call
-    of the scores' op sees."""
+    """In the block, plant keys in every layer. `shares` are relative positions among the keys that the first query of
+    each call can select: 0 is the first key, 1 the last."""
     finds, pending = Finds(), []
     names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "indexer_select")
     ours = {name: getattr(dsa, name) for name in names}
     packed, paged, select, select_packed = ours.values()
 
     def plant_in_rows(q, keys, weights, starts, ends):
-        """-> (the needles' places, how many keys there are, exact scores of any places)."""
+        """Return (the planted keys' positions, the number of keys, a function from positions to exact scores)."""
         first, count = int(starts[0]), int(ends[0] - starts[0])
         places, codes = _places(shares, count, q.device), keys[0].view(torch.uint8)
         codes[first + places] = _needles(q[0], weights[0], len(places)).view(torch.uint8)
@@ -98,7 +98,7 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         return found(select_packed(*arguments, accumulators=accumulators, **paging), **paging)
 
     def plant_in_pages(q, pages, weights, lengths, block_table):
-        """-> (the needles' places, how many keys there are, exact scores of any places)."""
+        """Return (the planted keys' positions, the number of keys, a function from positions to exact scores)."""
         count, size, (keys, scales) = int(lengths.flatten()[0]), pages.shape[1], _views(pages)
         places = _places(shares, count, q.device)
         at = block_table[0, places // size].long(), places % size
@@ -123,7 +123,7 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         return found(select(scores, k, **options), **options)
 
     def found(selected, block_table=None, page_size=None, **_):
-        """The layer's own selection, once it was looked at."""
+        """Count the planted keys that are missing in a layer's selection, and return the selection unchanged."""
         places = pending.pop()
         if block_table is not None:
             places = block_table[0, places // page_size].long() * page_size + places % page_size
@@ -149,13 +149,14 @@ def _sampled(places: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _needles(q: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """e4m3 [count, dim]: keys as long as the others along the queries q [heads, dim] with positive weights."""
+    """Return `count` equal e4m3 keys [count, dim] in the direction of the sum of queries q [heads, dim] with positive
+    weights. They have the expected length of the Gaussian keys."""
     towards = (weights.float().clamp(min=0)[:, None] * q.float()).sum(0)
     return (towards / towards.norm() * len(towards) ** 0.5).to(torch.float8_e4m3fn).repeat(count, 1)
 
 
 def _exact(q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The scores of one query in float64. keys: bytes of e4m3."""
+    """Return the scores of one query in float64. keys: bytes of e4m3."""
     products = (keys.view(torch.float8_e4m3fn).double() @ q.double().T).clamp(min=0)
     return (products * weights.double()).sum(-1) * scales.double()
 
@@ -166,15 +167,15 @@ def _compare(finds: Finds, scores: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def _index_pages(layer: object) -> list[torch.Tensor]:
-    """Of a layer's cache, if it has an indexer."""
+    """Return the index pages of a layer's cache as a list of one tensor; [] if the layer has no indexer."""
     entries = getattr(layer, "index_entries", None)
     pages = getattr(layer, "index", None) if entries is None else entries.pages
     return [] if pages is None else [pages]
 
 
 def _views(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, bytes of e4m3 [pages, P, dim], scales fp32 [pages, P]) of index pages [pages, P, 1, dim + 4]: a page has
-    all of its keys first."""
+    """Return views (e4m3 keys as bytes [pages, P, dim], fp32 scales [pages, P]) of index pages [pages, P, 1, dim + 4].
+    In a page, all keys precede all scales."""
     count, size, _, width = pages.shape
     rows = pages.view(count, size * width)
     keys, scales = rows[:, : size * (width - 4)], rows[:, size * (width - 4) :]

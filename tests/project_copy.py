@@ -1,4 +1,4 @@
-"""A copy of the project, for tests that change its source as a page of docs/ says."""
+"""A copy of the project, for tests that change its source as a page of docs/ describes."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ FOLDERS = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "docs", "tests", "ex
 
 
 def copy_project(target: Path) -> Path:
-    """Without weights and pictures, which no such test reads. -> target."""
+    """Copy the project to `target`, without weights and pictures, and return `target`."""
     leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=leave)
@@ -17,7 +17,8 @@ def copy_project(target: Path) -> Path:
     return target
 
 
-# Records the code of an example's kernel in such a copy, without compiling the family that it belongs to.
+# This script updates tests/kernels/machine_code.json in such a copy for an example's kernel. It compiles no kernel: new
+# variants get a placeholder for their code.
 RECORDED = """
 import json
 

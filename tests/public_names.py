@@ -1,5 +1,5 @@
-"""The public names of dsa: which bridge gives them, and which of them are ops. What goes through all ops, such as
-documents, tables and tests, asks here."""
+"""The public names of dsa and dsa.reference, and the modules that define them. Generated files and tests that cover all
+ops use these lists."""
 
 import ast
 import inspect
@@ -9,7 +9,8 @@ import dsa
 from dsa.ops import op_modules
 
 ROOT = Path(__file__).parent.parent
-# What dsa has from no bridge, and dsa.reference beside the references of the ops: what several of these are made of.
+# Public names of dsa that are not from dsa.ops, and names that dsa.reference has besides the references of ops: helpers
+# that several references share.
 BACKENDS = ("backend", "num_sms", "use_backend")
 SHARED = {
     "dsa.reference.gemm.fp8_cast": ["ceil_to_ue8m0", "dequantize_per_token", "per_row_cast_to_fp8"],
@@ -18,13 +19,13 @@ SHARED = {
 
 
 def public_names() -> dict[str, list[str]]:
-    """{a bridge's module: what it gives to dsa}."""
+    """Return {module in dsa.ops: the public names of dsa that it defines}."""
     found = {module: _given(module) for module in sorted(op_modules().values())}
     return {module: names for module, names in found.items() if names}
 
 
 def _given(module: str) -> list[str]:
-    """A bridge's `__all__`, read from its source: a new bridge is not imported yet."""
+    """Return the `__all__` of a module. It is read from the source, because dsa does not import a new module yet."""
     for node in _body(ROOT.joinpath(*module.split(".")).with_suffix(".py")):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return sorted(ast.literal_eval(node.value))
@@ -32,7 +33,8 @@ def _given(module: str) -> list[str]:
 
 
 def references() -> dict[str, list[str]]:
-    """{a reference's module: what it gives to dsa.reference}: the public names of dsa that it defines, and SHARED."""
+    """Return {module in dsa.reference: its public names}: those with the name of an op or class of dsa, and those in
+    SHARED."""
     public = {name for names in public_names().values() for name in names}
     found = {}
     for path in (ROOT / "dsa" / "reference").glob("*/[!_]*.py"):
@@ -48,7 +50,7 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def ops_of(module: str) -> list[str]:
-    """The ops that a bridge gives to dsa: its functions, and not its classes."""
+    """Return the ops of a module in dsa.ops: its public functions, without classes."""
     return [name for name in _given(module) if inspect.isfunction(getattr(dsa, name, None))]
 
 

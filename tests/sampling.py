@@ -1,4 +1,5 @@
-"""What an ordinary run of the tests takes a sample of changes with every commit, so that all of it runs in time."""
+"""The commit hash that selects samples of slow tests and kernel variants. So an ordinary run is fast, and runs of later
+commits test the rest."""
 
 import datetime
 import functools
@@ -9,8 +10,9 @@ from pathlib import Path
 
 @functools.cache
 def commit() -> str:
-    """The hash of the commit that is checked out; the date where git cannot tell."""
-    # As in a hook, where variables name a repository, and in a container, where another user owns the files.
+    """Return the hash of the checked-out commit, or today's date if git fails."""
+    # In a git hook, GIT_ variables name a repository. In a container, another user may own the files, which git
+    # refuses.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:

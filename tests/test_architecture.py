@@ -1,4 +1,4 @@
-"""docs/how-to/add-an-op.md adds an op: its example works in a copy of this project, with no other edit."""
+"""Apply the example of docs/how-to/add-an-op.md to a copy of this project: it works without any other edit."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ from tests.project_copy import RECORDED, copy_project
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
-# The receipt as if all of it had run on the code before the example: what is stale afterwards is the example's.
+# Mark all entries of the receipt as verified on the code without the example, so only the example makes entries stale.
 FRESH = """
 from tests.gpu import receipt
 
@@ -31,7 +31,8 @@ BLOCKS = re.findall(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project with the example's files, and what the page says to run where there is no GPU."""
+    """Return a copy of the project with the example's files, after the commands that the page gives for machines
+    without a GPU."""
     copy = copy_project(tmp_path_factory.mktemp("project"))
     run(copy, "-c", FRESH)
     for kind, path, text in BLOCKS:
@@ -78,11 +79,11 @@ def test_its_own_tests_pass(project):
         *(project, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *(f"tests/{floor}/elementwise/test_scale_rows.py" for floor in floors),
     )
-    assert re.match(r"\.{4,}s\s", printed), printed  # one of the GPU's says why they do not run here
+    assert re.match(r"\.{4,}s\s", printed), printed  # the GPU test is skipped
 
 
-# What goes through all ops: receipts, checks and what they notice, what is generated, imports and cases. The
-# cases of other ops are as they were.
+# Tests that loop over all ops: receipt, checks, generated files, imports and cases. WITHOUT_OTHERS deselects the cases
+# of other ops.
 EVERYTHING = (
     *("tests/test_receipt.py", "tests/layers/command/test_check.py", "tests/test_generated.py"),
     *("tests/test_imports.py", "tests/ops/test_tensor_kinds.py"),
@@ -123,7 +124,8 @@ def test_it_is_where_ops_are_looked_for(project):
 
 
 def test_rows_of_other_ops_stay_verified(project):
-    """The new kernel is part of what passes and commands launch; engines' plugins and some ops' second runs are not."""
+    """The example's kernel makes every entry of whole passes and commands stale, except for the engines' plugins and
+    for the ops that are tested on the oldest DSL."""
     script = "from tests.gpu import receipt; print({n: e['unverified'] for n, e in receipt.judged()['sm_90'].items()})"
     without_it = {"oldest_dsl", "sglang_adapters", "vllm_adapters"}
     entries = ast.literal_eval(run(project, "-c", script))

@@ -1,4 +1,4 @@
-"""Which implementation runs, and who decides."""
+"""Tests of the choice between kernel and reference: by GPU, environment variable, `use_backend` and dtype."""
 
 import warnings
 
@@ -25,7 +25,7 @@ def on_gpu(kind=_OnCuda):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As if torch saw a Hopper GPU."""
+    """Simulate a machine with a Hopper GPU."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
@@ -34,7 +34,7 @@ def hopper(monkeypatch):
 
 def test_the_machine_decides(monkeypatch, hopper):
     assert dsa.backend() == "cute"
-    # Tensors on the CPU run there even where there is a Hopper GPU.
+    # Ops on CPU tensors run the reference even if the machine has a Hopper GPU.
     assert not backends.runs_kernel("op", torch.zeros(1))
     assert backends.runs_kernel("op", on_gpu())
     monkeypatch.setattr(backends, "why_no_kernels", lambda *_: "no GPU")
@@ -43,7 +43,7 @@ def test_the_machine_decides(monkeypatch, hopper):
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_each_tensors_gpu_decides(monkeypatch, current):
-    """Where there is no tensor, the current GPU does."""
+    """Without a tensor, the current GPU decides."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -107,7 +107,7 @@ def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
 def test_fake_tensors_of_a_gpu_that_is_not_there():
-    """Shapes are estimated so on machines without one."""
+    """A machine without a GPU can compute the shapes of results with fake tensors."""
     with FakeTensorMode():
         x = torch.empty(4, 128, device="cuda", dtype=torch.bfloat16)
         assert dsa.rms_norm(x, torch.empty(128, device="cuda"), 1e-6).shape == (4, 128)

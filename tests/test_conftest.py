@@ -1,5 +1,4 @@
-"""What conftest.py promises: a test's numbers are its own, whatever ran before it; slow tests take turns; the CPU's
-instructions are those that the caller allows."""
+"""Tests of conftest.py and of the oneDNN limit in tests/__init__.py."""
 
 import os
 import random
@@ -27,7 +26,8 @@ def drawn_from(seed):
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_numbers_are_a_tests_own(before, shared, request):
-    """Of the second as of the first, which alone has made what they share."""
+    """The fixture `shared` draws random numbers before the first of the two tests only. The tests' numbers must not
+    depend on this."""
     numbers, number = drawn_from(zlib.crc32(request.node.nodeid.encode()))
     assert torch.equal(torch.rand(4), numbers) and random.random() == number
     numbers, number = drawn_from(0)
@@ -44,7 +44,7 @@ class Item:
 
 
 def collected(monkeypatch, commit="", **options):
-    """The names of what is left of 60 tests, of which every second one is slow."""
+    """Collect 60 tests, of which every second one is slow, and return the names of those that remain."""
     options = {"all": False, "file_or_dir": []} | options
     monkeypatch.setattr(conftest, "commit", lambda: commit)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
@@ -66,7 +66,7 @@ def test_slow_tests_run_in_parts_that_rotate_by_commit(monkeypatch):
     ("given", "allowed"), [(None, "AVX-512|AVX2|AVX|SSE"), ("AVX2", "AVX2|AVX|SSE"), ("SSE41", "SSE")]
 )
 def test_onednn_uses_the_instructions_that_the_caller_allows(given, allowed):
-    """Up to AVX-512 where the caller says nothing. oneDNN prints what it uses before its first primitive."""
+    """Without the variable, AVX-512 is the limit. oneDNN prints the instructions it uses before its first primitive."""
     script = "import tests, torch; torch.conv2d(torch.ones(1, 64, 32, 32), torch.ones(64, 64, 3, 3))"
     environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
     environment |= {"ONEDNN_VERBOSE": "1"} | ({"ONEDNN_MAX_CPU_ISA": given} if given else {})
@@ -76,7 +76,7 @@ def test_onednn_uses_the_instructions_that_the_caller_allows(given, allowed):
 
 
 def test_this_process_uses_the_instructions_that_its_caller_allows():
-    """So that a second run with fewer instructions is one."""
+    """A second run of the suite with fewer instructions would otherwise test the same code again."""
     assert os.environ["ONEDNN_MAX_CPU_ISA"]
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"

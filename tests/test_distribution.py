@@ -1,4 +1,4 @@
-"""What is installed: four packages that get along with a user's own modules, with all their files."""
+"""Tests of the installed distribution: it has four packages with all their files, and ignores a user's modules."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ from tests.gpu import receipt, run
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Modules that a user may well have beside a script, and that this project once had at its top.
+# Likely names of modules next to a user's script. This project once had such modules at the top level.
 NAMES = (
     *("reference", "vendored", "benchmarks", "tests", "utils", "config", "layers", "models", "kernels", "ops", "cute"),
     *("testing", "backends", "generation", "checkpoint", "tokenizer", "sampling", "harness", "examples", "peers"),
@@ -75,7 +75,8 @@ def test_a_users_modules_of_any_name_are_not_imported(tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The names in a wheel and in a source distribution that are built where an earlier version was built once."""
+    """Return (names in a wheel, names in a source distribution). Both are built in a checkout with a stale build/
+    folder."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("out")
     for path in ROOT.glob("[!.]*"):
         if path.is_dir() and path.name in (*PACKAGES, "tests", "docs", "examples"):
@@ -108,13 +109,14 @@ def test_the_source_distribution_has_what_its_tests_need(built):
 
 
 def test_requirements_of_linux_are_marked():
-    """On macOS the references run, without what exists for Linux alone."""
+    """On macOS the references must run, but packages that exist only for Linux cannot be installed."""
     for requirement in PROJECT["project"]["dependencies"]:
         name = requirement.partition(">")[0].partition("[")[0]
         assert name.startswith(("nvidia-", "apache-tvm", "cuda-")) == ("sys_platform == 'linux'" in requirement)
 
 
-# What vLLM 0.33.0 and SGLang 0.5.23 pin, of that which is required here: one environment holds an engine and dsa.
+# Versions of our dependencies that vLLM 0.33.0 and SGLang 0.5.23 pin. We must accept them, so that an engine and dsa
+# can be installed in one environment.
 ENGINES = {
     "nvidia-cutlass-dsl": ["4.8.0"],
     "apache-tvm-ffi": ["0.1.11"],

@@ -1,5 +1,5 @@
-"""docs/how-to/add-a-gpu.md shows a kernel for another arch: in a copy of this project with its file and its row, it
-compiles for that arch, documents name it, and what was measured on the other arch stays valid."""
+"""Apply the example of docs/how-to/add-a-gpu.md, a kernel for another arch, to a copy of this project. The kernel
+compiles for that arch, documents name the arch, and measurements on the first arch stay valid."""
 
 import os
 import re
@@ -24,7 +24,6 @@ print({name: receipt.digests(name, "sm_90") for name in ("rms_norm", "fuzz")})
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project without the example."""
     return copy_project(tmp_path_factory.mktemp("project"))
 
 
@@ -35,7 +34,7 @@ def digests_before(project):
 
 @pytest.fixture(scope="module")
 def extended(project, digests_before):
-    """The copy with the example, its kernel's machine code on record."""
+    """The copy with the example. The recorded machine code includes the example's kernel."""
     for act, path, text in FILES:
         assert (project / path).exists() == (act == "append"), path
         with (project / path).open("a") as file:
@@ -53,7 +52,7 @@ def run(project, *command, returncode=0):
 
 
 def test_it_compiles_for_that_arch(extended):
-    """To machine code of sm_100a, which is not Hopper's, without spills."""
+    """Both kernels compile, without spills, to different code. Only the example's code is for sm_100a."""
     script = """
 import importlib
 
@@ -76,7 +75,7 @@ assert found[0] != found[1] and b"sm_100a" in found[1] and b"sm_100a" not in fou
 
 
 def test_what_has_no_row_there_runs_the_reference(extended):
-    """The gradients of the norm, which have a kernel of their own: also where forward has one on that arch."""
+    """The norm has a kernel on sm_100, but its gradients have a separate kernel, which does not exist there."""
     script = """
 import warnings
 

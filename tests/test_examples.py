@@ -1,4 +1,4 @@
-"""The examples run, on a CPU, as their users start them."""
+"""The scripts in examples/ run on a CPU, started as a user starts them."""
 
 import runpy
 import sys

@@ -1,6 +1,6 @@
-"""20,000 calls of the ops with wrong and odd arguments, in shards that test processes share; a quarter in every run.
-
-More, or others: DSA_FUZZ_CASES=200000 DSA_FUZZ_SEED=7 pytest tests/test_fuzz.py. A failure says how it is repeated.
+"""20,000 calls of the ops with wrong and unusual arguments, in shards that run in parallel. An ordinary run has a
+quarter of them, and a sample of the rest. For more calls or others: DSA_FUZZ_CASES=200000 DSA_FUZZ_SEED=7 pytest
+tests/test_fuzz.py. A failure's message says how to repeat it.
 """
 
 import pytest

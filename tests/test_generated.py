@@ -1,4 +1,4 @@
-"""What is made from the code is what the code makes today."""
+"""Generated files are up to date with the code."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_public_names():
 
 
 def test_references():
-    """Every op has one that dsa.reference gives."""
+    """Also, every op has a reference in dsa.reference."""
     assert generate.REFERENCES.read_text() == generate.reference_init(), STALE
     assert public_names.all_ops() <= set(reference.__all__)
 

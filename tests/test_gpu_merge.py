@@ -1,4 +1,4 @@
-"""Merged receipts contain the entries of all receipts, except for entries that are no evidence for today's code: these
+"""Tests of merging receipts: the result has the entries of all receipts. Entries that are no evidence for today's code
 are printed and left out."""
 
 import json
@@ -19,7 +19,7 @@ def entry(name=NAME, **changes):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Use a receipt without entries, and return the function that loads it."""
+    """Let the receipt be a temporary file that does not exist yet. Return the function that loads it."""
     monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
     return receipt.load
 
@@ -47,7 +47,7 @@ def test_of_two_rows_the_newer_one_is_taken(tmp_path, written, capsys):
 
 
 def test_of_two_rows_of_one_day_the_one_that_is_there_stays(tmp_path, written):
-    """So the result does not depend on the order of receipts."""
+    """So the result does not depend on the order in which receipts are merged."""
     receipt.save({ARCH: {NAME: entry()}})
     assert call(tmp_path, {ARCH: {NAME: entry(device="another GPU")}}) == 1
     assert written() == {ARCH: {NAME: entry()}}
@@ -65,7 +65,7 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """Older receipts have such entries, with digests of sources instead of digests of kernels and launches."""
+    """Older receipts have entries that lack digests of kernels and launches. They have digests of sources instead."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

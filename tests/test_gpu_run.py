@@ -1,4 +1,5 @@
-"""A run of the GPU tests that did not pass is not recorded as one that passed."""
+"""Tests of tests/gpu/run.py: it records what passed, continues an interrupted run, and chooses DSL and GPUs for each
+entry."""
 
 import re
 import subprocess
@@ -26,8 +27,8 @@ def reported(test, inside=""):
 
 
 def outcome(monkeypatch, cases, returncode):
-    """Return the outcome of the entry rms_norm, whose two tests run in two processes. cases: the content of each
-    process's testcase; None: the process writes no report."""
+    """Return the outcome of the entry rms_norm. Its two tests run in two processes. cases: for each process, the XML
+    inside its testcases, or None if the process writes no report."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
 
     def pytest_process(command, **options):
@@ -53,7 +54,8 @@ def test_a_failed_test(monkeypatch):
 
 @pytest.mark.parametrize("alone", ["", "<failure/>", None])
 def test_a_test_that_found_no_memory_runs_again_by_itself(alone, monkeypatch):
-    """Only the result of the second run counts. If its process ends without a report (None), the test did not run."""
+    """Only the result of the second run counts. If its process ends without a report (`alone` is None), the test did
+    not run."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
     processes = []
 
@@ -110,7 +112,7 @@ HEAD = {"device": "1 x a GPU", "torch": "2", "dsl": "4", "peers": {"vllm": "0.33
 
 
 def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
-    """With --continue, tests that have passed are not run again, and rows that are recorded are not measured again."""
+    """With --continue, passed tests do not run again, and recorded rows are not measured again."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
     run.receipt.save({})
     outcome = run.Outcome(tests=3, skipped=1, worst=0.5)
@@ -138,8 +140,8 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):
-    """A run ignores environment variables that choose another backend, fewer cases or a part of the tests, and refuses
-    a commit hash that is too short."""
+    """A run ignores environment variables that would choose another backend, fewer cases or a part of the tests. It
+    also refuses a commit hash that is too short."""
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     for name in run.UNSET:
         monkeypatch.setenv(name, "reference")
@@ -177,7 +179,6 @@ def test_every_kernel_of_an_entry_is_compiled_first(monkeypatch):
 
 @pytest.mark.parametrize("name", run.receipt.ROW_BY_ROW)
 def test_entries_of_whole_passes_go_on_behind_their_rows(name, monkeypatch):
-    """The benchmark gets the shapes of the recorded rows and does not measure them again."""
     given = []
     functions = {"e2e": "report.rows", "million": "million.rows", "parallel": "parallel.all_rows"}
     functions["drafts"] = "drafts.rows"

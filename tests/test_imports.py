@@ -29,7 +29,7 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            # `from dsa import backends` imports a submodule, `from dsa import checks` too.
+            # `from dsa.runtime import backends` imports the submodule dsa.runtime.backends, not the package alone.
             submodules = [alias.name for alias in node.names if (ROOT / node.module.replace(".", "/")).is_dir()]
             found = [
                 f"{node.module}.{n}" for n in submodules if list(ROOT.glob(f"{node.module}/{n}*".replace(".", "/")))
@@ -49,8 +49,8 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """Kernels import only their family and dsa/cute, so the bytes of these two folders are a sufficient key of a kernel
-    (`dsa.runtime.compile_cache`)."""
+    """Kernels import only their family's folder and dsa/cute. So of all source files, the key of the compile cache
+    (`dsa.runtime.compile_cache`) needs only the bytes of these two folders."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
@@ -58,20 +58,19 @@ def test_kernels_share_only_what_is_in_cute():
 
 
 def cute_modules():
-    """Yield (name, syntax tree) of each module with device code in dsa.cute."""
+    """Yield (name, syntax tree) of each module of dsa.cute with device code."""
     for path in sorted((ROOT / "dsa" / "cute").glob("*.py")):
         if path.stem not in {"__init__", "tuning"}:
             yield f"dsa.cute.{path.stem}", ast.parse(path.read_text())
 
 
 def imported_names(tree, package):
-    """Return {name in this module: module.name} of everything that a module imports from modules of the package."""
+    """Return {name in this module: "module.name"} of all names that the module imports from the package."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(package)]
     return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
 
 def definitions(tree):
-    """Return {name: syntax node} of a module's functions, classes and constants."""
     found = {}
     for node in tree.body:
         targets = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
@@ -95,13 +94,13 @@ def families_by_symbol():
     for path in (ROOT / "dsa" / "kernels").glob("*/*.py"):
         for symbol in imported_names(ast.parse(path.read_text()), "dsa.cute").values():
             families.setdefault(symbol, set()).add(path.parent.name)
-    for _ in families:  # as many passes as the longest possible chain of symbols
+    for _ in families:  # enough passes for the longest possible chain of symbols
         for symbol, of in families.items():
             of.update(*(families[user] for user in users.get(symbol, ())))
     return {symbol: of for symbol, of in families.items() if symbol in defined}
 
 
-# Symbols of dsa.cute that only one family uses, and the reason why they are in dsa.cute.
+# Symbols of dsa.cute that only one family uses, and the reason why they are there.
 OF_ONE_FAMILY = {
     "copies.arrive_when_gathered_too": "an instruction beside arrive_when_gathered, from which it has to be told",
     "shared_memory.load_byte": "an instruction beside load_4",
@@ -117,15 +116,15 @@ def test_device_code_of_one_family_is_not_in_cute():
 
 
 def calls_of_arch(tree):
-    """Yield the names of the instructions that a module uses directly, as cute.arch.NAME."""
+    """Yield the NAME of every cute.arch.NAME in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "arch":
             yield node.attr
 
 
 def test_kernels_wait_and_arrive_by_pipelines():
-    """Kernels wait on a Pipeline, a WorkTilePipeline or named Mbarriers of dsa.cute, and use no mbarrier instruction on
-    a bare address."""
+    """Kernels use a Pipeline, a WorkTilePipeline or named Mbarriers of dsa.cute, not mbarrier instructions on an
+    address."""
     found = {}
     for path in sorted((ROOT / "dsa" / "kernels").glob("*/*.py")):
         names = {name for name in calls_of_arch(ast.parse(path.read_text())) if name.startswith("mbarrier")}
@@ -135,7 +134,7 @@ def test_kernels_wait_and_arrive_by_pipelines():
 
 
 MOST_LINES, FEWEST_LINES = 620, 30
-# Files with fewer lines, and the reason why they are separate files. __init__.py and limits.py may be short.
+# Files that may have fewer lines, and why each is a separate file. __init__.py and limits.py may be short anyway.
 SHORT = {
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/slices.py": "the order of sums of two families",
@@ -180,7 +179,7 @@ def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
 
 @pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench", "dsa_engines"])
 def test_no_module_is_imported_by_what_it_imports(package):
-    """Imports for type checkers and inside functions count, too, because such a circle is just as hard for a reader."""
+    """Imports for type checkers and imports inside functions count, because they make a cycle just as hard to read."""
     graph = {module(path): set(modules_imported(path)) for path in (ROOT / package).rglob("*.py")}
     assert circle(graph) is None
 
@@ -196,8 +195,8 @@ def module(path):
 
 
 def modules_imported(path):
-    """Yield the modules of this project that `path` imports, and the packages that contain them, except for packages
-    that contain `path` itself."""
+    """Yield the modules of this project that `path` imports, and their parent packages, except for packages that
+    contain `path`."""
     own = module(path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -218,8 +217,8 @@ def modules_imported(path):
 
 
 def circle(graph):
-    """Return a list of modules in which each module imports the next, and which ends with its first module; None if
-    there is no circle."""
+    """Return the modules of a cycle of imports: each imports the next, and the last is the first again. Without a
+    cycle, return None."""
     finished = set()
 
     def search(path):
@@ -236,7 +235,7 @@ def circle(graph):
 
 
 def parts(package):
-    """Return {part: parts that it imports}, where a part is a module or subpackage directly in the package."""
+    """Return {part: parts that it imports}. A part is a module or subpackage directly in the package."""
     graph = {}
     for path in (ROOT / package).rglob("*.py"):
         part = ".".join(module(path).split(".")[:2])
@@ -251,8 +250,8 @@ def test_parts_of_a_package_do_not_import_one_another_in_circles(package):
 
 
 def package_of(name):
-    """Return the package that contains a module. A module directly in a top-level package counts as a package
-    itself."""
+    """Return the package that contains a module. For a package, and for a module directly in a top-level package,
+    return `name`."""
     is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
     return name if is_package or name.count(".") == 1 else name.rpartition(".")[0]
 

@@ -1,4 +1,4 @@
-"""The pictures of the documents are what their source draws."""
+"""The committed pictures of the documents are what docs/pictures/draw.py draws."""
 
 import subprocess
 import sys

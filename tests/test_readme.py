@@ -1,4 +1,4 @@
-"""The examples of the README and the documents run as they stand there."""
+"""Examples, commands, paths and links in the README and the documents work."""
 
 import re
 import shlex
@@ -40,7 +40,7 @@ def test_the_three_examples():
 
 @pytest.mark.slow
 def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
-    """The commands on them, but for the number of tokens."""
+    """Run the documented commands on tiny checkpoints, with fewer tokens."""
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "reference" / "cli.md").read_text()
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", text, re.M)]
@@ -62,7 +62,6 @@ def test_every_path_and_command_exists():
 
 
 def anchors(page):
-    """The fragments by which a page's headings are linked to."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -78,7 +77,7 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_is_of_one_kind_and_listed_once():
-    """On the home page, or for the ops' families on the page of the ops."""
+    """Pages are listed in an index.md: the one in docs/, or, for the pages of op families, the one in their folder."""
     pages = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if path != DOCS / "index.md"]
     assert {page.parts[0] for page in pages} <= {"tutorials", "how-to", "reference", "explanation"}
     lists = {index.parent: index.read_text() for index in DOCS.rglob("index.md")}

@@ -1,4 +1,4 @@
-"""Tables of measured rows in Markdown."""
+"""Tests of the Markdown tables of measured rows."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_passes_of_one_shape_share_a_line():
 
 @pytest.mark.parametrize("name", sorted(main_entries().keys() & tables.TABLES.keys()))
 def test_no_column_is_empty_in_every_row(name):
-    """Such a column has a heading whose field was renamed."""
+    """An empty column means that its field was renamed."""
     lines = [line.split(" | ") for line in tables.TABLES[name]().splitlines() if line.startswith("| ")]
     widths = {len(line) for line in lines}
     assert len(widths) == 1 and len(lines) > 1

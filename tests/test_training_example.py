@@ -1,4 +1,4 @@
-"""examples/train_indexer.py in a small configuration: every stage, what it measures and what it writes."""
+"""Test all stages of examples/train_indexer.py with a small model: training, measurements and written files."""
 
 import csv
 import json
@@ -64,7 +64,6 @@ def model():
 
 
 def weights_of(model):
-    """Copies, by their names."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -130,8 +129,8 @@ def test_the_lowest_loss_says_whose_weights_remain(corpus, model):
 
 @pytest.mark.parametrize(("seconds", "steps"), [(55.5, 46), (28, 20), (1000, 50)])
 def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
-    """Steps that take a second each, by a clock that says so, and a first one that takes ten. The first twenty are
-    never broken off."""
+    """A fake clock: the first step takes 10 seconds, each later step 1 second. The first twenty steps always run, even
+    if the time is over."""
     plan = Plan(steps=(50, 0, 0), seconds=(seconds, 1, 1), batch=(1, 1, 1), length=8)
     ends = iter(range(10, 1000))
     clock = [0]
@@ -142,13 +141,13 @@ def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
 
     monkeypatch.setattr("indexer_training.stages.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("indexer_training.stages.draw", draw_a_second_later)
-    monkeypatch.setattr(Optimizer, "step", lambda *_: None)  # which takes nine tenths of a step here
+    monkeypatch.setattr(Optimizer, "step", lambda *_: None)  # not tested here, and nine tenths of a step's time
     _, facts = train_stage(model, "dense", plan, corpus.train)
     assert facts["steps"] == steps and facts["seconds"] == steps + 9
 
 
 def test_experts_are_balanced_by_what_is_trained_on(corpus):
-    """Not by held-out text, which the same gates see in between."""
+    """Held-out text goes through the same gates between training steps, but must not count."""
     torch.manual_seed(0)
     model = build(WITH_VOCAB | {"n_routed_experts": 4}, torch.float32)
     (gate,) = (layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE))
@@ -161,7 +160,7 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
         with _balanced(model, True, ALONE) as balance:
             language_loss(model, trained)
             if between:
-                gate.weight.data.neg_()  # the other experts
+                gate.weight.data.neg_()  # so that held-out text selects other experts
                 held_out_loss(model, held_out, 64)
                 gate.weight.data.neg_()
             balance()
@@ -170,14 +169,15 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
 
 
 def step_of(model, rate):
-    """What an optimizer's first step, past the rise, adds to each parameter."""
+    """Return what an optimizer's first update adds to each parameter. It is step 1 of 10, at which the learning rate
+    has already risen."""
     before = weights_of(model)
     Optimizer(dict(model.named_parameters()), rate).step(1, 10)
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
 def test_decay_leaves_norms_and_the_embedding(model):
-    """Of parameters without a gradient AdamW changes what decays alone."""
+    """Weight decay alone changes a parameter whose gradient is zero."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     decayed = {name for name, moved in step_of(model, 0.1).items() if moved.any()}
@@ -186,8 +186,8 @@ def test_decay_leaves_norms_and_the_embedding(model):
 
 
 def test_steps_of_matrices(model):
-    """A matrix's step is as long as AdamW's would be, a fifth of the rate for a number on average, in all directions,
-    whatever the size of its gradient; each expert has its own."""
+    """A matrix's update has AdamW's typical size: a root mean square of a fifth of the learning rate. Its singular
+    values are similar, and it does not depend on the gradient's size. Each expert is a separate matrix."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
         if parameter.dim() == 3:
@@ -199,7 +199,7 @@ def test_steps_of_matrices(model):
             assert 0.15 * rate < matrix.square().mean().sqrt() < 0.25 * rate, name
             singular = torch.linalg.svdvals(matrix)
             assert singular.max() < 3 * singular.min(), name
-    gate = moved["model.layers.1.mlp.gate.weight"]  # by AdamW, whose first step is of this size
+    gate = moved["model.layers.1.mlp.gate.weight"]  # AdamW updates it; the largest first update is the learning rate
     assert gate.abs().max() == pytest.approx(rate, rel=0.2)
 
 
@@ -226,7 +226,7 @@ def test_metrics(metrics):
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
     found = metrics["acceptance"]
-    # Of each sequence that is held out, which are one or two: the text is this repository's.
+    # There are 8 positions per held-out sequence. The text is this repository's, so there can be one or two sequences.
     assert found["positions"] in (8, 16) and len(found["right"]) == len(found["taken"]) == 3
     assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
@@ -250,9 +250,10 @@ def test_what_is_written(out, text, metrics):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_the_checkpoint_drafts(temperature, out, capsys):
-    """By the command: the same tokens with drafts and without. Some drafts are taken, of samples not surely any."""
+    """`dsa generate` writes the same tokens with drafts as without. With greedy decoding, the model accepts some
+    drafts."""
     texts = []
-    prompt = "import torch\n" * 6  # more than it selects
+    prompt = "import torch\n" * 6  # longer than index_topk
     for drafts in ("0", "2"):
         options = ["--max-tokens", "16", "--draft", drafts, "--temperature", temperature, "--seed", "3", "--json"]
         precision = ["--device", "cpu", "--dtype", "float32"]
@@ -262,11 +263,12 @@ def test_the_checkpoint_drafts(temperature, out, capsys):
         (throughput,) = [event for event in events if event["event"] == "throughput"]
         assert (throughput["drafted"] > 0) == (drafts == "2")
         assert throughput["taken"] > 0 or (drafts, temperature) != ("2", "0")
-    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16  # fewer where the model ends the text
+    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16  # fewer if the model ends the text
 
 
 def test_the_size_of_what_ships(tmp_path):
-    """Of the model that a run trains: as large as 4 MB allow, in the published names, without copies."""
+    """The saved model that a run trains has nearly 4 MB. Its drafter's tensors have the published names, and tensors
+    that it shares with the model are not stored twice."""
     changes = {"vocab_size": Plan.vocab}
     model = build(changes, torch.float32)
     save(model, tmp_path, fields(changes, quantized=True))
@@ -278,12 +280,13 @@ def test_the_size_of_what_ships(tmp_path):
 
 
 def test_acceptance_is_that_of_single_steps(corpus, model):
-    """Drafting with pages, one position after another: with the text up to there, then its own states."""
+    """Compare with decoding step by step on a paged cache. The drafter first reads the text up to a position, then its
+    own states."""
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     with torch.no_grad():
-        model.lm_head.weight[3:] = 0  # so that model and drafter choose among few tokens
+        model.lm_head.weight[3:] = 0  # so that the model and the drafter choose among few tokens and often agree
     sequence = pieces(corpus.held_out["library"], 60)[0]
     drafts, count = 3, 8
     found = acceptance(model, sequence[None], drafts, positions=count)
@@ -310,12 +313,13 @@ def test_acceptance_is_that_of_single_steps(corpus, model):
 
 
 def test_recall_of_known_indexers(corpus, model):
-    """An indexer that scores nothing takes the first keys; with as many keys as there are, none chooses."""
+    """With zero weights, every score is zero."""
     tokens = pieces(corpus.held_out["library"], 64)[:1]
     for parameter in (p for n, p in model.named_parameters() if n.endswith("weights_proj.weight")):
         torch.nn.init.zeros_(parameter)
     shares = recall(model, tokens, 63, dense=True)
-    # One token sees 64 keys: at its best it leaves out the least one.
+    # Only the last token sees 64 keys, one more than 63: the best selection leaves out the key with the smallest
+    # weight.
     assert all(best > 1 - 1 / 64 for best in shares.oracle)
     assert shares.random == pytest.approx([63 / 64] * 3)
 
@@ -348,7 +352,7 @@ def test_export_refuses(model, tmp_path):
     ],
 )
 def test_wrong_calls(arguments, problem, monkeypatch, capsys):
-    """Before the text is read, which takes a while."""
+    """Wrong arguments are refused before the text is read, because reading takes a while."""
     monkeypatch.chdir(ROOT / "examples")
     monkeypatch.setattr(sys, "argv", ["train_indexer.py", *arguments])
     monkeypatch.setattr(train_indexer, "read_text", None)

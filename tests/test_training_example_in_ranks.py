@@ -1,4 +1,4 @@
-"""examples/train_indexer.py in two processes."""
+"""Train examples/train_indexer.py in two processes."""
 
 import csv
 import json
@@ -42,8 +42,8 @@ def tokens(root):
 
 
 class Noting:
-    """Stands for the optimizer, whose steps are of the same length where a gradient is a rounding error, and then in
-    any direction: it keeps the gradients, and the weights as they are."""
+    """A substitute for the optimizer. It records the gradients and leaves the weights unchanged. With a real optimizer,
+    a gradient that is only a rounding error would give a full-size update in a random direction."""
 
     gradients = None
 
@@ -55,7 +55,7 @@ class Noting:
 
 
 def steps_of_stages(ranks, tokens):
-    """{stage: (its losses, {parameter: gradient})} of a step of each stage, from the same weights."""
+    """Run one step of each stage, each from the same weights. Return {stage: (its losses, {parameter: gradient})}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "Optimizer", Noting)
@@ -63,7 +63,7 @@ def steps_of_stages(ranks, tokens):
             torch.manual_seed(0)
             model = build(MODEL, torch.float32)
             for parameter in model.parameters():
-                if not parameter.any():  # or what comes before it had no gradient
+                if not parameter.any():  # a zero weight would make the gradients of earlier layers zero
                     torch.nn.init.normal_(parameter, std=0.02)
             (losses,), _ = train_stage(model, name, TinyPlan((1, 1, 1)), tokens, ranks=ranks)
             found[name] = losses, Noting.gradients
@@ -71,8 +71,8 @@ def steps_of_stages(ranks, tokens):
 
 
 def test_two_ranks_have_the_losses_and_gradients_of_one(tokens):
-    """Sums over the tokens of a step are in another order: gradients differ by rounding errors of fp32, whose largest
-    are about 1e-6 of a gradient."""
+    """Two ranks sum over a step's tokens in another order than one rank. So gradients differ by fp32 rounding errors:
+    the largest differences are about 1e-6 of a gradient's norm."""
     alone, both = steps_of_stages(ALONE, tokens), in_ranks(2, steps_of_stages, tokens)
     for name, (losses, gradients) in alone.items():
         whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()

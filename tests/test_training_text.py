@@ -1,4 +1,4 @@
-"""The text of examples/train_indexer.py: which files and packages it is made of, and its tokens."""
+"""Test the text of examples/train_indexer.py: the choice of files and packages, their licences, and the tokenizer."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ SOURCE = "".join(f"def function_{i}(argument):\n    return argument + {i} * some
 
 
 def source(name):
-    """A file of its own."""
+    """Return source text that has no duplicate lines with the source of another name."""
     return SOURCE.replace("something_else", name).replace("function", name)
 
 
@@ -36,7 +36,7 @@ def installed(site):
         ("License-Expression: BSD-3-Clause AND 0BSD AND Zlib", "BSD-3-Clause AND 0BSD AND Zlib"),
         ("License-Expression: (Apache-2.0 OR BSD-2-Clause)", "(Apache-2.0 OR BSD-2-Clause)"),
         ("License-Expression: MIT AND MPL-2.0", None),
-        ("License-Expression: Zlib", None),  # beside others only
+        ("License-Expression: Zlib", None),  # accepted only together with another licence
         ("License-Expression: MPL-2.0\nClassifier: License :: OSI Approved :: MIT License", None),
         ("Classifier: License :: OSI Approved\nClassifier: License :: OSI Approved :: MIT License", "MIT License"),
         (
@@ -48,7 +48,7 @@ def installed(site):
         ("License: bsd-3-clause\nClassifier: Programming Language :: Python", "bsd-3-clause"),
         ("License: LGPL", None),
         ("Summary: without", None),
-        (None, None),  # no metadata at all
+        (None, None),  # the METADATA file is missing
     ],
 )
 def test_licences(tmp_path, metadata, expected):
@@ -100,10 +100,10 @@ def test_duplicates():
     held_out, another = source("held_out"), source("something_new")
     duplicates = Duplicates([held_out])
     assert not duplicates.admits(held_out)
-    assert not duplicates.admits(another + held_out)  # all of it, in a longer file
+    assert not duplicates.admits(another + held_out)  # a longer file that contains all of it
     assert not duplicates.admits(held_out[: len(held_out) * 3 // 4] + "\nthis_line_is_another = another_line_is_this\n")
     assert duplicates.admits(another) and not duplicates.admits(another)
-    assert duplicates.admits("import os\n" * 50)  # lines that many files have
+    assert duplicates.admits("import os\n" * 50)  # a line that many files have does not count
 
 
 def test_what_is_read(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_what_is_read(tmp_path, monkeypatch):
     assert facts["held_out_files"] == ["file10.py"] and read.held_out["library"] == [held_out]
     assert facts["train_files"] == 20 and "PSF" in facts["licence"]
     assert read.sample == held_out[:256]
-    # One file is held out, and it is shorter than an excerpt should be.
+    # The library's only held-out file is shorter than an excerpt should be, so the excerpt is the whole file.
     assert read.excerpt == ("file10.py", held_out) and facts["held_out_excerpt"] == "file10.py"
     (package,) = facts["packages"]
     assert (package["name"], package["version"], package["licence"]) == ("good", "1.0", "BSD-3-Clause")
@@ -142,7 +142,8 @@ def test_what_is_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("vocab", [257, 290])
 def test_tokens(tmp_path, vocab):
-    """Bytes, and pairs of them: as the tokenizer of a checkpoint has them."""
+    """Tokens are single bytes and, with more than 257 tokens, merged pairs. `Tokenizer` must decode them to the same
+    text."""
     made = train_tokenizer([SOURCE], vocab)
     assert made.get_vocab_size() == vocab
     made.save(str(tmp_path / "tokenizer.json"))

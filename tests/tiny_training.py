@@ -1,5 +1,4 @@
-"""examples/train_indexer.py with a tiny model, short sequences and few measurements, on this repository's files.
-
+"""Run examples/train_indexer.py with a tiny model, short sequences and few measurements, on this repository's files.
 usage: torchrun --nproc-per-node N tests/tiny_training.py CORPUS OUT ...
 """
 
@@ -20,7 +19,7 @@ FIELDS = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2, "
 
 @dataclass
 class TinyPlan(Plan):
-    """Sequences that do not come apart evenly, and in the dense stage one that one of two ranks has more."""
+    """Sequences of an odd length. The dense stage has three, so one of two ranks has one sequence more."""
 
     steps: tuple[int, int, int] = (4, 4, 4)
     rates: tuple[float, float, float] = (2e-3, 3e-3, 3e-4)
@@ -33,7 +32,8 @@ class TinyPlan(Plan):
 
 
 def write_corpus(root: Path) -> None:
-    """The files of `dsa/reference` as a library, and those of `dsa_layers/layers` as a package beside it."""
+    """Write files of `dsa/reference` to `root`, as the library, and files of `dsa_layers/layers` as an installed
+    package."""
     for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
         (root / f"file{i:02}.py").write_text(path.read_text())
     files = sorted((ROOT / "dsa_layers" / "layers").glob("[!_]*.py"))
@@ -43,7 +43,7 @@ def write_corpus(root: Path) -> None:
 def write_package(
     site: Path, name: str, files: dict[str, str], metadata: str = "License-Expression: MIT", licence: str = "Do."
 ) -> None:
-    """A package of these files as pip installs it into `site`."""
+    """Write these files into `site` as pip installs a package."""
     info = site / f"{name}-1.0.dist-info"
     contents = {info / "METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{metadata}\n"}
     contents |= {info / "licenses" / "LICENSE": licence} if licence else {}
@@ -60,7 +60,7 @@ def text_of(root: Path) -> text.Text:
 
 
 def measure_little(set_attribute=setattr) -> None:
-    """On a CPU measuring takes longer than training."""
+    """On a CPU, measurements would take longer than training."""
     set_attribute(train_indexer, "FEW_SEQUENCES", 1)
     set_attribute(train_indexer, "POSITIONS", 8)
     set_attribute(text, "SMALLEST_PACKAGE", 1000)

@@ -1,3 +1,3 @@
-"""Fixtures with which ops run the code that launches kernels, but without a GPU. The tests of ops share them."""
+"""Fixtures that run the launching code of ops without a GPU. They are those of the ops' tests."""
 
 from tests.ops.conftest import kernel_path, named_launches  # noqa: F401

@@ -1,5 +1,5 @@
-"""`dsa.compat.deep_gemm`'s products without a GPU: results, which the references compute, and the arguments that
-kernels would get on a GPU."""
+"""Test the products of `dsa.compat.deep_gemm` without a GPU: the references' results, and the arguments that kernels
+would get on a GPU."""
 
 import random
 
@@ -53,7 +53,8 @@ def m_indices_of(sizes, filled=False):
     return groups.where((rows < i32(sizes)[groups]) | filled, -1).int()
 
 
-# An eighth of the columns and channels of DeepGEMM's `enumerate_normal`. 264 and 72 columns end with a partial block.
+# Columns and channels are an eighth of those in DeepGEMM's `enumerate_normal`. 264 and 72 columns end with a partial
+# block.
 @pytest.mark.parametrize("rows", [1, 130])
 @pytest.mark.parametrize(("columns", "channels"), [(264, 896), (72, 896), (896, 256)])
 @pytest.mark.parametrize("layout", [torch.clone, column_major])
@@ -137,7 +138,7 @@ def test_masked_groups(groups, most, rows, columns, channels):
 
 
 def row_scaled(rows, channels):
-    """Return (e4m3 values with a scale per row and 128 channels, the numbers in float64)."""
+    """Return (e4m3 values with an fp32 scale per row and 128 channels, the same numbers in float64)."""
     a = activations(Maker(seed=rows), rows, channels)
     return a, dequantised(*a)
 
@@ -231,7 +232,7 @@ def test_kernels_write_masked_groups_to_the_callers_tensor(named_launches):
 
 @pytest.fixture
 def rows_chosen_for(named_launches, monkeypatch):
-    """Return the list of numbers of rows for which tiles of grouped products are chosen."""
+    """Return a list that records the number of rows for each choice of a grouped product's tile."""
     found, choose = [], bridge._choose_grouped_config
     monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
     return found
@@ -239,8 +240,7 @@ def rows_chosen_for(named_launches, monkeypatch):
 
 @pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
 def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, rows_chosen_for):
-    """Tiles are chosen for the expected rows of one group, but for at most the 128 rows that the operands have per
-    group."""
+    """The operands have 128 rows per group, so no more rows than that are expected."""
     masked_call(expected)
     assert rows_chosen_for == [chosen_for] * 2
 

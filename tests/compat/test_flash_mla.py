@@ -1,5 +1,5 @@
-"""`dsa.compat.flash_mla` on the CPU, where the references compute the results: reduced cases of FlashMLA's own tests,
-and the ways in which callers of several versions pass arguments and plans."""
+"""Test `dsa.compat.flash_mla` on the CPU: smaller versions of FlashMLA's test cases, and the arguments and plans that
+callers of different FlashMLA versions pass."""
 
 import math
 
@@ -31,8 +31,7 @@ def kvcache(given, count=16, **options):
 @pytest.mark.parametrize("is_varlen", [False, True])
 @pytest.mark.parametrize("test_zero", [False, True])
 def test_dense_decoding(h_q, s_q, causal, is_varlen, test_zero):
-    """As in FlashMLA's `test_flash_mla_dense_decoding.py`, but with fewer than 4096 keys per batch. Some calls have
-    more than 64 heads."""
+    """The cases of FlashMLA's `test_flash_mla_dense_decoding.py` with fewer keys."""
     lengths = [200, 7 if is_varlen else 200, 0 if test_zero else 200]
     given = DENSE.arguments(lengths=lengths, s_q=s_q, heads=h_q, causal=causal)
     given |= dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata()))
@@ -54,8 +53,8 @@ def sparse_inputs(d, **options):
 @pytest.mark.parametrize("extra", [None, (9, 8)])
 @pytest.mark.parametrize("use_legacy", [False, True])
 def test_sparse_decoding(d, sink, counted, extra, use_legacy):
-    """As in FlashMLA's `test_flash_mla_sparse_decoding.py`, but smaller. The parameters are named as in its
-    `RawTestParamForDecode`, and arguments are passed by position."""
+    """The cases of FlashMLA's `test_flash_mla_sparse_decoding.py` with fewer keys. The parameters have the names of
+    `RawTestParamForDecode` there. Arguments are passed by position."""
     given = sparse_inputs(d, extra=extra, counted=counted, scale=d**-0.55) | {"attn_sink": sink}
     out, lse = kvcache(given, use_legacy=use_legacy)
     assert lse.shape == (2, 64, 2) and lse.transpose(1, 2).is_contiguous()
@@ -67,8 +66,8 @@ def test_sparse_decoding(d, sink, counted, extra, use_legacy):
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("is_all_indices_invalid", [False, True])
 def test_sparse_prefill(d, sink, counted, is_all_indices_invalid):
-    """As in FlashMLA's `test_flash_mla_sparse_prefill.py`, but smaller. The parameters are named as in its
-    `TestParam`."""
+    """The cases of FlashMLA's `test_flash_mla_sparse_prefill.py` with fewer tokens. The parameters have the names of
+    `TestParam` there."""
     sizes = {"tokens": 4, "keys": 50, "heads": 64, "top_k": 33, "invalid": 0.2}
     given = PREFILL.arguments(**sizes, d=d, counted=counted, scale=0.5) | {"attn_sink": sink}
     if is_all_indices_invalid:

@@ -1,4 +1,4 @@
-"""Warming up asks for the kernels of prompts whose neighbouring tokens are looked at together."""
+"""Warming up compiles the kernels for long prompts, in which adjacent tokens are computed as a group."""
 
 import dataclasses
 
@@ -51,5 +51,5 @@ def test_they_are_part_of_warming_up(engine, monkeypatch):
 
 
 def test_none_without_a_kernel():
-    """On a CPU the reference would take long over it."""
+    """On a CPU, the reference would run, and it would take long for so many queries."""
     assert grouped_prompt(8, 576) is None

@@ -1,4 +1,4 @@
-"""Attributes are replaced all together or not at all, and put back as they were."""
+"""Attributes are replaced all together or not at all, and can be restored."""
 
 import sys
 import types

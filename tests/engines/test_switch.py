@@ -1,4 +1,4 @@
-"""What the environment asks the engines' plugins for."""
+"""Tests of the environment variables that switch the engines' plugins on."""
 
 import logging
 
@@ -9,7 +9,7 @@ from dsa_engines import switch
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Call it with what DSA_ENGINE and DSA_ENGINE_OPS are to be; None: not set."""
+    """Return a function that sets DSA_ENGINE and DSA_ENGINE_OPS. None unsets a variable."""
 
     def change(engine=None, ops=None):
         for name, value in {"DSA_ENGINE": engine, "DSA_ENGINE_OPS": ops}.items():

@@ -67,7 +67,7 @@ STRANGE = (None, True, 3, 0.5, "x", [1, 2], (), {}, torch.float32, object)
 
 
 def change(rng: random.Random, value: Any, device: str) -> Change:
-    """Return a change of `value` that is invalid, or unusual."""
+    """Return a random change of `value` that makes it invalid or unusual."""
     if isinstance(value, torch.Tensor):
         return rng.choice(OF_TENSORS)(rng, value, device)
     if isinstance(value, tuple | list):
@@ -95,7 +95,7 @@ def _shown(value: Any) -> Change:
 
 
 def _of_tensors(rng: random.Random, values: tuple | list, device: str) -> Change:
-    """Change an operand of two tensors, or a list of tensors."""
+    """Change a tuple or list of tensors, or one of the tensors in it."""
     kind = rng.randrange(8)
     if kind < 5:
         place = rng.randrange(len(values))
@@ -143,12 +143,12 @@ def _size(rng: random.Random, x: torch.Tensor, device: str) -> Change:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return x in a dtype for which torch implements index_select."""
+    """Return x in a dtype for which torch implements index_select: one-byte dtypes as uint8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Give the tensor other strides with the same numbers, or expand its first slice along a dimension."""
+    """Return the same numbers with other strides, or the first slice expanded along a dimension."""
     if x.dim() == 0:
         return _rank(rng, x, device)
     way = rng.choice(("every second", "wider rows", "transposed", "shifted", "expanded"))
@@ -185,7 +185,7 @@ def _empty(rng: random.Random, x: torch.Tensor, device: str) -> Change:
 
 
 def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Write invalid or out-of-range numbers. In byte tensors, write random bytes."""
+    """Set one or all elements to an invalid or out-of-range number. Fill byte tensors with random bytes."""
     changed = x.clone()  # clone keeps a cache's strides
     if x.dtype == torch.uint8:
         generator = torch.Generator().manual_seed(rng.randrange(2**32))

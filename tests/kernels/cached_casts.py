@@ -1,5 +1,5 @@
-"""Helpers for tests of the compile cache: the FP8 cast's compile function with an empty cache, a stub kernel, and
-damaged object files."""
+"""Helpers for tests of the compile cache: the FP8 cast's compile function with an empty cache, a stub kernel, and ways
+to damage an object file."""
 
 import functools
 from pathlib import Path
@@ -14,8 +14,8 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 def counted(compile_function=ORIGINAL):
-    """Return (function, list). The function is the FP8 cast's cached compile function, whose cache is empty as in a new
-    process. The list gets the arguments for which the function compiles."""
+    """Return (function, list). The function is the FP8 cast's compile function with an empty in-memory cache, as in a
+    new process. The list records the arguments of each compilation."""
     compiled = []
 
     @functools.wraps(ORIGINAL)
@@ -27,7 +27,7 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """Return the arguments for which a new process compiles if it makes these calls."""
+    """Make these calls with an empty in-memory cache, and return the arguments of each compilation."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))
@@ -61,7 +61,7 @@ def suffixes(directory):
 
 
 def with_a_flipped_bit(content):
-    """Return the content with one bit flipped. Such a file can still load, but contains another kernel."""
+    """Return the content with one bit flipped. Such a file can still load, but it contains another kernel."""
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 

@@ -1,4 +1,5 @@
-"""Fixtures and parameters of the tests of kernels: shipped variants and their SASS, the machine code of the GPU."""
+"""Fixtures and parametrization for tests of kernels: shipped variants and their SASS (the disassembled machine
+code)."""
 
 import hashlib
 import os
@@ -36,7 +37,6 @@ def disassembled_once(tmp_path_factory):
 
 @pytest.fixture
 def sass(compile_function, arguments) -> Sass:
-    """Return the SASS of the variant."""
     return sass_of(compile_function, *arguments)
 
 

@@ -75,7 +75,7 @@ def threads(cubin: bytes) -> list[int]:
 
 
 def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the values of an attribute of all kernels."""
+    """Yield the bytes of an .nv.info attribute, given by number, for each kernel."""
     for name, _, content in _sections(cubin):
         at = 0
         while name.startswith(".nv.info") and at < len(content):
@@ -86,8 +86,8 @@ def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def launcher(object_file: bytes) -> bytes:
-    """Return the instructions of the host functions that launch kernels, the vector constants that they load, and the
-    index of the kernel of each launch."""
+    """Return the code of the host functions that launch kernels: their instructions, the vector constants that they
+    load, and the index of the kernel of each launch."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [
@@ -178,8 +178,7 @@ def changed_families() -> list[str]:
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Return {family: digests of its variants as they compile now}. The compilation uses all cores and the compile
-    cache."""
+    """Compile these families, with all cores and the compile cache. Return {family: {variant: digest}}."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build

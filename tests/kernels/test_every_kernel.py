@@ -1,5 +1,6 @@
-"""Properties of every shipped kernel: no spills, registers that fit an SM, and programmatic dependent launch. Each
-kernel waits for the previous kernel before it accesses global memory, and then triggers the next kernel's launch."""
+"""Properties of every shipped kernel: it does not spill, its registers fit an SM, and it supports programmatic
+dependent launch. Each kernel waits for the previous kernel before it accesses global memory, and then triggers the next
+launch."""
 
 import ast
 from pathlib import Path

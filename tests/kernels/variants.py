@@ -17,8 +17,8 @@ Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def shipped(*compile_functions: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Run a test for shipped variants of these functions (a sample, or all with --all). The test can use the fixtures
-    `sass`, `in_order`, `compile_function` and `arguments`."""
+    """Run a test for shipped variants of these compile functions. The test can use the fixtures `sass`, `in_order`,
+    `compile_function` and `arguments`."""
     return pytest.mark.shipped_variants.with_args(*compile_functions)
 
 
@@ -27,26 +27,23 @@ def sass_of(compile_function: Callable[..., Any], *arguments: Any) -> Sass:
 
 
 def assert_counts(sass: Sass, **expected: int) -> None:
-    """Require that the SASS contains each of these instructions this many times."""
     assert {name: sass.instructions[name] for name in expected} == expected
 
 
 def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
-    """Return the variants of a compile function that its module lists."""
     module = sys.modules[compile_function.__module__]
     return [variant for variant in module.shipped_variants() if variant[0] is compile_function]
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """Return some variants of a compile function: one if the function has up to 63 variants, two for 64 to 143
-    variants, three from 144 variants on, and so on. These are the variants with the lowest hashes of commit and
-    arguments. So all tests of one commit get the same variants, and a new variant replaces at most one of them."""
+    """Return a sample of a compile function's variants: one of up to 63 variants, two of 64 to 143, three from 144 on,
+    and so on. These are the variants with the lowest hashes of commit and arguments. So all tests of one commit use the
+    same variants, and a new variant replaces at most one of them."""
     count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 
 
 def all_compile_functions() -> set[Callable[..., Any]]:
-    """Return the compile functions of all kernel modules."""
     variants = [machine_code.shipped(family).values() for family in machine_code.families()]
     return {compile_function for shipped_of_family in variants for compile_function, _ in shipped_of_family}
 

@@ -1,11 +1,13 @@
-"""Compare, without a GPU, the arguments that ops pass to kernels with the fake arguments for which the kernels are
-compiled: the number of arguments, which of them are None, and the dtypes and dimensions of tensors. A kernel that is
-called with other arguments raises at its first launch on a GPU. This module also describes the contents of the memory
-that an op prepares for a kernel, and checks that a repeated call, whose steps are recorded, passes the same arguments
-to kernels as the first call.
+"""Compare the arguments that ops pass to kernels with the fake arguments for which kernels are compiled. No GPU is
+needed.
+
+The comparison covers the number of arguments, which of them are None, and the dtypes and dimensions of tensors. Other
+arguments would raise at the first launch on a GPU. This module also describes the contents of memory that an op
+prepares for a kernel. And it checks that a repeated call, whose steps are recorded, launches kernels with the arguments
+of the first call.
 
 python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler in its
-process, so tests start it as a subprocess (`launched`).
+process, so tests run it in a subprocess (`launched`).
 """
 
 import contextlib
@@ -38,7 +40,7 @@ ARCH = "sm_90"
 
 @functools.cache
 def launched() -> dict[str, Any]:
-    """Return what `main` prints, as run in a subprocess."""
+    """Run `main` in a subprocess, and return the JSON that it prints."""
     command = [sys.executable, "-m", "tests.ops.launched_arguments"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -100,7 +102,7 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         for operands in (product, columns):
             run = partial(operands, rows), lambda given: dsa.fp8_gemm_nt(*given)
             yield f"fp8_gemm_nt of {rows} rows, {operands.__name__}", *run
-    swiglu = partial(grouped, "grouped_fp8_fp4_gemm_swiglu", 26000)  # more rows than one wave of CTAs casts
+    swiglu = partial(grouped, "grouped_fp8_fp4_gemm_swiglu", 26000)  # more rows than one wave of CTAs can cast
     yield "grouped_fp8_fp4_gemm_swiglu", swiglu, lambda given: dsa.grouped_fp8_fp4_gemm_swiglu(*given, limit=2.0)
     for op in ("grouped_fp8_gemm_nt", "grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):
         for rows in (40, 600, 3000):
@@ -172,7 +174,7 @@ _BYTES = torch.int8, torch.uint8
 
 
 class Memory:
-    """Numbers for the storages of tensors, in the order in which the storages are seen. Calls that do the same get
+    """Numbers storages of tensors in the order in which they are first seen. Calls that use memory in the same way get
     equal numbers, although their addresses differ."""
 
     def __init__(self, contents: bool = False) -> None:
@@ -181,7 +183,7 @@ class Memory:
         self._contents = contents
 
     def described(self, x: Any) -> Any:
-        """Return a description of an argument or a result that is equal in all calls that do the same."""
+        """Return a description of an argument or result that does not depend on addresses."""
         if isinstance(x, torch.Tensor):
             what = tuple(x.shape), x.stride(), x.dtype, self._place(x)
             return (*what, contents_of(x)) if self._contents else what
@@ -203,9 +205,9 @@ class Memory:
 
 
 def contents_of(x: torch.Tensor) -> str:
-    """Return whether a tensor that a kernel gets contains only zeros, only uninitialised memory ("nothing": the values
-    that `fill_uninitialized_memory` writes) or numbers. For integers return a digest of the numbers, except for bytes:
-    they contain quantised values, which differ between CPUs."""
+    """Describe what a tensor contains when a kernel gets it: "zeros", "nothing" (only the values that
+    `fill_uninitialized_memory` writes), or "numbers". For integers, return a digest instead. Bytes are not digested,
+    because they are quantised values that differ between CPUs."""
     if not x.numel():
         return "none"
     if not x.dtype.is_floating_point and x.dtype not in _BYTES:
@@ -256,7 +258,7 @@ def main() -> None:
         with contextlib.suppress(IndexError):
             each = []
             for _ in range(REPEATS + 2):
-                given, memory[0] = arguments(), Memory()  # making arguments may launch kernels, too
+                given, memory[0] = arguments(), Memory()  # making arguments can launch kernels, too
                 launched.clear()
                 memory[0].described(given)
                 each.append((memory[0].described(run(given)), tuple(launched)))

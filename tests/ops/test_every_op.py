@@ -94,8 +94,8 @@ def has_fp8(arguments: Iterable[Any]) -> bool:
 
 @by_call
 def test_torch_knows_what_an_op_returns_and_writes(call, monkeypatch):
-    """For arguments with any strides, fake results have the shapes, strides and dtypes of the real ones, so that a
-    traced call matches the call that runs."""
+    """Check fake results for the call's strides and for other strides. Their shapes, strides and dtypes must be those
+    of the real results, because torch.compile generates code for them."""
     arguments = call.arguments()
     reordered = {name: x if name in call.written else in_another_order(x) for name, x in call.arguments().items()}
     for given in (arguments, reordered):

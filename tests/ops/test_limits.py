@@ -27,8 +27,8 @@ def beyond(accepted):
 
 
 def with_size(shapes, x, before, after):
-    """Return a tensor like x on the meta device, with other sizes. before, after: sizes of the call before and after
-    the change"""
+    """Return a meta tensor with the dtype of x and other sizes. before, after: the call's sizes by name, before and
+    after a change."""
     shape = next(one for one in shapes.shapes if len(shapes.shapes) == 1 or one.fits(x.shape, before))
     middle = after[REST] if shape.open else ()
     front, back = ([round(word.size(after)) for word in words] for words in (shape.front, shape.back))
@@ -39,7 +39,7 @@ def resized(op, values, changes):
     """Yield the arguments with tensors on the meta device and with changed sizes."""
     before = op.arguments.check(*values)
     after = Sizes()
-    # Keep only the sizes of names. The sizes of formulas are computed from these.
+    # Keep the sizes of names only. The sizes of formulas are computed from them.
     after.update({text: n for text, n in before.items() if text.isidentifier() or not {*Word(text).names} <= {*before}})
     after[REST] = before.get(REST)
     after.update(changes)
@@ -57,7 +57,6 @@ def resized(op, values, changes):
 
 @pytest.fixture(scope="module")
 def checked():
-    """Return {op: arguments of one call}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Op, "run", lambda op, *values: found.setdefault(op.name, values) and op._run_reference(values))

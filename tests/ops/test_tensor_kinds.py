@@ -39,7 +39,6 @@ def tensors(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
 
 
 def replaced(value: Any, place: int | None, x: torch.Tensor) -> Any:
-    """Return the argument with x in place of the tensor at this index."""
     return x if place is None else type(value)([*value[:place], x, *value[place + 1 :]])
 
 

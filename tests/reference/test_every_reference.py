@@ -28,7 +28,7 @@ def every(*alternatives, **options):
 
 
 def by_name(*names, of):
-    """Return a dict for each group of values, keyed by the names of the sizes."""
+    """Return a list of dicts {name of a size: value}, one for each group of values in `of`."""
     return [dict(zip(names, values)) for values in of]
 
 

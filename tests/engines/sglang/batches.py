@@ -1,5 +1,5 @@
-"""Batches as SGLang gives them to its attention backends, of small sizes, and what comes out of them by formulas that
-share nothing with the ops."""
+"""Small batches as SGLang passes them to its attention backends, and expected results that are computed without the
+ops."""
 
 import math
 from types import SimpleNamespace
@@ -17,33 +17,35 @@ def int32(values, device="cpu"):
 
 
 def paged(lengths, device="cpu"):
-    """A page table [B, pages] of shuffled pages for sequences of these lengths, and how many pages there are."""
+    """Return (a page table [B, pages] of shuffled pages for sequences of these lengths, the total number of pages)."""
     width = max(-(-length // PAGE) for length in lengths)
     pages = torch.randperm(len(lengths) * width, device=device).to(INT32)
     return pages.view(len(lengths), width), len(pages)
 
 
 def slots_of(table, sequence, length):
-    """int64 [length]: the cache slots of a sequence's keys."""
+    """Return int64 [length]: the cache slots of a sequence's keys."""
     position = torch.arange(length, device=table.device)
     return table[sequence, position // PAGE].long() * PAGE + position % PAGE
 
 
 def scores(rows, columns, device="cpu"):
-    """fp32 scores with many ties, in rows that begin at multiples of 1024 bytes."""
+    """Return fp32 scores with many ties. Rows begin at multiples of 1024 bytes."""
     values = torch.randint(-4, 5, (rows, -(-columns // 256) * 256), device=device).float()
     return values[:, :columns]
 
 
 def selected(row, k):
-    """Positions of the k largest numbers, of equal ones the first, in ascending order; -1 behind them."""
+    """Return the positions of the k largest numbers in ascending order, padded with -1. Of equal numbers, the first are
+    selected."""
     values = row.tolist()
     best = sorted(sorted(range(len(values)), key=lambda s: (-values[s], s))[:k])
     return best + [-1] * (k - len(best))
 
 
 def decode_metadata(lengths, device="cpu"):
-    """(logits, lengths, metadata, expected slots of k) of one token a sequence."""
+    """Return (logits, lengths, metadata, a function from k to the expected slots) of a decoding step with one token per
+    sequence."""
     table, _ = paged(lengths, device)
     logits = scores(len(lengths), table.shape[1] * PAGE, device)
     metadata = SimpleNamespace(real_page_table=table, page_size=PAGE, token_to_batch_idx=None, page_table_1=None)
@@ -59,8 +61,9 @@ def decode_metadata(lengths, device="cpu"):
 
 
 def prefill_metadata(prefixes, lengths, device="cpu"):
-    """(logits, lengths, starts, metadata, expected positions of k) of sequences' last tokens, whose keys lie one
-    sequence after the other in the columns of logits."""
+    """Return (logits, visible keys per token, starts, metadata, a function from k to the expected positions) of the
+    last tokens of each sequence. A sequence's keys are adjacent columns of logits, and `starts` has the first column
+    for each token."""
     owners = [b for b, (prefix, length) in enumerate(zip(prefixes, lengths)) for _ in range(prefix, length)]
     visible = [s + 1 for prefix, length in zip(prefixes, lengths) for s in range(prefix, length)]
     begins = [sum(lengths[:b]) for b in owners]
@@ -80,15 +83,17 @@ def prefill_metadata(prefixes, lengths, device="cpu"):
 
 
 def latent_cache(width, pages, device="cpu"):
-    """Pages of `width` bytes a key, or of 576 bf16 numbers, and the rows that they stand for, fp32 [pages * P, d].
+    """Return (a cache with `width` bytes per key, or with 576 bf16 numbers per key if `width` is 576; its keys, fp32
+    [pages * P, d]).
 
-    The rows are read back from the cache, so that they are what it holds."""
+    The keys are read back from the cache, so they are exactly the values stored there.
+    """
     dim = 512 if width == 584 else 576
     rows = torch.randn(pages * PAGE, dim, device=device).to(BF16)
     if width == 576:
         cache = torch.zeros_like(rows).view(pages, PAGE, 1, 576)
     else:
-        # SGLang's pages of 584 bytes a key are padded to multiples of 576 bytes.
+        # SGLang pads a page of 584 bytes per key to a multiple of 576 bytes.
         stride = -(-PAGE * width // 576) * 576 if width == 584 else PAGE * width
         cache = torch.zeros(pages, stride, dtype=U8, device=device)[:, : PAGE * width].view(pages, PAGE, 1, width)
     slots = torch.arange(pages * PAGE, dtype=INT32, device=device)
@@ -97,8 +102,8 @@ def latent_cache(width, pages, device="cpu"):
 
 
 def attention(q, rows, indices, scale, sink=None, more=None):
-    """(out [T, h, 512], max_logits and lse [T, h]) in float64 of q [T, h, d] over the rows that indices [T, K] name;
-    more: the same of a second list, (rows, indices)."""
+    """Return (out [T, h, 512], max_logits [T, h], lse [T, h]) in float64: attention of q [T, h, d] to the rows that
+    indices [T, K] select. more: (rows, indices) of a second list of keys."""
     keys = [rows.double()[index[index >= 0].long()] for index in indices]
     if more is not None:
         keys = [torch.cat([k, more[0].double()[i[i >= 0].long()]]) for k, i in zip(keys, more[1])]
@@ -116,12 +121,12 @@ def attention(q, rows, indices, scale, sink=None, more=None):
 
 
 def index_keys(count, device="cpu"):
-    """(k [count, 128] e4m3, its scales [count])"""
+    """Return (e4m3 keys [count, 128], their scales [count])."""
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(count, 128, device=device).to(BF16))
     return k, scale.squeeze(1).contiguous()
 
 
 def index_scores(q, k, k_scale, weights):
-    """float64 [T, keys]: sum_h weights relu(q . k) k_scale, of q [T, H, 128]."""
+    """Return float64 [T, keys]: sum_h weights[h] relu(q[h] . k) k_scale, for q [T, H, 128]."""
     dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
     return torch.einsum("ths,th->ts", dots, weights.double()) * k_scale.double()

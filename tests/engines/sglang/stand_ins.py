@@ -1,7 +1,7 @@
-"""Modules that stand for packages which are not installed, so that an engine's .py files can be imported without them.
+"""Stand-ins for packages that are not installed, so that an engine's .py files can be imported without them.
 
-Attributes of such a module are classes where their name says so, and mocks otherwise. What decides by itself what is
-installed has to be imported before `stand_in`.
+An attribute of such a module is a class if its name looks like a class name, and a mock otherwise. Before `stand_in`,
+import every package that itself looks for installed packages.
 """
 
 import importlib.abc
@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 
 class AnyType(type):
-    """The metaclass of classes that can be derived from, called, annotated with and decorated with in any way."""
+    """The metaclass of stand-in classes. They accept any base class, call, annotation and use as a decorator."""
 
     def __new__(metaclass, name, bases, space, **options):
         return super().__new__(metaclass, name, bases, space)
@@ -59,7 +59,8 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every package that no other finder has found, but for those named `real`, and all of its modules."""
+    """Find a stand-in for every package that no other finder finds, and for its modules, except for packages in
+    `real`."""
 
     def __init__(self, real):
         self.real = real
@@ -78,5 +79,5 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(*real):
-    """From now on, whatever is not installed is a stand-in, but for these packages."""
+    """From now on, import a stand-in for every package that is not installed, except for packages in `real`."""
     sys.meta_path.append(Finder(real))

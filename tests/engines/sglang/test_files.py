@@ -1,8 +1,8 @@
-"""The plugin in SGLang's own .py files.
+"""Run the tests of the plugin with SGLang's .py files.
 
-Skipped unless DSA_SGLANG_FILES names the folders that have them, and what they need besides stand-ins, as PATH does:
-the .py files and `kernels/jit` of the wheel of sglang 0.5.23, the .py files of that of sgl-deep-gemm 0.2.3.post2 or
-0.2.5, and msgspec and dill. Nothing of it has to be installed, and no GPU is needed.
+They are skipped unless DSA_SGLANG_FILES is set. Like PATH, it lists folders: the .py files and `kernels/jit` of the
+wheel of sglang 0.5.23, the .py files of sgl-deep-gemm 0.2.3.post2 or 0.2.5, and the packages msgspec and dill. None of
+these needs to be installed, and no GPU is needed.
 """
 
 import os

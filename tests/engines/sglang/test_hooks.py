@@ -1,4 +1,4 @@
-"""SGLang's functions as the hooks have them, with stand-ins for its objects, on the CPU."""
+"""Test the hooks, which replace functions of SGLang, with stand-ins for SGLang's objects on the CPU."""
 
 import inspect
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ FP8_POOL = SimpleNamespace(
     kv_cache_dim=656, dsa_kv_cache_store_fp8=True, index_kpool=1, qk_rope_head_dim=64, dtype=E4M3
 )
 BF16_POOL = SimpleNamespace(**vars(FP8_POOL) | {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False, "dtype": BF16})
-OTHERS = {  # what a pool has in layouts that the kernels do not have
+OTHERS = {  # changes of FP8_POOL: cache layouts for which there are no kernels
     "without rope": {"kv_cache_dim": 528, "qk_rope_head_dim": 0},
     "pools of keys": {"index_kpool": 4},
     "fp8 without scales": {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False},
@@ -38,7 +38,7 @@ def never(*args, **kwargs):
 
 
 class Recorder:
-    """A function of SGLang's that keeps what it was called with."""
+    """A substitute for a function of SGLang. It records the arguments of a call."""
 
     def __call__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def every_hook():
-    """(path, hook) of all, where SGLang's objects are not needed to make them."""
+    """Yield (path, hook) of every hook that can be made without SGLang's objects."""
     for family in seams.SEAMS.values():
         for makers in family.values():
             for path, make in makers.items():
@@ -56,7 +56,8 @@ def every_hook():
 
 @pytest.mark.parametrize(("path", "hook"), list(every_hook()), ids=[path.partition(":")[2] for path, _ in every_hook()])
 def test_hooks_have_the_arguments_of_what_they_replace(path, hook):
-    """The same names in the same order, behind the function itself; methods name the object otherwise."""
+    """After `original`, a hook has the replaced function's parameters in the same order. Only `self` may have another
+    name."""
     first, *given = inspect.signature(hook).parameters
     assert first == "original"
     expected = seams.SIGNATURES[path]
@@ -102,7 +103,8 @@ def test_selection_in_decoding(fused, forced):
 
 @pytest.mark.parametrize("chunk", [None, slice(2, 9)])
 def test_selection_in_prefill(chunk):
-    """Of a whole batch, and of a chunk of its tokens, with the arguments that SGLang's indexer then has."""
+    """Test the selection for a whole batch and for a chunk of tokens, with the arguments that SGLang's indexer
+    passes."""
     logits, lengths, starts, metadata, expected = batches.prefill_metadata([0, 30, 5], [4, 36, 9])
     positions, owners = int32(expected(16)), metadata.token_to_batch_idx
     rows = slice(None) if chunk is None else chunk
@@ -130,7 +132,8 @@ def test_selection_names_an_argument_that_is_wrong():
 
 
 def calls_of(monkeypatch, owner, name):
-    """(positional arguments, named ones) of the calls from now on of this function, which stays what it is."""
+    """Record later calls of `owner.name`, which still runs. Return the list of (positional arguments, named
+    arguments)."""
     calls, function = [], getattr(owner, name)
 
     def noted(*given, **options):
@@ -154,7 +157,7 @@ def test_attention_in_decoding(pool, splits, monkeypatch):
     table[1, 5:] = -1
     calls = calls_of(monkeypatch, adapters, "sparse_decode")
     want, *_ = batches.attention(q, rows, table, 0.1)
-    # Lengths of other rows, as a batch padded for data parallelism may have them, are left out.
+    # If lengths have another number of rows than q, as in a batch padded for data parallelism, the hook ignores them.
     for lengths, given in ((int32([32, 5, 32, 32, 32]), True), (int32([32, 5]), False)):
         metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths)
         arguments = backend_of(pool, num_splits=splits), q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata
@@ -187,7 +190,7 @@ def test_plan_of_a_batch():
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_another_layout_is_left_to_sglang(layout):
-    """Of a second model in the process: the first decides whether there are hooks at all."""
+    """The first model in a process decides whether hooks are installed. A second model can have another layout."""
     backend, original = backend_of(pool_of(layout)), Recorder()
     for hook, count in (
         (hooks.forward_flashmla_sparse, 7),

@@ -1,5 +1,5 @@
-"""When the plugin serves SGLang and when it leaves SGLang as it was, with stand-ins for SGLang's modules: all that the
-pinned signatures name, and the parts of its registries that the plugin uses."""
+"""Test when the plugin serves SGLang and when it leaves SGLang unchanged. Stand-ins for SGLang's modules have the
+functions of `seams.SIGNATURES` and the parts of SGLang's registries that the plugin uses."""
 
 import logging
 import sys
@@ -19,14 +19,14 @@ NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 
 
 def function_of(parameters):
-    """A function of these parameters that says that it was called."""
+    """Return a function with these parameters that returns "SGLang's own"."""
     space = {}
     exec(f'def original({", ".join(f"{p}=None" for p in parameters)}): return "SGLang\'s own"', space)
     return space["original"]
 
 
 def add(modules, path, value):
-    """Puts a value where a path says, and makes modules and classes on the way."""
+    """Set `value` at the path. Create modules and classes of the path that are missing."""
     module, _, names = path.partition(":")
     owner = modules.setdefault(module, types.ModuleType(module))
     *outer, name = names.split(".")
@@ -42,7 +42,8 @@ class HookType(Enum):
 
 
 def hook_registry(skipped):
-    """SGLang's registry as the plugin uses it; `skipped`: targets for which it fails, which it only logs."""
+    """Return a stand-in for SGLang's HookRegistry. For targets in `skipped`, it behaves as if a replacement has
+    failed."""
     hooks = {}
 
     class HookRegistry:
@@ -68,7 +69,7 @@ def around(original, hook):
 
 
 class Engine:
-    """SGLang's modules, as stand-ins, and what its functions were before."""
+    """Stand-ins for SGLang's modules. `before` has their functions before the plugin replaces any."""
 
     def __init__(self, monkeypatch):
         self.skipped, self.created, modules = set(), [], {}
@@ -102,7 +103,7 @@ class Engine:
         return create
 
     def functions(self):
-        """{path: what lies there} of all that may be replaced."""
+        """Return {path: attribute} of everything that the plugin can replace."""
         return {path: plugin.find(path).value for path in seams.SIGNATURES}
 
     def replaced(self):
@@ -113,7 +114,7 @@ class Engine:
         delattr(owner, name)
 
     def serve(self, name, runner=None):
-        """What SGLang does with the plugin: it loads it, and has the backend of this name made."""
+        """Load the plugin and create the backend of this name, as SGLang does."""
         runner = runner or runner_of(NAMES[name])
         sglang.register()
         assert self.creators[name](runner) == f"backend {name}" and self.created[-1] == (name, runner)
@@ -159,11 +160,11 @@ def paths_of(family, *ops):
 @pytest.mark.parametrize("name", NAMES)
 def test_served(engine, name, caplog):
     sglang.register()
-    assert engine.replaced() == set()  # until a backend is made
+    assert engine.replaced() == set()  # loading replaces nothing; making a backend does
     engine.serve(name)
     assert len(engine.created) == 1 and declined(caplog) == []
     assert engine.replaced() == paths_of(NAMES[name])
-    # Another backend in the process, as for a draft model, finds everything in place.
+    # A second backend in the process, e.g. for a draft model, changes nothing.
     replaced, creators = engine.functions(), dict(engine.creators)
     engine.serve(name)
     assert engine.functions() == replaced and engine.creators == creators
@@ -180,7 +181,8 @@ def test_kernels_are_compiled_for_the_cache_of_the_model(engine, family, pool, c
 @pytest.mark.parametrize(("shared", "expected"), [(False, [8]), (True, [2, 8])])
 @pytest.mark.parametrize("name", seams.SEAMS)
 def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shared, expected):
-    """By --enable-cp-decode-attn-tp, among the GPUs that share a prompt's tokens."""
+    """With --enable-cp-decode-attn-tp, the GPUs that divide a prompt's tokens divide the heads in decoding. So prompts
+    and decoding have different numbers of heads."""
     engine.parallel.attn_cp_size, engine.parallel.enable_cp_decode_attn_tp = 4, shared
     heads = []
     monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))
@@ -206,7 +208,8 @@ def test_what_is_replaced_is_called(engine):
 
 
 def rename_scores(engine, more=()):
-    """DeepGEMM's scores as sgl-deep-gemm 0.2.5 has them. Returns what is called under the new names."""
+    """Give DeepGEMM's score functions the names of sgl-deep-gemm 0.2.5. Return a list that records calls of the new
+    names."""
     calls = []
     for path, new in renamed.RENAMED.items():
         engine.remove(path)
@@ -217,7 +220,7 @@ def rename_scores(engine, more=()):
 
 
 def test_v4_is_served_where_scores_have_the_names_of_deep_gemm_0_2_5(engine, caplog, monkeypatch):
-    """SGLang finds the old names; what dsa does not serve goes to the new ones."""
+    """SGLang still finds the old names. Calls that dsa does not serve go to the new functions."""
     calls = rename_scores(engine)
     engine.serve("dsv4")
     assert declined(caplog) == []
@@ -245,7 +248,6 @@ def test_v4_is_left_to_sglang_where_the_new_names_take_other_parameters(engine, 
 
 
 def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
-    """Whether it is to be deterministic, at each call."""
     engine.serve("dsv4")
     seen = []
     monkeypatch.setattr(seams.adapters, "sparse_prefill", lambda *a, batch_invariant, **k: seen.append(batch_invariant))
@@ -268,7 +270,7 @@ def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
     engine.serve(family)
     words = {word.strip() for word in ops.split(",")}
     if family == "dsv4" and "scores" not in words:
-        words.discard("topk")  # its selection reads scores that SGLang's own leaves unwritten
+        words.discard("topk")  # it reads scores that SGLang's own kernel leaves unwritten
     assert engine.replaced() == (paths_of(family, *words) if words else set())
     said = [record.getMessage() for record in caplog.records if record.name == "dsa"]
     if words:
@@ -319,12 +321,12 @@ def test_the_plugin_does_not_register_where_it_cannot_serve(engine, spoil, reaso
 
 
 def left_as_it_was(engine, family, caplog, message, runner=None):
-    """The backend is made, nothing is replaced, and one line says why."""
+    """Check that the backend is made, nothing is replaced, and one line gives the reason."""
     engine.serve(family, runner)
     assert engine.replaced() == set()
     (line,) = declined(caplog)
     assert message in line
-    # Decided once in a process: captured graphs must not get other kernels later.
+    # The decision is final for the process: a graph captured with one kernel must not run with another later.
     engine.serve(family)
     assert engine.replaced() == set() and len(declined(caplog)) == 1
 
@@ -416,7 +418,8 @@ def test_nothing_is_replaced_where_one_thing_has_changed(engine, family, path, c
 
 
 def test_hooks_do_nothing_unless_all_are_there(engine, caplog):
-    """SGLang's registry logs what it cannot replace and goes on: then those that it did replace must do nothing."""
+    """SGLang's registry only logs a failed replacement. Then the hooks that it did install must call SGLang's own
+    functions."""
     path = f"{seams.CLASS}._forward_flashmla_kv"
     engine.skipped.add(path.replace(":", "."))
     engine.serve("dsa")

@@ -9,12 +9,12 @@ from dsa.ops.mla import _sparse_attention
 from dsa_engines.sglang import adapters, warm_up
 from dsa_engines.sglang.layouts import Model
 
-QUERIES = (*range(1, 600), *range(600, 8193, 97))  # the latter of prompts, which SGLang may attend to as it decodes
-SMS = (132, 114, 78)  # of an H100 or H200 SXM, of an H100 PCIe and of an H20
+QUERIES = (*range(1, 600), *range(600, 8193, 97))  # the second range: prompts, which SGLang can run through decoding
+SMS = (132, 114, 78)  # H100 SXM and H200 SXM, H100 PCIe, H20
 V32 = Model(heads=8, query_dim=576, topk=16, index_heads=16, keys=300, next_n=3, fp8_cache=True)
 V4 = Model(heads=8, query_dim=512, topk=16, index_heads=64, keys=300, next_n=2, fp8_cache=True)
 V4_SIZES = ((4096, 512), (65_536, 512), (1_048_576, 1024))
-CALLS = {  # the adapters of each op
+CALLS = {  # op -> its adapters
     "scores": {"fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"},
     "topk": {"topk"},
     "attention": {"sparse_prefill", "sparse_decode"},
@@ -31,7 +31,7 @@ def recording(name, adapter, made):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(name, arguments) of the adapters that are called."""
+    """Return a list of (name, arguments) that records all calls of adapters."""
     made = []
     for name in set().union(*CALLS.values()):
         monkeypatch.setattr(adapters, name, recording(name, getattr(adapters, name), made))
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 def test_the_adapters_of_the_ops_are_called(calls, model, ops):
     warm_up.warm_up(model, frozenset(ops), "cpu")
     assert {name for name, _ in calls} == set().union(*(CALLS[op] for op in ops))
-    # Neither the default device nor whether gradients are kept is another afterwards.
+    # Warming up restores the default device and the gradient mode.
     assert torch.empty(0).device.type == "cpu" and torch.is_grad_enabled()
 
 
@@ -52,7 +52,7 @@ def test_draft_tokens_are_among_the_calls(calls):
     warm_up.warm_up(V32, frozenset({"scores"}), "cpu")
     queries = [given[0].shape[:3] for name, given in calls if name == "fp8_paged_mqa_logits"]
     assert queries == [(1, 1, 16), (1, 3, 16)]
-    # SGLang's prefill adds heads up to 32.
+    # SGLang pads an indexer with fewer than 32 heads to 32 for prefill.
     assert [given[0].shape for name, given in calls if name == "fp8_mqa_logits"] == [(1, 32, 128)]
 
 
@@ -72,7 +72,7 @@ def test_the_draft_model_of_v4_pads_its_heads(calls, next_n, heads, expected):
 
 
 def test_prompts_have_columns_for_all_sequences_of_a_batch(calls):
-    """In DeepSeek-V4 a row has its own sequence's alone."""
+    """A row of DeepSeek-V4's scores has columns only for its sequence."""
     for model, most in ((V32, warm_up.MOST_COLUMNS), (V4, 512)):
         calls.clear()
         warm_up.warm_up(model, frozenset({"topk"}), "cpu")
@@ -93,7 +93,8 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
 
 
 def decoding_kernels(queries, model, keys, sms, may_split=True):
-    """The tile of heads, and the kernel that combines split queries if they are split."""
+    """Return a set of the tile of heads and, if queries are split, the configuration of the kernel that combines the
+    parts."""
     attention, tiles = _sparse_attention, -(-keys // _sparse_attention.TILE_N)
     if model.fp8_cache:
         head_tile = attention.fp8_kv_head_tile(queries, model.heads, tiles, sms, may_split)
@@ -115,7 +116,8 @@ LARGE = {
 @pytest.mark.parametrize("heads", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("model", LARGE)
 def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
-    """Of batches of any size, split or not, and of V4 of any number of entries up to the most."""
+    """The batch can have any size, with and without split queries. V4 can have any number of entries up to the
+    largest."""
     model, window = LARGE[model]._replace(heads=heads), warm_up.V4_WINDOW
     widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.is_v4 else [model.topk]
     possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.is_v4 else widths

@@ -1,4 +1,4 @@
-"""Configurations as vLLM gives them to its workers: of what the plugin reads, the names and values."""
+"""Configurations with the names and values that the plugin reads of vLLM's configuration."""
 
 import types
 
@@ -36,7 +36,7 @@ def config(
     sharing: int = 1,
     backend: str | None = None,
 ) -> types.SimpleNamespace:
-    """vLLM's VllmConfig. heads: of a GPU. sharing: how many GPUs share a sequence's keys."""
+    """Return a VllmConfig. heads: query heads per GPU. sharing: the number of GPUs that divide a sequence's keys."""
     space = types.SimpleNamespace
     hf = space(**hf)
     return space(

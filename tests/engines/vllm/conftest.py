@@ -1,4 +1,4 @@
-"""The plugin in vLLM itself."""
+"""The fixture that installs the plugin in vLLM."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.engines.vllm import engine
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """In inference mode, as all of vLLM's passes are."""
+    """Install the plugin, and run the test in inference mode, as vLLM runs all passes."""
     engine.put_in_place(monkeypatch)
     with torch.inference_mode():
         yield

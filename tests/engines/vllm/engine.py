@@ -1,5 +1,5 @@
-"""vLLM itself on a CPU, from the .py files of its wheel: the plugin in place, and in PyTorch what vLLM has as kernels
-around those that the plugin replaces. docs/reference/engines.md says how to get the files."""
+"""Run the .py files of vLLM's wheel on a CPU with the plugin. PyTorch functions replace the other kernels of vLLM that
+these files call. docs/reference/engines.md says how to get the files."""
 
 import importlib.util
 import types
@@ -19,7 +19,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 class HopperPlatform:
-    """What vLLM asks its platform for, as on a Hopper GPU."""
+    """A stand-in for vLLM's platform object: a Hopper GPU."""
 
     fp8_dtype = staticmethod(lambda: torch.float8_e4m3fn)
     is_cuda = staticmethod(lambda: True)
@@ -30,7 +30,7 @@ class HopperPlatform:
 
 
 def without_flash_mla(monkeypatch) -> None:
-    """vLLM's V4 module has functions of FlashMLA where its library is there; here ones with their parameters."""
+    """Add functions with FlashMLA's parameters to vLLM's V4 module. Without FlashMLA's library, the module has none."""
     module = __import__(seams.V4, fromlist=["_"])
     for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         path = f"{seams.V4}:{name}"
@@ -38,7 +38,8 @@ def without_flash_mla(monkeypatch) -> None:
 
 
 def put_in_place(monkeypatch, ops: frozenset[str] = ALL, **options) -> None:
-    """The plugin, as in a worker on a Hopper GPU. Its kernels are not compiled: references run."""
+    """Install the plugin as in a worker on a Hopper GPU, but without compiling kernels. The ops then run the
+    references."""
     without_flash_mla(monkeypatch)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setattr(warm_up, "warm_up", lambda calls, ops: None)
@@ -51,18 +52,18 @@ def int32(values) -> torch.Tensor:
 
 
 def slots_of(table: torch.Tensor, request: int, length: int, page: int = PAGE) -> torch.Tensor:
-    """The rows of a request's first keys in a paged cache."""
+    """Return the slots of a request's first `length` keys in a paged cache."""
     at = torch.arange(length)
     return table[request, at // page].long() * page + at % page
 
 
 def workspaces() -> types.SimpleNamespace:
-    """vLLM's WorkspaceManager: fresh memory of these shapes and dtypes."""
+    """Return a stand-in for vLLM's WorkspaceManager. Each request allocates new memory."""
     return types.SimpleNamespace(get_simultaneous=lambda *specs: [torch.empty(s, dtype=d) for s, d in specs])
 
 
 def pack(x: torch.Tensor, lengths: torch.Tensor, pad_value: float = -float("inf")) -> torch.Tensor:
-    """[B, longest, ..] of the rows of several sequences, padded: vLLM's pack_seq_triton."""
+    """Pad the rows of several sequences to [B, longest, ...], as vLLM's pack_seq_triton does."""
     out = torch.full((len(lengths), int(lengths.max()), *x.shape[1:]), pad_value).to(x.dtype)
     for b, rows in enumerate(x.view(torch.uint8).split(lengths.tolist())):
         out.view(torch.uint8)[b, : len(rows)] = rows
@@ -86,8 +87,9 @@ def to_slots(
     dcp_rank: int = 0,
     **_,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Keys of a request -> rows of its pages, or of a workspace: vLLM's triton_convert_req_index_to_global_index and,
-    with ranks, triton_filter_and_convert_dcp_index of interleaved keys."""
+    """Convert indices of a request's keys to rows of pages or of a workspace, as vLLM's
+    triton_convert_req_index_to_global_index does. With several ranks, do what triton_filter_and_convert_dcp_index does
+    for interleaved keys."""
     mine = (token_indices >= 0) & (token_indices % dcp_size == dcp_rank)
     local = torch.where(mine, token_indices // dcp_size, 0).long()
     page = block_table[req_id.long()[:, None], local // BLOCK_SIZE].long()
@@ -101,7 +103,7 @@ def to_slots(
 
 
 def upconvert(cache, out, table, starts, count) -> None:
-    """Requests' keys as bf16 rows of a workspace: vLLM's cp_gather_and_upconvert_fp8_kv_cache."""
+    """Copy the keys of requests to a workspace as bf16 rows, as vLLM's cp_gather_and_upconvert_fp8_kv_cache does."""
     ends = [*starts[1:].tolist(), len(out)]
     for b in range(count):
         length = ends[b] - int(starts[b])

@@ -1,5 +1,5 @@
-"""A stand-in for vLLM of what the plugin looks up: modules of the same names, whose functions take the same parameters
-and say who they are. What it does not show is that vLLM's are like that: `test_engine.py` does, where vLLM is there."""
+"""A stand-in for the parts of vLLM that the plugin looks up. Modules have the same names; functions have the same
+parameters and return their path. test_engine.py checks that the installed vLLM matches this stand-in."""
 
 import enum
 import functools
@@ -34,7 +34,6 @@ def function(path: str, parameters: list[str]):
 
 
 def put_in_place(monkeypatch) -> None:
-    """Lets `import vllm` find the stand-in."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     overrides.clear()
@@ -76,7 +75,7 @@ def put_in_place(monkeypatch) -> None:
 
 
 def _lazy_init(deep_gemm: types.ModuleType) -> None:
-    """As vLLM's: all of DeepGEMM's functions, or nothing where one is there."""
+    """Set all of DeepGEMM's functions, but nothing if one is set already. vLLM's function does the same."""
     if any(getattr(deep_gemm, name) for name in DEEP_GEMM_GLOBALS):
         return
     deep_gemm.of_deep_gemm_besides = "set"
@@ -92,7 +91,7 @@ def _module(monkeypatch, name: str) -> types.ModuleType:
 
 
 def state() -> dict:
-    """Every attribute of the stand-in, and who is FLASHMLA_SPARSE."""
+    """Return every attribute of the stand-in, and the path of FLASHMLA_SPARSE."""
     found = {"backend": AttentionBackendEnum.FLASHMLA_SPARSE.get_path()}
     for name, module in sys.modules.items():
         if name.partition(".")[0] == "vllm":

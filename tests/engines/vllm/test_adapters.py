@@ -1,4 +1,4 @@
-"""vLLM's calls on the ops of dsa, without vLLM, against the formulas in float64."""
+"""Compare adapters, which make vLLM's calls with the ops, with formulas in float64. vLLM is not needed."""
 
 import inspect
 import types
@@ -25,7 +25,7 @@ def _seed():
 
 
 def counted(indices, counts):
-    """indices [T, K] of which each row's first `counts` count, and the others are -1."""
+    """Replace all but the first `counts` indices of each row of indices [T, K] by -1."""
     return torch.where(torch.arange(indices.shape[1]) < counts[:, None], indices, -1)
 
 
@@ -33,13 +33,13 @@ def counted(indices, counts):
 def test_gather_keys(dtype):
     pages, dim = 9, 128
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(pages * PAGE, dim))
-    # Pages that lie apart, as those of several layers in one block do.
+    # Pages are not adjacent in memory: vLLM can store the pages of several layers in one block.
     cache = torch.full((pages, 3, PAGE, dim + 4), 0xFF, dtype=torch.uint8)[:, 1]
     dsa.write_indexer_cache(k, scale.view(-1), cache.unsqueeze(2), torch.arange(pages * PAGE))
     table = torch.randperm(pages).view(3, 3).int()
     lengths = [130, 0, 64]
     ends = int32([0, 130, 130, 194])
-    rows = 250  # more than there are
+    rows = 250  # more than the 194 keys
     dst_k, dst_scale = torch.full((rows, dim), 0xFF, dtype=torch.uint8).view(dtype), torch.ones(rows, 4).byte()
     adapters.gather_keys(cache, dst_k, dst_scale, table, ends)
     slots = [int(table[b, i // PAGE]) * PAGE + i % PAGE for b, n in enumerate(lengths) for i in range(n)]
@@ -49,13 +49,13 @@ def test_gather_keys(dtype):
 
 
 def in_order(row):
-    """Positions ascending, -1 behind them, as `selected` has them."""
+    """Return the positions in ascending order, then the -1, as `selected` returns them."""
     return sorted(row.tolist(), key=lambda i: (i < 0, i))
 
 
 def test_topk_prefill_writes_its_part_of_a_wider_buffer():
     rows, columns, k = 7, 300, 32
-    logits = torch.randint(0, 9, (rows, columns)).float()  # many are equal
+    logits = torch.randint(0, 9, (rows, columns)).float()  # with many ties
     starts, ends = int32([0, 5, 100, 290, 3, 40, 299]), int32([300, 30, 100, 300, 299, 39, 300])
     buffer = torch.full((rows + 4, k + 16), -7, dtype=torch.int32)
     part = buffer[2 : 2 + rows, :k]
@@ -126,7 +126,7 @@ def test_bf16_attention_leaves_padded_heads_alone(heads, given):
 
 
 def v4_cache(pages, page):
-    """(cache [pages, page, 1, 584] at the engine's distances, its keys as they are read back)."""
+    """Return (cache [pages, page, 1, 584] with the strides of the engine's cache, its keys read back)."""
     cache, slots = kv_cache.make_v4_cache(pages, page, "cpu"), torch.arange(pages * page)
     dsa.write_kv_cache(torch.randn(pages * page, 512), cache, slots)
     return cache, dsa.read_kv_cache(cache, slots)
@@ -135,7 +135,7 @@ def v4_cache(pages, page):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_v4_attention(heads, entries_page):
-    """Windows alone, and with entries of 4 or of 128 tokens, whose pages have 64 or 2."""
+    """Test windows alone, and windows with entries of 4 tokens (64 entries per page) or of 128 tokens (2 per page)."""
     tokens, scale = 4, 512**-0.5
     (window, keys), sink = v4_cache(3, PAGE), torch.randn(heads)
     q = torch.randn(tokens, 1, heads, 512, dtype=torch.bfloat16)
@@ -151,7 +151,7 @@ def test_v4_attention(heads, entries_page):
         }
         more = entry_keys, counted(chosen.squeeze(1), chosen_counts)
     out, plan = torch.full((tokens, heads, 512), NAN, dtype=torch.bfloat16), types.SimpleNamespace(config=None)
-    # As the engine calls it, with names, and with a plan of its own.
+    # vLLM passes arguments by name. It also passes a plan object, which the adapter must not change.
     adapters.v4_attention(
         q=q,
         k_cache=window,
@@ -182,7 +182,7 @@ def test_v4_heads():
 
 @pytest.mark.parametrize("next_n", [1, 3, 4])
 def test_a_plan_for_every_multiprocessor_scores_every_key(next_n):
-    """The plan as the engine asks for it, into a buffer of one row a multiprocessor and one more."""
+    """The plan has a row per SM and one more, as the buffer that vLLM allocates."""
     heads, dim, pages, columns = 32, 128, 12, 384
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(pages * PAGE, dim), use_ue8m0=True)
     cache = torch.zeros(pages, PAGE, 1, dim + 4, dtype=torch.uint8)
@@ -209,7 +209,7 @@ FUNCTIONS = {path: new for ops in seams.REPLACED.values() for path, new in ops.i
 
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_replacements_take_what_the_engine_gives(path):
-    """By the engine's names and in its order."""
+    """A replacement has vLLM's parameter names in vLLM's order."""
     new, pinned = FUNCTIONS[path](lambda: None), seams.SIGNATURES[path]
     function, first = (new.__func__, 1) if isinstance(new, classmethod) else (new, 0)
     parameters = inspect.signature(function, follow_wrapped=False).parameters
@@ -220,7 +220,7 @@ def test_replacements_take_what_the_engine_gives(path):
 
 
 def test_index_scores_take_what_the_engine_gives():
-    """vLLM calls DeepGEMM's functions by position, and gives `indices` by name."""
+    """vLLM passes `indices` to DeepGEMM's functions by name, and all other arguments by position."""
     inspect.signature(deep_gemm.fp8_fp4_mqa_logits).bind(*range(6))
     inspect.signature(deep_gemm.fp8_fp4_paged_mqa_logits).bind(*range(7), indices=None)
     inspect.signature(deep_gemm.get_paged_mqa_logits_metadata).bind(*range(3), indices=None)

@@ -1,4 +1,4 @@
-"""vLLM's own source is what the plugin takes it for: versions, parameters, and every place that reads a replacement."""
+"""vLLM's source matches what the plugin expects of it: versions, parameters, and every reader of a replaced name."""
 
 import ast
 import functools
@@ -35,14 +35,13 @@ def test_signatures(path):
     if name not in FLASH_MLA:
         check_parameters(path, seams.SIGNATURES[path])
         return
-    # The module has them only where the library is: they are compared as they are written.
+    # The module has these functions only if FlashMLA's library is installed, so compare with the source.
     tree = ast.parse((root() / "third_party/flashmla/flash_mla_interface.py").read_text())
     (function,) = [node for node in tree.body if getattr(node, "name", None) == name]
     assert [argument.arg for argument in function.args.args] == seams.SIGNATURES[path]
 
 
 def definition(module: str, name: str) -> ast.AST:
-    """The syntax tree of a function or method, or of a class."""
     node = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
     for part in name.split("."):
         (node,) = [child for child in node.body if getattr(child, "name", None) == part]
@@ -50,13 +49,13 @@ def definition(module: str, name: str) -> ast.AST:
 
 
 def reads(node: ast.AST) -> set[str]:
-    """Names and dotted names that are read, calls among them."""
     return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
 
 
 @pytest.mark.parametrize(("module", "function", "name"), seams.CALL_SITES, ids=lambda value: value.rpartition(".")[2])
 def test_call_sites(module, function, name):
-    """Each reads the replaced name when it is called, as a global of its module or an attribute."""
+    """A caller must look up the replaced name in each call, as a global variable of the caller's module or as an
+    attribute."""
     node = definition(module, function)
     assert name in reads(node), f"{module}:{function} does not read {name}"
     assigned = {ast.unparse(t) for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets}
@@ -70,7 +69,8 @@ def sources():
 
 
 def test_no_module_keeps_its_own_copy_of_what_is_replaced():
-    """`from module import name` would: there is one such copy, and it is the one that is replaced."""
+    """`from module import name` makes a copy that would not be replaced. Only one module has such a copy, and the
+    plugin replaces exactly that copy."""
     names = {path.partition(":")[2]: path.partition(":")[0] for op in seams.REPLACED.values() for path in op}
     names = {name: module for name, module in names.items() if "." not in name and module != seams.V4}
     found = {}
@@ -83,7 +83,7 @@ def test_no_module_keeps_its_own_copy_of_what_is_replaced():
 
 
 def test_who_else_has_V4s_attention():
-    """V4's module imports FlashMLA's functions under names of its own, which are replaced there alone."""
+    """V4's module imports FlashMLA's functions by name, and the plugin replaces these copies only."""
     text = Path(importlib.util.find_spec(seams.V4).origin).read_text()
     (block,) = re.findall(r"from vllm.v1.attention.ops.flashmla import \(([^)]*)\)", text)
     assert {*re.findall(r"\w+", block)} == {*FLASH_MLA}
@@ -91,7 +91,8 @@ def test_who_else_has_V4s_attention():
 
 @pytest.fixture
 def deep_gemm():
-    """vLLM's module, with the functions of DeepGEMM that it looks for when it is first called."""
+    """Return vLLM's module for DeepGEMM. The functions of DeepGEMM have been looked up, as in the first call of the
+    module."""
     module = __import__(seams.DEEP_GEMM, fromlist=["_"])
     module._lazy_init()
     return module
@@ -99,7 +100,7 @@ def deep_gemm():
 
 @pytest.fixture
 def install_ops(monkeypatch, deep_gemm):
-    """Call it with ops to put the plugin in place; afterwards vLLM is as it was."""
+    """Return a function that installs the plugin for given ops. vLLM is restored afterwards."""
     yield functools.partial(put_in_place, monkeypatch)
     install.uninstall()
 
@@ -128,24 +129,24 @@ def test_ops_apart(install_ops, ops):
     there = {op: {path: find(path).value for path in paths} for op, paths in seams.REPLACED.items()}
     install_ops(frozenset(ops))
     for op, values in there.items():
-        if op != "attention":  # whose originals were put there for this test
+        if op != "attention":  # its originals are stand-ins, which this test installs together with the plugin
             assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
     assert backend().is_overridden() == ("attention" in ops)
 
 
 def test_a_cpu_is_no_hopper_gpu(caplog):
     assert not install.install(config(V32), ALL)
-    install.uninstall()  # or later models of this process would be declined for that
+    install.uninstall()  # otherwise the plugin would also decline later models of this process
     (record,) = caplog.records
     assert record.getMessage() == "dsa: vllm: torch sees no CUDA GPU; the engine's own kernels stay"
 
 
 def test_the_hook(monkeypatch):
-    """vLLM's own worker wrapper starts a worker, and then the plugin."""
+    """vLLM's worker wrapper first initialises the worker's device and then installs the plugin."""
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)  # put back afterwards
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)  # so that it is restored
     monkeypatch.setenv("DSA_ENGINE", "1")
     monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
     seen = []
@@ -179,7 +180,8 @@ def test_the_plans_buffer_has_a_row_for_every_multiprocessor(plugin, deep_gemm, 
 
 
 def test_prompts_of_few_heads_are_no_decoding(plugin, monkeypatch):
-    """The backend's metadata: what vLLM treats as one batch of decoding below 32 heads is prefill and decoding."""
+    """Below 32 heads, vLLM would treat prompts and decoding as one mixed batch. With the plugin they are separate,
+    unless several ranks divide the keys."""
     from dsa_engines.vllm.backend import DSASparseMetadataBuilder, FlashMLASparseMetadataBuilder
 
     def initialise(self, ranks):

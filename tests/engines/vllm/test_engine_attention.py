@@ -1,5 +1,5 @@
-"""vLLM's own FLASHMLA_SPARSE implementation through the plugin's subclass: caches of bytes and of bf16, prompts and
-decoding, heads as they are, and ranks that share keys."""
+"""Test vLLM's FLASHMLA_SPARSE implementation with the plugin's subclass: FP8 and bf16 caches, prompts and decoding,
+numbers of heads without padding, and ranks that divide the keys."""
 
 import types
 
@@ -20,7 +20,7 @@ PAGES, TOPK, SCALE, D = 24, 128, 0.5, 576
 
 @pytest.fixture
 def sparse(plugin, monkeypatch):
-    """vLLM's module of the backend."""
+    """Return vLLM's module of the backend, with PyTorch functions in place of kernels."""
     torch.manual_seed(0)
     module = __import__(seams.FLASHMLA_SPARSE, fromlist=["_"])
     monkeypatch.setattr(module, "triton_convert_req_index_to_global_index", engine.to_slots)
@@ -32,13 +32,14 @@ def sparse(plugin, monkeypatch):
 
 
 def concat(nope, rope, out):
-    """Into the first heads of a buffer that may have more: those hold what they held."""
+    """Write to the first heads of `out`. It can have more heads, which stay unchanged."""
     out[:, : nope.shape[1]] = torch.cat([nope, rope], -1)
 
 
 class Batch:
-    """Keys in pages of bytes or of bf16, as they are read back; queries of `decodes` sequences with `next_n` each and
-    then of prompts [(tokens, length)]; and the keys that each selects, fewer where it sees fewer."""
+    """A batch with `next_n` queries for each of `decodes` sequences, followed by prompts [(tokens, length)]. `pages`
+    has the keys in FP8 or bf16, `rows` the same keys as they are read back. `selected` has up to TOPK keys per
+    query."""
 
     def __init__(self, heads, fp8, decodes, next_n, prompts=()):
         kv, slots = torch.randn(PAGES * PAGE, D) / 10, torch.arange(PAGES * PAGE)
@@ -58,13 +59,13 @@ class Batch:
         self.selected = pad_sequence(chosen, batch_first=True, padding_value=-1).int()
 
     def metadata(self, **more):
-        """vLLM's, of what every path reads, and more."""
+        """Return vLLM's metadata: the fields that every path reads, and `more`."""
         common = {"block_table": self.table, "req_id_per_token": int32(self.requests), "block_size": PAGE}
         common |= {"num_decode_tokens": self.decode_tokens, "num_actual_tokens": self.tokens}
         return types.SimpleNamespace(**common | more)
 
     def run(self, impl, metadata, q=None, pages=None):
-        """(out, lse) of vLLM's layer, of these queries and pages in place of its own."""
+        """Return (out, lse) of vLLM's layer. q and pages default to those of the batch."""
         impl.topk_indices_buffer = self.selected
         q, pages = self.q if q is None else q, self.pages if pages is None else pages
         out, lse = impl.forward_mqa(q, pages, metadata, None)
@@ -78,7 +79,6 @@ class Batch:
 
 
 def implementation(module, heads, cache, ranks=1, rank=0, tokens=64):
-    """The plugin's, as a layer has it."""
     from dsa_engines.vllm.backend import DSASparseImpl
 
     impl = object.__new__(DSASparseImpl)
@@ -114,7 +114,8 @@ def implementation(module, heads, cache, ranks=1, rank=0, tokens=64):
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
-    """The path that vLLM takes from 32 heads on, and with the plugin with fewer too."""
+    """Test the path with separate prompts and decoding. vLLM uses it from 32 heads on; with the plugin, fewer heads use
+    it too."""
     batch = Batch(heads, True, 2, next_n, [(7, 200), (3, 90)])
     tokens, decode_tokens = batch.tokens, batch.decode_tokens
     kind = sparse.FlashMLASparseMetadata
@@ -148,7 +149,7 @@ def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
     out, lse = batch.run(impl, metadata, batch.q.split([512, 64], -1) if as_tuple else batch.q)
     assert lse is None
     batch.check(out)
-    # Decoding alone, which writes to no buffer of the engine's.
+    # With decoding alone, the result is not written to the engine's buffer.
     metadata.num_actual_tokens = decode_tokens
     metadata.fp8_extra_metadata.num_prefill_tokens = 0
     alone, _ = batch.run(impl, metadata, batch.q[:decode_tokens])
@@ -157,7 +158,7 @@ def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_bf16_keys(sparse, heads):
-    """The heads that the engine's buffer has beyond those of the layer are not read."""
+    """vLLM's buffer can have more heads than the layer. The additional heads are not read."""
     batch = Batch(heads, False, 2, 2, [(5, 77)])
     for given in (batch.q, batch.q.split([512, 64], -1)):
         out, lse = batch.run(implementation(sparse, heads, "auto"), batch.metadata(), given)
@@ -166,7 +167,7 @@ def test_bf16_keys(sparse, heads):
 
 
 def of_one_batch(sparse):
-    """What vLLM's metadata has where prompts and decoding are one batch."""
+    """Return the metadata for a mixed batch: prompts and decoding in one call."""
     return {
         "fp8_use_mixed_batch": True,
         "fp8_extra_metadata": sparse.FlashMLASparseMetadata.FP8KernelMetadata(sparse.FlashMLASchedMeta(), None, None),
@@ -175,12 +176,12 @@ def of_one_batch(sparse):
 
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_ranks_that_share_keys(sparse, next_n):
-    """Decode context parallelism: every rank attends to its own tokens, all in one batch; their LSE merges the parts.
-    A query of whose tokens a rank has none counts for nothing there."""
+    """In decode context parallelism, every rank attends to its part of the keys in one mixed batch, and the parts are
+    merged by LSE. If a rank has no selected key of a query, its result has weight 0 for this query."""
     ranks, heads = 2, 16
     whole, parts = Batch(heads, True, 2, next_n), []
     first = whole.selected[0]
-    whole.selected[0] = torch.where(first % 2 == 0, first, -1)  # rank 1 has none of these
+    whole.selected[0] = torch.where(first % 2 == 0, first, -1)  # rank 1 has none of these keys
     for rank in range(ranks):
         pages = torch.zeros_like(whole.pages)
         for request in range(2):
@@ -198,7 +199,8 @@ def test_ranks_that_share_keys(sparse, next_n):
 
 
 def test_a_mixed_batch_of_one_rank(sparse):
-    """The path that vLLM takes below 32 heads, which the plugin leaves to decode context parallelism."""
+    """Test the path with a mixed batch, which vLLM uses below 32 heads. With the plugin, only several ranks use it, but
+    it works for one rank too."""
     batch = Batch(16, True, 2, 1, [(4, 60)])
     batch.selected[1] = -1
     out, _ = batch.run(implementation(sparse, 16, "fp8_ds_mla"), batch.metadata(**of_one_batch(sparse)))

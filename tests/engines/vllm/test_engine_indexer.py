@@ -1,4 +1,5 @@
-"""vLLM's own sparse_attn_indexer through the plugin: prompts, decoding 1 to 4 queries, and ranks that share keys."""
+"""Test vLLM's sparse_attn_indexer with the plugin: prompts, decoding with 1 to 4 queries per sequence, and ranks that
+divide the keys of a sequence."""
 
 import types
 
@@ -20,7 +21,7 @@ def module(name):
 
 @pytest.fixture
 def indexer(plugin, monkeypatch):
-    """vLLM's module, with the metadata of one layer given to it by `indexer.metadata = ..`."""
+    """Yield an object with vLLM's module. The test sets `metadata`, the metadata of one layer."""
     from vllm.config import CUDAGraphMode
 
     torch.manual_seed(0)
@@ -44,7 +45,7 @@ def indexer(plugin, monkeypatch):
 
 
 class Cache:
-    """Index keys in pages, and the formula over them."""
+    """Index keys in pages, and exact scores from the formula."""
 
     def __init__(self, requests, heads):
         self.heads = heads
@@ -73,7 +74,8 @@ def call(indexer, cache, q, weights, buffer, **options):
 
 
 def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
-    """As the builder makes it: lengths [B, next_n] of each query, and the plan in its buffer."""
+    """Return metadata as vLLM's builder makes it. lengths [B, next_n]: the number of keys that each query sees. The
+    plan is in the builder's buffer."""
     plan, gemm = module(seams.PLAN), module(seams.DEEP_GEMM)
     scheduled = torch.full((133, 2), -9, dtype=torch.int32)
     scheduled[:] = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, 132)
@@ -88,8 +90,9 @@ def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
 
 
 def prefill_metadata(table, first, tokens, lengths, visible=None):
-    """One chunk of requests whose last tokens are queries: token_start.. and each one's range among all keys.
-    visible: how many of its request's keys each query sees; of a rank's, where ranks share them."""
+    """Return metadata of one chunk. The last tokens of each request are queries, from token `first` on. visible: the
+    number of keys of the request that each query sees, or, if ranks divide the keys, of those keys that this rank
+    has."""
     if visible is None:
         visible = [n - count + 1 + i for count, n in zip(tokens, lengths) for i in range(count)]
     plan = module(seams.PLAN)
@@ -110,7 +113,7 @@ def prefill_metadata(table, first, tokens, lengths, visible=None):
         num_reqs=len(lengths),
         local_cu_seq_lens=ends,
         local_total_seq_lens=total,
-        max_local_total_seq_lens=total + 3,  # ranks of different sizes share a workspace
+        max_local_total_seq_lens=total + 3,  # more than this rank needs: ranks share the size of the workspace
     )
     return plan.DeepseekV32IndexerPrefillMetadata([chunk])
 
@@ -130,11 +133,12 @@ def metadata(decode, prefill, decodes, decode_tokens, prefills, tokens):
 
 
 def check(found, scores):
-    """A row's selection is the formula's: the same keys, -1 behind them. Equal scores in fp32 may trade places."""
+    """Check that a row contains the best keys by the formula, then -1. Keys with nearly equal scores can be
+    exchanged."""
     count = min(TOPK, len(scores))
     selected = found[found >= 0]
     assert len(selected) == count == len(selected.unique()) and (found[count:] == -1).all()
-    assert torch.equal(selected, selected.sort().values)  # which is exact and the same in every run
+    assert torch.equal(selected, selected.sort().values)  # the selection is in ascending order, so it is deterministic
     if count:
         worst, best = scores[selected.long()].min(), scores.topk(count).values.min()
         assert worst >= best - 1e-4 * scores.abs().max()
@@ -157,17 +161,17 @@ def test_prompts_and_decoding_in_one_batch(indexer, next_n, heads):
     for t, (request, length) in enumerate(rows):
         check(buffer[t, :TOPK], cache.scores(q[t], weights[t], request, length))
     assert (buffer[tokens:] == -7).all()
-    # vLLM clears the buffer's rows before it selects, and nothing else is written.
+    # vLLM sets the buffer's rows to -1 before it selects. Columns after the selection must stay -1.
     assert (buffer[:tokens, TOPK:] == -1).all()
 
 
 @pytest.mark.parametrize(
     ("lengths", "lens"),
     [
-        # Padded to the longest, by vLLM, with queries that are NaN. What the padded rows see does not matter.
+        # vLLM pads the second sequence to three queries, with NaN. The selection of padded queries does not matter.
         ([[198, 199, 200], [77, 77, 77]], [3, 1]),
-        # Shorter than the selection; and requests of padding, which have no keys: vLLM captures graphs for more
-        # sequences than there are.
+        # All sequences have fewer keys than are selected. A length of 0 is padding: a captured graph can have more
+        # sequences than the batch.
         ([[1], [0], [64]], None),
     ],
 )
@@ -187,7 +191,8 @@ def test_sequences_of_any_lengths(indexer, lengths, lens):
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts):
-    """Decode context parallelism: each rank selects of its keys, and the best of all ranks' selections are the best."""
+    """In decode context parallelism, each rank selects among its keys. The best of all ranks' selections must be the
+    best of all keys."""
     ranks, whole, tokens = 2, Cache(2, 64), 2 * next_n
     lengths = torch.tensor([900, 131])
     each = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).int()
@@ -225,7 +230,8 @@ def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts
 
 
 def test_the_builders_own_lengths_of_three_queries(plugin, monkeypatch):
-    """What vLLM's builder makes of a batch that decodes three tokens a sequence: no row for each of them."""
+    """vLLM's builder keeps three queries of a sequence together, as a row [B, 3] of lengths, and does not split
+    them."""
     plan = module(seams.PLAN)
     builder = object.__new__(plan.DeepseekV32IndexerMetadataBuilder)
     builder.vllm_config = types.SimpleNamespace(speculative_config=None)

@@ -1,5 +1,5 @@
-"""vLLM's own attention of DeepSeek-V4 through the plugin: windows, selected entries and all entries, prompts and
-decoding, with the heads of a GPU's share."""
+"""Test vLLM's attention of DeepSeek-V4 with the plugin: windows, selected entries and all entries, in prompts and
+decoding, with a number of heads that is not padded to 64."""
 
 import types
 
@@ -20,7 +20,7 @@ TOLERANCE = {"abs_tol": 1e-3, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
 
 
 class Keys:
-    """Keys in pages of 584 bytes a key, as they are read back."""
+    """Keys in pages with 584 bytes per key. `rows` are the keys as they are read back."""
 
     def __init__(self, pages, page, requests):
         self.page = page
@@ -46,7 +46,7 @@ def v4(plugin, monkeypatch):
 
 
 def layer(module, ratio, heads, keys, selected):
-    """A layer as vLLM's methods see it: of its class, with these attributes."""
+    """Return an object of vLLM's class for layers, with the attributes that the tested methods read."""
     cls = module.DeepseekV4FlashMLAAttention
     one = cls.__new__(cls)
     object.__setattr__(one, "__dict__", {"_parameters": {}, "_buffers": {}, "_modules": {}, "training": False})
@@ -76,7 +76,7 @@ def attend(q, rows, sink):
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize("heads", [12, 64])
 def test_decoding(v4, monkeypatch, ratio, heads):
-    """Tokens of two sequences, and one of padding, which has no keys."""
+    """Three tokens of two sequences, and a token of padding, which has no keys."""
     lengths = [700, 130, 700]
     windows, entries = Keys(24, PAGE, 2), Keys(24, PAGE if ratio == 4 else 2, 2)
     requests = [0, 1, 0]
@@ -128,7 +128,7 @@ def test_decoding(v4, monkeypatch, ratio, heads):
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_prompts(v4, monkeypatch, ratio, heads):
-    """A prompt's tokens over keys that vLLM gathers as bf16: entries first, and the window's keys behind them."""
+    """vLLM gathers keys as bf16: first the entries, then the window's keys."""
     tokens, length = 9, 300
     windows, entries = Keys(12, PAGE, 1), Keys(6, PAGE, 1)
     count = length // ratio if ratio > 1 else 0
@@ -144,7 +144,7 @@ def test_prompts(v4, monkeypatch, ratio, heads):
 
     def combine(chosen, starts, seq_lens, gather_lens, window, compress, top_k, m, n, out, **_):
         indices, lens = out
-        indices.fill_(2**30)  # what is behind a token's indices is not read
+        indices.fill_(2**30)  # indices after the first `lens[t]` are not read
         for t in range(tokens):
             oldest = length - tokens + t - WINDOW + 1 - first
             own = [*chosen[t, :top_k].tolist(), *range(n + oldest, n + oldest + WINDOW)]
@@ -187,7 +187,7 @@ def test_prompts(v4, monkeypatch, ratio, heads):
 
 
 def test_heads_of_a_share_are_not_padded_to_64(v4):
-    """In the class that vLLM builds V4's layers of, of which DSpark's are too."""
+    """vLLM builds V4's layers from this class and from subclasses, such as DSpark's."""
     assert v4.DeepseekV4FlashMLAAttention.get_padded_num_q_heads(8) == 8
 
     class Derived(v4.DeepseekV4FlashMLAAttention):

@@ -1,4 +1,5 @@
-"""The plugin puts all of its parts in place or none, in the workers, once, and says in one line why not."""
+"""The plugin replaces either everything that it serves or nothing, once per worker process. If it declines, one line
+gives the reason."""
 
 import logging
 import subprocess
@@ -18,12 +19,13 @@ from tests.engines.vllm.configurations import V4, V32, config
 
 ALL = frozenset({"scores", "topk", "attention"})
 WORKER = "vllm.v1.worker.worker_base"
-V41 = V4 | {"model_type": "deepseek_v41"}  # which is not served
+V41 = V4 | {"model_type": "deepseek_v41"}  # a model that the plugin does not serve
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    """vLLM's stand-in on a Hopper GPU with the plugin switched on, and what was warmed up."""
+    """Install the stand-in for vLLM on a Hopper GPU with the plugin switched on. Yield a list of the calls of
+    `warm_up`."""
     stand_in.put_in_place(monkeypatch)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setenv("DSA_ENGINE", "1")
@@ -35,7 +37,7 @@ def engine(monkeypatch):
 
 
 def start(hf=V32, cache="fp8", **options):
-    """A worker with this configuration, or without one where hf is None."""
+    """Start a worker with this configuration. With hf=None, the worker has no model configuration."""
     worker = sys.modules[WORKER].WorkerWrapperBase(config(hf or V32, cache=cache, **options))
     if hf is None:
         worker.vllm_config.model_config = None
@@ -54,14 +56,13 @@ def changed(before):
 
 
 def test_the_entry_point_is_found():
-    """In this checkout's pyproject.toml, which an installation copies."""
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     entry = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]["dsa"]
     assert entry == "dsa_engines.vllm:register" and callable(register)
 
 
 def test_off_it_imports_nothing():
-    """Every process of every vLLM that dsa is installed with would pay for it."""
+    """Otherwise every process of vLLM would spend time on imports wherever dsa is installed."""
     script = (
         "import os, sys; os.environ.pop('DSA_ENGINE', None); import dsa_engines.vllm; dsa_engines.vllm.register(); "
         "assert not {'torch', 'dsa', 'vllm'} & {m.partition('.')[0] for m in sys.modules}"
@@ -100,11 +101,13 @@ def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
 
 def test_the_replacements(engine):
     gemm, v4, selector = (sys.modules[name] for name in (seams.DEEP_GEMM, seams.V4, seams.SELECTOR))
-    assert selector._cached_get_attn_backend() == "vllm's own"  # from now on it is cached
+    assert (
+        selector._cached_get_attn_backend() == "vllm's own"
+    )  # vLLM caches this choice; the plugin must clear the cache
     register()
     start()
     assert gemm._fp8_fp4_mqa_logits_impl is deep_gemm.fp8_fp4_mqa_logits
-    assert gemm.of_deep_gemm_besides == "set"  # DeepGEMM's other functions are there as without the plugin
+    assert gemm.of_deep_gemm_besides == "set"  # vLLM still looks up DeepGEMM's other functions
     assert gemm._paged_mqa_logits_schedule_slots(132, 4) == 132
     assert sys.modules[seams.PLAN].native_next_n_supported(3)
     assert v4.flash_mla_with_kvcache is adapters.v4_attention
@@ -120,14 +123,14 @@ def test_it_is_registered_once_in_a_process(engine):
     start()
     before = stand_in.state()
     start(heads=32)
-    # What the first model was built with stays, and the second one's kernels are compiled, too.
+    # The first model's replacements stay in place. The second model's kernels are compiled as well.
     assert changed(before) == set() and [calls.heads for calls, _ in engine][1] == 32
     install.uninstall()
     assert not hasattr(sys.modules[seams.TOPK].SparseIndexerTopk.forward, "__wrapped__")
 
 
 def test_a_model_that_is_not_served_changes_nothing_for_one_that_is(engine, caplog):
-    """The graphs and buffers of the first model were made for what is in place."""
+    """The first model's graphs and buffers were made for the replacements, so these must stay."""
     register()
     start()
     before = stand_in.state()
@@ -142,7 +145,7 @@ def test_a_model_that_is_not_served_changes_nothing_for_one_that_is(engine, capl
     ("first", "reason"), [(V41, "model_type is deepseek_v41"), (None, "AttributeError: 'NoneType' object")]
 )
 def test_after_a_model_that_was_declined_the_engine_stays(engine, caplog, first, reason):
-    """The plans and graphs of the first model are vLLM's."""
+    """The first model's plans and graphs were made for vLLM's kernels, so these must stay."""
     register()
     before = stand_in.state()
     start(first)
@@ -166,7 +169,7 @@ def test_after_a_model_without_an_indexer_another_is_served(engine, caplog):
 
 @pytest.mark.parametrize("ops", [ALL, {"attention"}])
 def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
-    """With a bf16 cache vLLM chooses one that dsa does not replace."""
+    """With a bf16 cache, vLLM chooses an attention backend that the plugin does not replace."""
     monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
     register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()
@@ -183,7 +186,7 @@ def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
 
 
 def stays(engine, caplog, call) -> str:
-    """Asserts that the call leaves vLLM as it was. -> the reason, which is one line."""
+    """Check that the call leaves vLLM unchanged and logs one line. Return the reason in this line."""
     before = stand_in.state()
     call()
     assert changed(before) == set() and engine == []
@@ -272,7 +275,6 @@ REQUIRED = sorted(
 
 @pytest.mark.parametrize("path", REQUIRED)
 def test_one_missing_attribute_and_nothing_is_replaced(engine, monkeypatch, caplog, path):
-    """Whatever part of the plugin needs it."""
     owner, name, _ = find(path)
     if path != install.HOOK:
         register()
@@ -305,7 +307,7 @@ def test_a_module_that_cannot_be_imported_and_nothing_is_replaced(engine, monkey
 
 
 def test_every_replacement_has_call_sites():
-    """In `CALL_SITES`, which are compared with vLLM's source where that is there."""
+    """test_engine.py compares `CALL_SITES` with vLLM's source if vLLM is installed."""
     read = {name.rpartition(".")[2] for _, _, name in seams.CALL_SITES}
     for makers in seams.REPLACED.values():
         for path in makers:

@@ -1,4 +1,4 @@
-"""Which models are served, and that the others are refused for what they are."""
+"""Tests of which models are served, and of the reasons for which others are refused."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from tests.engines.vllm.configurations import GLM, V4, V32, config
 
 
 def of_kind(given, backend):
-    """With another backend for the layers of this kind."""
+    """Return the configuration with another backend for MLA layers."""
     given.attention_config.backend_per_kind["mla_attention"] = SimpleNamespace(name=backend)
     return given
 
@@ -75,7 +75,7 @@ def test_another_gpu_is_refused(monkeypatch):
         (config(V32, cache="fp8_e4m3", backend="FLASHMLA_SPARSE"), None),
         (of_kind(config(V32, backend="FLASHMLA_SPARSE"), "FLASHINFER_MLA_SPARSE_SM90"), "attention is FLASHINFER_MLA_"),
         (of_kind(config(V32, backend="FLASHINFER_MLA_SPARSE_SM90"), "FLASHMLA_SPARSE"), None),
-        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # which does not look at kinds
+        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # V4 ignores the backend per kind
         (config(V4, backend="FLASHINFER_MLA_SPARSE_DSV4"), "attention is FLASHINFER_MLA_SPARSE_DSV4, and dsa has"),
     ],
 )
@@ -89,7 +89,7 @@ def test_calls():
     assert (calls.heads, calls.next_n, calls.keys, calls.fp8_cache, calls.compressed) == (16, 3, 163840, True, 0)
     assert models.calls_of(config(V32)).fp8_cache is False
     assert models.calls_of(config(V32, heads=16, cache="fp8", sharing=4)).heads == 64
-    assert models.calls_of(config(V32, speculated=4)).next_n == 1  # which the engine computes one by one
+    assert models.calls_of(config(V32, speculated=4)).next_n == 1  # vLLM computes 5 queries of a sequence separately
     calls = models.calls_of(config(V4, heads=8, max_model_len=1 << 20))
     assert (calls.query_dim, calls.keys, calls.compressed, calls.window) == (512, 1 << 18, 8192, 128)
     assert calls.fp8_cache is True
@@ -108,7 +108,7 @@ SMALL = {"heads": 8, "max_model_len": 512, "tokens": 3}
     ],
 )
 def test_warm_up_calls_what_the_model_will(monkeypatch, hf, ops, called):
-    """Each of them with arguments that the op takes: the references run, and write what they are given."""
+    """The references run, so a call with arguments that an op refuses would fail."""
     seen = set()
 
     def noted(module, name, what):
@@ -133,7 +133,7 @@ def test_warm_up_of_a_bf16_cache_calls_no_kernel_for_bytes(monkeypatch):
 
 
 def test_warm_up_has_every_batch_that_has_kernels_of_its_own(monkeypatch):
-    """Which batches these are, tests/engines/sglang/test_warm_up.py looks at for both engines."""
+    """tests/engines/sglang/test_warm_up.py tests the choice of these batches for both engines."""
     monkeypatch.setattr(warm_up.dsa, "num_sms", lambda device: 132)
     for tokens in (8192, 100, 17):
         calls = models.calls_of(config(V32 | {"index_topk": 64}, cache="fp8", **SMALL | {"heads": 4, "tokens": tokens}))

@@ -4,7 +4,7 @@ from dsa.kernels.cache import kv_cache_sm90 as kernels
 from dsa.kernels.cache.limits import FLOAT_DTYPES
 from tests.kernels.variants import assert_counts, sass_of, shipped
 
-SLOT = 2  # load instructions for a slot: its low word, and the high word, which is skipped for int32 slots
+SLOT = 2  # load instructions in the code for a slot: its low word, and its high word, which int32 slots do not have
 REGISTERS = 64  # allows 1024 threads per SM; fewer threads do not hide the latency of memory
 
 
@@ -52,7 +52,7 @@ def test_write_of_the_projection(sass, arguments):
 
 def test_quantisation_is_in_hardware():
     write = sass_of(kernels.compile_write_kv_cache, "bfloat16", "v32", True)
-    # Each F2FP converts two of a lane's 16 channels. To find a group's largest number, its 16 lanes need 4 shuffles; a
-    # lane has channels of two groups.
+    # Each F2FP converts two of a lane's 16 channels. A group of 128 channels is in 16 lanes, so 4 shuffles find its
+    # largest magnitude. A lane has channels of two groups.
     assert_counts(write, F2FP=8, SHFL=8)
     assert_counts(sass_of(kernels.compile_read_kv_cache, "v32", "float32"), F2FP=8)

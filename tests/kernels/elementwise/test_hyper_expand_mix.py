@@ -23,5 +23,6 @@ def test_no_load_waits_for_another(sass, in_order, arguments):
 
 
 def test_the_slices_are_those_of_the_projection():
-    """As in the projection (hyper_mix_few_tokens), each warp of a cluster computes one slice, so the bits are equal."""
+    """The channels are divided into slices as in hyper_mix_few_tokens, one per warp of a cluster. So sums are added in
+    the same order and have the same bits."""
     assert kernels.THREADS == hyper_mix_few_tokens_sm90.THREADS and kernels.CTAS == hyper_mix_few_tokens_sm90.CTAS

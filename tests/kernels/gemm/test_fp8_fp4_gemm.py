@@ -35,14 +35,14 @@ def test_sass(sass, arguments):
 
 @pytest.mark.parametrize(("tokens", "rows"), [(700, 64), (12800, 256), (16384, 256)])
 def test_tiles_are_as_high_as_the_rows_of_an_expert(tokens, rows):
-    """16 rows fill no tile of 128; 300 and 400 rows fill a tile of 256."""
+    """The calls have about 16, 300 and 384 rows per expert."""
     assert kernels.choose_config(6 * tokens, 4096, 4096, 256, 132).rows == rows
 
 
 @pytest.mark.parametrize("matrices", [1, 3])
 @pytest.mark.parametrize("favourite", kernels.CONFIGS)
 def test_the_choice_uses_the_given_clocks(favourite, matrices):
-    """The choice must not use the cycles of the FP8 product, whose tiles widen nothing."""
+    """The FP8 product's cycles would be wrong here, because that product does not widen FP4 weights."""
 
     def tile_clocks(config, rows, blocks):
         return 1.0 if config is favourite else 1e6

@@ -71,9 +71,9 @@ def check_mainloop(sass, config, gathered, dynamic, parts):
     # Two WARPGROUP instructions per group: one start of the group's wgmma and one wait. More would mean that the
     # compiler has serialised the wgmma.
     assert_counts(sass, QGMMA=groups * GROUP // 32, WARPGROUP=2 * groups, ATOMG=int(dynamic))
-    # Loads per four blocks of channels: each part of b, b's scales for two blocks of rows, a, and a's scales. To gather
-    # a, the code of both roles of the producer warpgroup contains a copy for 16 rows of a block, and one for the
-    # scales.
+    # Loads per four blocks of channels: each part of b, b's scales for two blocks of rows, a, and a's scales. If a is
+    # gathered, two warp roles of the producer warpgroup gather it. The code of each role has one copy for every 16 rows
+    # of a block, and one for the scales.
     boxes = config.rows // kernels.BOX_ROWS if swapped else 1
     copies_of_a = 0 if gathered else configs.SCALES * boxes + 1
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0
@@ -106,7 +106,7 @@ def test_every_shape_gets_one_of_the_allowed_tiles(matrices, among):
         sizes = rows, columns, channels, matrices, sms
         assert configs.choose_config(*sizes, among) in among
         assert configs.choose_dynamic_config(*sizes) in configs.DYNAMIC_CONFIGS
-    # A tile is also chosen if every allowed tile has more rows than a matrix.
+    # A tile is chosen even if every allowed tile has more rows than a matrix.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, among[-1:]) is among[-1]
 
 

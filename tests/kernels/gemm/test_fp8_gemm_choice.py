@@ -47,8 +47,8 @@ def test_every_shape_gets_an_existing_tile(sms):
 @pytest.mark.parametrize(
     ("name", "tile", "winning", "losing"),
     [
-        # A winner applies to its number of rows and to fewer, down to the next smaller searched number. Other numbers
-        # of SMs, matrices and rows get the model's tile.
+        # A measured winner applies to its number of rows, and to fewer rows down to the next smaller number in ROWS.
+        # Any other number of SMs, columns or rows gets the models' tile.
         (
             "128 x 4096 x 2048",
             Fp8GemmConfig(1, 1, 192, 5, 3),

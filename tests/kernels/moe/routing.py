@@ -9,14 +9,15 @@ from tests.kernels.variants import assert_counts
 def check_router(sass, tokens, loads, reductions):
     """Check the counts of loads, mma instructions, reductions and stores to other CTAs.
 
-    loads, reductions: those of the kernel besides the product's and the sort's. The product loads, per k-step of a
-    round (small_m_product.py), two rows of the matrix and one row of tokens per eight tokens.
+    loads, reductions: their number in the kernel, without those of the product and of the sort, which are added here.
+    Per k-step of a round (small_m_product.py), the product loads two rows of the matrix, and one row of tokens per
+    eight tokens.
     """
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
-    # One store sends partial sums to another CTA. With more than a few tokens a cluster sorts the entries, and each of
-    # the 8 CTAs gets the sort keys by a store (entry_order.py).
+    # One store sends partial sums to another CTA. Unless there are only a few tokens, a cluster of 8 CTAs sorts the
+    # entries, and a store sends the sort keys to each of them (entry_order.py).
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 

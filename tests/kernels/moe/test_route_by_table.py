@@ -9,7 +9,7 @@ from tests.kernels.variants import sass_of, shipped
 @shipped(kernels.compile_route_by_table)
 def test_sass(sass, arguments):
     _, tokens, _, _ = arguments
-    # Loads: a lane's token, its entry of the table, and one logit.
+    # Loads: a lane's token ID, an expert from the table, and one logit.
     check_router(sass, tokens, loads=3, reductions=0)
 
 

@@ -29,7 +29,7 @@ from dsa.cases import cases_of
     ],
 )
 def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows):
-    """The kernels for many tokens get a token's streams as one dimension."""
+    """The kernels for many tokens get a token's streams as one dimension, and hyper_mix_few_tokens gets two."""
     CASE.run(CASE.arguments(**{"tokens": tokens, "channels": 64} | options))
     ((name, variant, (streams, parts, *_)),) = named_launches
     assert (name, variant) == (kernel, (rows,))

@@ -27,7 +27,6 @@ def test_gradients_are_the_formulas_in_a_compiled_graph(launches):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 3, 4, 16)])
 def test_the_registered_gradients(shape, weighted):
-    """The registered op has the gradients of the reference's formula."""
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True) if weighted else None
     wanted, grad = (x, weight) if weighted else (x,), torch.randn(shape)
     got = torch.autograd.grad(NORM(x, weight, 1e-3), wanted, grad)
@@ -71,7 +70,7 @@ def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
 
 
 def test_the_gradients_kernel_gets_aligned_rows(named_launches):
-    """The upstream gradient is a slice of a larger tensor and begins at an unaligned address, so it is copied."""
+    """The upstream gradient is a slice that begins at an unaligned address, so it is copied."""
     x = torch.randn(3, 16, requires_grad=True)
     torch.cat([torch.zeros(3), dsa.rms_norm(x, None).flatten()]).square().sum().backward()
     (_, _, (grad, *_)) = named_launches[1]

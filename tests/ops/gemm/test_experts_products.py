@@ -57,7 +57,6 @@ def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_expected_rows_change_no_result(name):
-    """The values of expected_rows are far too small, right and too large."""
     a, b = operands(name)
     ends = ENDS.clamp(max=2)
     for rows, count in ((ROWS, 4), (None, 5)):
@@ -90,9 +89,9 @@ def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
 @pytest.mark.parametrize(("begin", "end"), [(0, 2), (2, 5), (5, 6), (6, 8)])
 @pytest.mark.parametrize("fp4", [False, True])
 def test_a_process_with_some_of_the_experts(fp4, begin, end):
-    """For its experts' rows, a process with some of 6 experts computes the same as a process with all experts. Rows
-    that belong to no expert of the process are NaN in the reference, and no token receives them. If no token has chosen
-    an expert of the process, all rows are NaN."""
+    """A process with only some of 6 experts computes the same rows as a process with all experts. Rows of other experts
+    are NaN in the reference, and no token uses them. All rows are NaN if no token has chosen an expert of the
+    process."""
     chosen = torch.rand(11, 6).argsort(-1)[:, :3]
     x = torch.randn(11, 256).bfloat16()
     first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"
@@ -225,7 +224,7 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
-    """The rows are more than one wave of CTAs can cast."""
+    """The number of rows exceeds what one wave of CTAs can cast, which selects the cast with `ends`."""
     compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
     cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
     [(name, variant, _)] = named_launches

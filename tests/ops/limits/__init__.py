@@ -1,6 +1,6 @@
-"""Arguments that kernels do not accept although the specs allow them, and wrong combinations of an op's arguments.
+"""Calls that kernels refuse although the reference accepts them, and wrong combinations of an op's arguments.
 
-Each family has a module with a list LIMITS of (name of a valid call, function from the call's arguments to the changed
+Each family has a module with a list LIMITS. An entry is (name of a valid call, function that returns the changed
 arguments, error message).
 """
 

@@ -41,7 +41,6 @@ def test_few_heads_run_the_kernel_that_swaps_a_and_b(named_launches, heads, head
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_a_part_of_a_tensor_is_written(case, given):
-    """`out` is a slice of a larger tensor, whose other heads stay as they are."""
     expected = case.run(given)
     *rows, heads, _ = given["q"].shape
     whole = torch.full((*rows, heads + 4, D_V), 7.0, dtype=given["q"].dtype)

@@ -22,8 +22,8 @@ def i32(values):
 
 
 def inputs(s_q=2, h_q=4, h_k=1, page_size=16, dtype=torch.bfloat16):
-    """Return q, cache, block table and lengths of three sequences, one of which is empty. The block table has three
-    pages per sequence."""
+    """Return q, cache, block table and lengths of three sequences. One sequence is empty, and each has three pages in
+    the block table."""
     q, cache = torch.randn(3, s_q, h_q, D).to(dtype), torch.randn(10, page_size, h_k, D).to(dtype)
     return q, cache, torch.randperm(10)[:9].view(3, 3).int(), i32([2 * page_size + 5, 0, page_size])
 
@@ -67,7 +67,8 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
     assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
-    # Without a plan every call makes one. With a plan of the old style only get_mla_metadata launches the plan kernel.
+    # Without a plan, every call makes one. With a plan from get_mla_metadata(lengths, ...), only get_mla_metadata
+    # launches the plan kernel.
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
@@ -76,8 +77,8 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
-    """A plan made during capture has no contents before the graph is replayed, so calls outside of that graph need
-    another one."""
+    """The contents of a plan made during capture are valid only when the graph is replayed. So calls outside this graph
+    need another plan."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
@@ -92,7 +93,7 @@ SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 1
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
 def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
-    """The block table allows sequences so long that all CTAs are needed."""
+    """The block table has room for sequences so long that all CTAs are needed."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
@@ -114,8 +115,8 @@ WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False
 
 @pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
 def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
-    """With equal lengths, no sequence is split if the largest number of tiles that the plan gives to a part is enough
-    for ceil(batch / parts) whole sequences."""
+    """All sequences have the same length. No sequence is split if the largest number of tiles that the plan assigns to
+    a part is enough for ceil(batch / parts) sequences."""
     monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
     parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
     assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)
@@ -131,10 +132,9 @@ SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The capacity of the block table, in key tiles, determines the number of parts. At most 66 parts are possible. If
-    the capacity is at most HALVED tiles for each of these, there is a part per tile, but there are at most 33 parts.
-    For a larger capacity there are 66 parts. Clusters are not used while a part has few tiles. A plan for unknown
-    lengths has 66 parts."""
+    """The capacity of the block table, in key tiles, determines the number of parts. Up to HALVED tiles for each of 66
+    possible parts, there is a part per tile, but at most 33 parts. Above that, there are 66 parts. Clusters are not
+    used if a part has few tiles. A plan for unknown lengths has 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
@@ -173,8 +173,8 @@ def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, pl
 
 
 def test_batch_invariant_kernels_do_not_depend_on_the_batch(named_launches):
-    """The kernels do not depend on the width of the block table either: other kernels would add the splits in another
-    order."""
+    """The kernels do not depend on the batch or on the width of the block table. Other kernels would add the splits in
+    another order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
         decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
@@ -193,7 +193,7 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
-    # Without a given plan, the call may make one, which later calls can use.
+    # If the caller gives no plan with contents, the call may make one, which later calls can use.
     assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 

@@ -39,7 +39,7 @@ def test_queries_of_a_group(heads, size):
         (1055, 8, 4096, 40, False),
         (2048, 16, 2048, 2**21, True),
         (2048, 8, 2048, 2**21, True),
-        (2048, 16, 2048, 2**21 + 1, False),  # too many passes over the indices to build a list
+        (2048, 16, 2048, 2**21 + 1, False),  # building a list would take too many passes over the indices
     ],
 )
 @pytest.mark.parametrize("into", [False, True])
@@ -56,8 +56,8 @@ def test_where_queries_may_share(named_launches, s_q, heads, k, s_kv, shares, in
 
 @pytest.mark.parametrize("size", GROUP_SIZES.values())
 def test_keys_that_a_list_can_have(size):
-    """An entry of a list has enough bits for any key number, and the sample's table has an entry for each key that it
-    may contain."""
+    """An entry of a list has enough bits for every key number. The kernel samples one key out of SAMPLE, and its table
+    has an entry for every sampled key."""
     assert shared.MOST_KEYS <= 2**MEMBER_SHIFT
     table = selection_union_sm90.SelectionUnionSm90(size).range
     assert shared.MOST_KEYS <= table * selection_union_sm90.SAMPLE
@@ -71,8 +71,8 @@ def test_what_is_launched(named_launches):
     assert (of_union, of_groups, of_queued) == ((4,), ("bfloat16", 576, 4), ("bfloat16", 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
-    # The capacity of a list is the number of keys, or 7/10 of the indices of four queries if that is less, as in the
-    # last call.
+    # A list has room for all keys, but for at most 7/10 of the indices of four queries. The last call below reaches
+    # this limit.
     assert lists.shape == (513, 1, 5000) and found.shape == group_queue.shape == (513,)
     assert query_queue.shape == (2050,) and numbers.tolist() == [0, 0]
     assert groups[2] is lists and groups[3] is found and groups[-4:] == (132, numbers, group_queue, query_queue)

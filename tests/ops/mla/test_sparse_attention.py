@@ -40,7 +40,7 @@ def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries
     ("queries", "tiles", "workers", "full_waves", "split_workers"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)]
 )
 def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_workers):
-    """The arithmetic of `StreamKScheduler`: the range of tiles of a CTA, and the CTA of a tile."""
+    """Check the arithmetic of `StreamKScheduler`, which computes the range of tiles of a CTA and the CTA of a tile."""
     rest = queries - full_waves * workers
     bounds = [min(worker, split_workers) * rest * tiles // split_workers for worker in range(split_workers + 2)]
     assert bounds[0] == 0 and bounds[split_workers] == bounds[split_workers + 1] == rest * tiles

@@ -21,7 +21,7 @@ def test_the_window_alone_and_no_keys_at_all(named_launches):
     (_, variant, window), (_, of_none, nothing) = named_launches
     assert variant == of_none == ("bfloat16", 1, True)
     assert window[2][0] is near and (window[4], window[6]) == (0, 0)
-    # A placeholder key, which no query selects.
+    # Without keys, the kernel gets a placeholder key, which no query selects.
     assert nothing[1][0].shape == (1, 1, 512) and nothing[2][0].eq(-1).all() and nothing[2][0].shape == (T, 1)
 
 

@@ -84,7 +84,7 @@ def test_one_graph_of_the_sparse_stage():
 
 
 def test_a_dtype_without_kernels_breaks_no_graph():
-    """The kernels of `indexer_topk` accept bf16 only."""
+    """The kernels of `indexer_topk` accept bf16 only, so the graph contains the reference."""
     torch._dynamo.reset()
     given = CALL["indexer_topk"].arguments()
     given |= {name: x.float() for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}

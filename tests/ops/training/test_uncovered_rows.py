@@ -1,4 +1,4 @@
-"""The int32 words of a result that the kernel for uncovered rows gets."""
+"""Tests of the view as int32 words in which the kernel for uncovered rows gets a result."""
 
 import math
 

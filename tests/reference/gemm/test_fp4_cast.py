@@ -65,8 +65,8 @@ def test_the_largest_spread_is_exact(code):
 
 
 def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
-    """Return a weight whose codes are all the largest one with exponent `top`, except one group with this code and
-    exponent."""
+    """Return a weight in which every code is the largest one and every group has the exponent `top`. Group `group` of
+    row `row` has the given code and exponent instead."""
     codes, exponents = torch.full((rows, rows), LARGEST), torch.full((rows, rows // 32), top)
     codes[row, 32 * group : 32 * group + 32], exponents[row, group] = code, exponent
     return pack(codes), e8m0(exponents)
@@ -95,7 +95,7 @@ def test_nan_scales_are_refused():
 
 
 def experts():
-    """Weights [2, 3, 140, 160] whose blocks all have different scales."""
+    """Return (packed weights [2, 3, 140, 80], scales of groups, expected scales of blocks, which all differ)."""
     codes = random_codes(2, 3, 140, 160)
     blocks = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2) - 12
     exponents = blocks.repeat_interleave(128, 2)[:, :, :140].repeat_interleave(4, 3)[..., :5]

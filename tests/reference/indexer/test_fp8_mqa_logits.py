@@ -17,8 +17,8 @@ def scored(starts, ends, keys, **options):
     return given | {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)}
 
 
-# Without max_seqlen_k rows have room for 300 + 256 columns, rounded up to 1024 bytes: 768 columns of 4 bytes or 1024 of
-# 2.
+# Without max_seqlen_k, rows have room for 300 + 256 columns, rounded up to a multiple of 1024 bytes: 768 columns of 4
+# bytes, or 1024 columns of 2 bytes.
 @pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
 def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
     given = scored([0, 5], [300, 200], 300, max_seqlen_k=columns)

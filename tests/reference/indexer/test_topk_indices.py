@@ -102,9 +102,8 @@ PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2
             {"row_to_seq": i32([0, 1, 0]), "lengths": i32([8, 8, 3])},
             [[14, 4, 5, 1, 2], [6, -1, -1, 11, 12], [14, 15, 4, -1, -1]],
         ),
-        # Without row_to_seq each row has its own row of the table. The table has one page of 2 keys per row, so it has
-        # no page for column 2 of the first row. Columns 2 and 1 of the second row are indices 1 and 0, since the row
-        # starts at column 1.
+        # Without row_to_seq, row i of scores uses row i of the table, which has one page of 2 keys here. So column 2 of
+        # the first row has no page. The second row starts at column 1, so columns 2 and 1 are keys 1 and 0.
         (
             torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]]),
             2,

@@ -1,5 +1,5 @@
-"""Tests with SGLang's own files, which tests/engines/sglang/test_files.py runs in a process of their own: stand-ins for
-packages that are not installed are in the way of everybody else."""
+"""Tests that import SGLang's .py files, with stand-ins for packages that are not installed.
+tests/engines/sglang/test_files.py runs them in a separate process, because the stand-ins would disturb other tests."""
 
 import os
 
@@ -10,7 +10,7 @@ collect_ignore_glob = [] if os.environ.get("DSA_SGLANG_IN_THIS_PROCESS") else ["
 
 @pytest.fixture(scope="session")
 def loaded():
-    """The names of modules behind SGLang's `load_plugins`."""
+    """Run SGLang's `load_plugins`, and return the names of all modules that are loaded afterwards."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()
@@ -20,7 +20,7 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def served(loaded):
-    """What lay where hooks are now, and the backend of V3.2."""
+    """Return what `process.serve` returns: the attributes that hooks replaced, and the backend of V3.2."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()

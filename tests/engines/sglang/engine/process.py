@@ -1,6 +1,7 @@
-"""SGLang in this process: its .py files, with stand-ins for what is not installed, and the plugin at work.
+"""SGLang's .py files in this process, with stand-ins for packages that are not installed, and with dsa's plugin.
 
-Importing this module before anything of SGLang's is what makes that possible."""
+Import this module before any module of SGLang.
+"""
 
 import ast
 import importlib
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-# These look for what is installed when they are imported, so they come before the stand-ins.
+# These packages look for other installed packages when they are imported, so import them before the stand-ins exist.
 import torch._dynamo
 import torch._inductor.compile_fx
 import transformers
@@ -33,7 +34,8 @@ PEER_FUNCTIONS = [path.partition(":")[2] for path in PEER_PATHS if path.startswi
 
 
 def deep_gemm_module():
-    """sgl-deep-gemm without its library: the functions of its file that the plugin replaces, which cannot run."""
+    """Return a module `deep_gemm` without its native library. It has the functions that the plugin replaces, from the
+    source file, so that their signatures are right. They cannot run."""
     module = types.ModuleType("deep_gemm")
     module.get_num_sms = lambda: 132
     for node in ast.walk(ast.parse(DEEP_GEMM.read_text())):
@@ -45,7 +47,8 @@ def deep_gemm_module():
 
 
 def load_plugins(patch):
-    """SGLang's own `load_plugins`, with dsa's switched on. Returns the names of the modules that there are then."""
+    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded
+    afterwards."""
     stand_in("sglang", "deep_gemm")
     sys.modules["deep_gemm"] = deep_gemm_module()
     plugins = module("sglang.srt.plugins")
@@ -76,8 +79,8 @@ V4_MAKER = f"{seams.ATTENTION}.deepseek_v4_trtllm_backend"
 
 
 def serve(patch):
-    """Both backends made by SGLang's registry; their constructors, which need a GPU, are left out. Returns what lay
-    where hooks are now, and the backend of V3.2."""
+    """Make the backends of V3.2 and V4 by SGLang's registry, but without their constructors, which need a GPU. Return
+    an object with `before`, {path: the attribute before a hook replaced it}, and `backend`, that of V3.2."""
     paths = [path for family in seams.SEAMS for path in paths_of(family)]
     before = {path: find(path).value for path in paths if not renamed.is_renamed(path)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
@@ -99,7 +102,7 @@ def serve(patch):
 
 
 def publish(patch):
-    """What hooks read of SGLang's settings, which a server publishes."""
+    """Publish the settings that hooks read, as a running server does."""
     bags = {"exec": SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))}
     patch.setattr(module(seams.EXECUTION.partition(":")[0]).get_context(), "_config_bags", bags)
 
@@ -109,7 +112,7 @@ def paths_of(family):
 
 
 def index_cache(count):
-    """(cache [pages, 64 * 132] uint8, k, its scales) of so many pages."""
+    """Return (a cache [count, 64 * 132] uint8 of `count` pages, its e4m3 keys, their scales)."""
     k, k_scale = batches.index_keys(count * PAGE)
     cache = torch.cat([k.view(torch.uint8).view(count, -1), k_scale.view(count, PAGE).view(torch.uint8)], 1)
     return cache, k, k_scale

@@ -1,4 +1,4 @@
-"""SGLang's backend of V3.2 and GLM-5 through the plugin: attention in decoding and of prompts, and its plan."""
+"""Test SGLang's attention backend of V3.2 and GLM-5 with the plugin: decoding, prompts and the plan."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,8 @@ def a_layer():
 
 
 def as_made(served, monkeypatch, pool, prefill, decode, cache, metadata):
-    """The backend with what its constructor sets, of a model without drafts whose cache is there."""
+    """Set the backend's attributes as its constructor would, for a model without drafts. `cache` is the cache of every
+    layer."""
     backend = served.backend
     topk = module(seams.TOPK).DSATopKBackend.SGL_KERNEL
     given = {"dsa_prefill_impl": prefill, "dsa_decode_impl": decode, "use_fused_topk": True, "dsa_index_kpool": 1}
@@ -34,8 +35,8 @@ def as_made(served, monkeypatch, pool, prefill, decode, cache, metadata):
 @pytest.mark.parametrize("implementation", ["flashmla_kv", "flashmla_sparse"])
 @pytest.mark.parametrize("verify", [False, True])
 def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
-    """`forward_decode`, and `forward_extend` as a verify pass calls it. SGLang does not decode
-    from an FP8 cache with `flashmla_sparse`."""
+    """Test `forward_decode`, and `forward_extend` as a verify pass calls it. SGLang does not use `flashmla_sparse` to
+    decode from an FP8 cache."""
     if (pool, implementation) == (FP8_POOL, "flashmla_sparse"):
         pytest.skip("SGLang does not attend so")
     cache, rows = batches.latent_cache(pool.kv_cache_dim, 3)
@@ -56,7 +57,8 @@ def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
 
 
 def test_sglangs_prompts(served, monkeypatch):
-    """`forward_extend` over bytes with `flashmla_sparse`: selected columns of the keys that the batch has just made."""
+    """Test `forward_extend` with `flashmla_sparse` and an FP8 cache. Queries attend to selected keys among those that
+    the batch itself computed."""
     k, k_rope = torch.randn(9, 1, 512).to(BF16), torch.randn(9, 1, 64).to(BF16)
     q, columns = torch.randn(9, 8, 576).to(BF16), torch.full((9, 16), -1, dtype=INT32)
     for t, (begin, n) in enumerate([(0, n) for n in range(1, 6)] + [(5, n) for n in range(1, 5)]):

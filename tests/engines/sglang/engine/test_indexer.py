@@ -1,4 +1,4 @@
-"""SGLang's indexer through the plugin: scores and selection of decoding, of drafts and of prompts."""
+"""Test SGLang's indexer with the plugin: scores and selection in decoding, for drafts and for prompts."""
 
 import contextlib
 import inspect
@@ -15,7 +15,7 @@ from tests.engines.sglang.engine.process import index_cache, module
 
 
 def indexer_of(served, pool, monkeypatch):
-    """SGLang's indexer without its weights, as on a CUDA GPU."""
+    """Return SGLang's indexer without weights, set up as on a CUDA GPU."""
     indexer = module(seams.INDEXER)
     paged = module("sglang.kernels.ops.attention.dsa.paged_mqa_logits")
     for name in ("deepgemm_paged_mqa_logits_native", "deepgemm_paged_mqa_logits_split"):
@@ -33,7 +33,6 @@ def indexer_of(served, pool, monkeypatch):
 
 
 def metadata_of(served, method, **more):
-    """SGLang's metadata of a batch for its indexer."""
     topk = module(seams.TOPK)
     common = {"page_size": PAGE, "page_table_1": None, "token_to_batch_idx": None, "topk_indices_offset": None}
     attention = SimpleNamespace(**common | {"cu_seqlens_q": None, "indexer_logical_page_table": None} | more)
@@ -50,7 +49,7 @@ def mode(name):
 
 
 def expected_slots(q, weights, k, k_scale, table, visible):
-    """Cache slots of the 16 best keys of each token, those of token t in table[t]."""
+    """Return the cache slots of the 16 best keys of each token. The pages of token t are table[t]."""
     rows = []
     for t, length in enumerate(visible):
         slots = batches.slots_of(table, t, length)
@@ -61,7 +60,8 @@ def expected_slots(q, weights, k, k_scale, table, visible):
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_sglangs_indexer_decodes_and_verifies(served, next_n, monkeypatch):
-    """`Indexer._get_topk_paged` of more sequences than it takes at once, and of drafts: one call a sequence."""
+    """Test `Indexer._get_topk_paged` with one token per sequence and with drafts. SGLang passes at most 3 sequences to
+    one call here, and there are more."""
     lengths = [5, 64, 0, 130, 200] if next_n == 1 else [5, 64, 130, 200]
     table, pages = batches.paged(lengths)
     cache, k, k_scale = index_cache(pages)
@@ -102,7 +102,8 @@ def test_sglangs_indexer_decodes_and_verifies(served, next_n, monkeypatch):
 
 
 def without_device_index(function):
-    """`Indexer._get_topk_ragged` without its assertion that the device has an index, which a CPU has not."""
+    """Return `Indexer._get_topk_ragged` with its assertion about the device's index reversed, because a CPU device has
+    none."""
     source = textwrap.dedent(inspect.getsource(function))
     changed = source.replace("assert device_index is not None", "assert device_index is None")
     assert changed != source
@@ -114,7 +115,7 @@ def without_device_index(function):
 @pytest.mark.parametrize("method", ["PAGED", "RAGGED"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_sglangs_indexer_prefills(served, method, chunked, monkeypatch):
-    """`Indexer._get_topk_ragged`, whole and in chunks of rows, over keys that SGLang has gathered."""
+    """Test `Indexer._get_topk_ragged` on gathered keys: all rows in one call, and in chunks of rows."""
     prefixes, lengths = [0, 30, 5], [4, 36, 9]
     owners = [b for b, (p, n) in enumerate(zip(prefixes, lengths)) for _ in range(p, n)]
     visible = [s + 1 for p, n in zip(prefixes, lengths) for s in range(p, n)]
@@ -154,7 +155,7 @@ def test_sglangs_indexer_prefills(served, method, chunked, monkeypatch):
 
 @pytest.mark.parametrize("method", ["PAGED", "RAGGED"])
 def test_sglangs_metadata_selects_all_keys_without_scores(served, method):
-    """What `Indexer._forward_cuda_k_only` asks for."""
+    """`Indexer._forward_cuda_k_only` calls `topk_transform` in this way."""
     lengths, owners = int32([1, 2, 1, 2, 3]), int32([0, 0, 1, 1, 1])
     table, _ = batches.paged([2, 3])
     offsets = int32([0, 0, 2, 2, 2])

@@ -1,4 +1,4 @@
-"""SGLang's own source is what the plugin takes it for, and its registry puts the hooks in place."""
+"""SGLang's source matches what the plugin expects of it, and SGLang's registry installs the hooks."""
 
 import ast
 import importlib.util
@@ -12,7 +12,7 @@ from tests.engines.sglang.engine.process import module, paths_of
 
 
 def test_loading_plugins_imports_no_backend(loaded):
-    """SGLang loads plugins in every process: in those without a model this must import no attention backend."""
+    """SGLang loads plugins in every process. A process without a model must not import an attention backend."""
     assert not {seams.BACKEND, seams.V4_BACKEND, seams.V4_MODEL, seams.FLASH_MLA} & loaded
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     assert {name: creators[name].dsa_family for name in plugin.FAMILIES} == plugin.FAMILIES
@@ -28,7 +28,7 @@ def source_of(name):
 
 
 def functions(tree, prefix=""):
-    """(Class.name, node) of a module's functions and methods."""
+    """Yield (name, node) of a module's functions and methods. A method's name is Class.method."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{node.name}.")
@@ -37,8 +37,8 @@ def functions(tree, prefix=""):
 
 
 def reads(node):
-    """What a function reads, "name" and "object.name", and what it imports, "module.name"; names as they were before
-    `as`."""
+    """Return the names that a function reads: "name", "object.name", and "module.name" of imports. Imported names are
+    those before `as`."""
     names = set()
     for each in ast.walk(node):
         if isinstance(each, ast.Name):
@@ -57,7 +57,7 @@ def test_call_sites(loaded, name, function, read):
 
 
 def test_what_deterministic_means(loaded):
-    """What V4's hooks read is what the backend of V3.2 makes its number of splits of."""
+    """V4's hooks read the setting from which the backend of V3.2 computes `num_splits`."""
     found = dict(functions(ast.parse(source_of(seams.BACKEND).read_text())))
     (splits,) = [
         ast.unparse(node.value)
@@ -68,8 +68,7 @@ def test_what_deterministic_means(loaded):
     assert module(seams.BACKEND).get_exec is find(seams.EXECUTION).value
 
 
-# Other modules and functions of SGLang's that read what is replaced: of models that are not served and of other GPUs,
-# and what is replaced itself.
+# Other functions and modules of SGLang that read a replaced name, and why no hook is needed for them.
 ATTENTION, OPS = seams.ATTENTION, "sglang.kernels.ops.attention"
 ELSEWHERE = {
     f"{ATTENTION}.dsa.dsa_backend_mtp_precompute": "the plan, which is a method of the same backend",
@@ -96,7 +95,7 @@ ELSEWHERE = {
 
 
 def test_no_other_function_reads_what_is_replaced(loaded):
-    """A reader that is neither served nor known would get a hook that it was not tested with."""
+    """A reader that is neither in CALL_SITES nor in ELSEWHERE would use a hook without any test."""
     names = {path.partition(":")[2].rpartition(".")[2] for family in seams.SEAMS for path in paths_of(family)}
     root, unknown, known = source_of("sglang").parent, [], set()
     for path in [*(root / "srt").rglob("*.py"), *(root / "kernels" / "ops").rglob("*.py")]:
@@ -127,7 +126,7 @@ def test_everything_is_replaced_by_sglangs_registry(served):
 
 
 def test_copies_of_functions_in_other_modules_are_replaced(served):
-    """`from X import Y` binds a name of its own, which SGLang's registry rebinds."""
+    """`from X import Y` creates a second reference to Y, and SGLang's registry replaces that reference too."""
     utils = module(seams.UTILS)
     for name in (
         "resolve_fp8_mqa_logits_fn",

@@ -1,4 +1,4 @@
-"""SGLang's DeepSeek-V4 through the plugin."""
+"""Test SGLang's DeepSeek-V4 with the plugin."""
 
 import functools
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from tests.engines.sglang.engine.process import index_cache, module
 
 
 def test_v4_scores_of_a_prompt(served):
-    """`_nonpaged_mqa_logits`, which imports DeepGEMM at each call, with an empty range where all keys are selected."""
+    """Test `_nonpaged_mqa_logits`, which imports DeepGEMM in each call. The first query selects all keys, so its range
+    is empty."""
     k, k_scale = batches.index_keys(70)
     q, weights = torch.randn(3, 64, 128).to(E4M3), torch.randn(3, 64)
     plan = SimpleNamespace(ks=int32([0, 0, 0]), ke=int32([0, 40, 70]), max_seqlen_k=128)
@@ -36,7 +37,6 @@ def test_v4s_model_keeps_its_number_of_heads(served):
 
 
 def v4_backend():
-    """SGLang's backend without its constructor."""
     return object.__new__(module(seams.V4_BACKEND).DeepseekV4AttnBackend)
 
 
@@ -46,7 +46,7 @@ def decode_mode():
 
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_v4s_indexer_decodes(served, with_positions, monkeypatch):
-    """`forward_c4_indexer`: the plan in the metadata, scores and selection, into a buffer of SGLang's."""
+    """Test `forward_c4_indexer`: it reads the plan from the metadata and writes the selection to SGLang's buffers."""
     indexer, lengths = module(seams.V4_INDEXER), [1, 70, 128]
     table, pages = batches.paged(lengths)
     cache, k, k_scale = index_cache(pages)
@@ -81,7 +81,7 @@ def test_v4s_indexer_decodes(served, with_positions, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [0, 4])
 def test_v4s_backend_decodes(served, ratio, monkeypatch):
-    """`_forward_attention` over windows alone and with selected entries, as its constructor binds FlashMLA."""
+    """Test `_forward_attention` with windows alone (ratio 0) and with windows and selected entries (ratio 4)."""
     v4 = module(seams.V4_BACKEND)
     monkeypatch.setattr(v4, "get_platform", lambda: SimpleNamespace(is_sm100=False, is_sm120=False))
     (window, rows), (entries, more) = batches.latent_cache(584, 2), batches.latent_cache(584, 3)
