@@ -81,8 +81,8 @@ def start() -> PipelineState:
 
 @cute.jit
 def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
-    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` instead of a
-    state carries one number instead of two, but it divides."""
+    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` needs one
+    register where a state needs two, but it pays a division per state."""
     return PipelineState(count % stages, count // stages & 1)
 
 
@@ -232,8 +232,8 @@ class Mbarriers:
 
 @cute.jit
 def arrive(barrier: cute.Pointer, cta: cutlass.Constexpr = None):
-    """The calling thread arrives at the barrier. If `cta` is given, it arrives instead at the barrier at the same
-    offset of shared memory in CTA `cta` of the cluster."""
+    """The calling thread arrives at the barrier. If `cta` is given, the thread arrives instead at CTA `cta`'s barrier
+    at the same shared-memory offset; `cta` is a rank in the cluster."""
     cute.arch.mbarrier_arrive(barrier, cta)
 
 
