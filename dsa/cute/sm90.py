@@ -15,7 +15,7 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
 def thread_and_cta() -> tuple[Int32, Int32]:
-    """-> (this thread's index in its CTA, the CTA's index in a one-dimensional grid)."""
+    """-> (this thread's index in the CTA, the CTA's index in a one-dimensional grid)."""
     return cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
 
 

@@ -4,9 +4,10 @@ y[t, o] = s[o] sum_k weight[o, k] x[t, k],  s[o] = `scale` from column `scaled_f
 
 Plan
 - A work tile is 16 rows of the matrix (M of the mma) by 8, 16 or 32 tokens. The k-steps of 32 channels are divided into
-  64 slices, and the slices are divided into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes each: a
-  CTA computes a group, and each of its 8 warps computes a slice, so that all SMs share the loads of a small matrix. If
-  there are enough work tiles to fill the GPU, one CTA computes each, and each of its 8 warps computes a group.
+  64 slices, and the slices are divided into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes a work
+  tile: a CTA computes a group, and each of the CTA's 8 warps computes a slice. So all SMs share the loads of a small
+  matrix. If there are enough work tiles to fill the GPU, one CTA computes a work tile, and each of the CTA's 8 warps
+  computes a group.
 - A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane and k-step. These
   registers are the operands of two mma instructions: the order of channels within a k-step does not matter as long as
   both operands have the same order. The loads of up to ROUND k-steps, a round, are all in flight before the round's

@@ -20,7 +20,7 @@ _trial: dict[tuple[str, str, str], Any] = {}
 
 
 def choices(*values: int) -> Any:
-    """Return a dataclass field of a configuration, with the values to try in its metadata."""
+    """Return a dataclass field for a configuration. The field's metadata has the values to try."""
     return dataclasses.field(metadata={"choices": values})
 
 

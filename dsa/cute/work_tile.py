@@ -1,8 +1,8 @@
 """Work-tile schedulers of persistent kernels: which parts of the result a CTA computes, and in which order.
 
-A scheduler gives a CTA the index of its next work tile. The kernel's method `work_tile(index, ...)` turns the index
-into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps. There
-are three kinds of schedulers:
+A scheduler gives a CTA the index of the CTA's next work tile. The kernel's method `work_tile(index, ...)` turns the
+index into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps.
+There are three kinds of schedulers:
 
 - static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. Most of these kernels use
   `StaticPersistentScheduler` below. Every warp can compute the order itself, so warps need not exchange it.

@@ -33,7 +33,7 @@ from dsa.kernels.mla.mla_tiles import (
     KvState,
 )
 
-TO_THE_END = 2**30  # END_TILE of a part that runs to the end of its last sequence
+TO_THE_END = 2**30  # END_TILE of a part that runs to the end of the part's last sequence
 MAX_TILES = 2**31 // TILE_N
 
 
@@ -59,7 +59,7 @@ class DecodeState(NamedTuple):
     tile      first tile of the next work tile in `sequence`
     split     index of the next work tile among the splits of `sequence`
     last      last sequence of the part
-    end_tile  tile where the part ends in its last sequence
+    end_tile  in sequence `last`, the part ends before this tile
     """
 
     sequence: Int32
@@ -108,7 +108,7 @@ class DecodeScheduler:
     def work_tile(self, state: DecodeState, tiles, part, partials):
         """Return (first tile, end tile, split_idx, empty) of the next work tile.
 
-        `empty` is True if this split of the sequence has no tiles, so that there is no work tile.
+        `empty` is True if the split has no tiles. Then the caller must skip the work tile.
 
         tiles     number of tiles of the sequence
         part      index of the part

@@ -1,8 +1,8 @@
 """The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
-Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps has 64 channels. A lane has eight
-channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. The warpgroup computes four wgmma
-products of 64 rows (channels), 16 rows per warp. Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight
+Each warpgroup has 256 channels x `head_tile` of O^T, and each warp has 64 of these channels. A lane has eight of the
+warp's channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. The warpgroup computes four
+wgmma products of 64 rows (channels), 16 rows per warp. Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight
 channels, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
 
 An e4m3 value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in
@@ -198,7 +198,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Issue two of the four products for the 16 keys of step s. Their channels are half `half` of each lane's."""
+        """Issue two of the four products for the 16 keys of step s: those for half `half` of the lanes' eight
+        channels."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
             acc, v = operands.accs[2 * half + j], operands.v[None, None, 0, j, half]

@@ -44,9 +44,9 @@ SELECTION_KEYS, SELECTION_WORDS = 128, 4
 # {largest number of heads: queries per group}. A group has at most TILE_M rows (queries x heads).
 GROUP_SIZES = {8: 8, 16: 4}
 MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, bit 24 + m says whether query m selected the key
-# A group is computed together if the union of its queries' selections has at most this fraction (numerator,
-# denominator) of the keys that the selections have in total. The fraction is below 1 because a tile of a group takes
-# 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
+# (numerator, denominator) of a fraction. A group is computed together if the union of the queries' selections has at
+# most this fraction of the keys that the selections have in total. The fraction is below 1 because a tile of a group
+# takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
 MOST_UNION = (7, 10)
 
 # The products with kv_b in FP8

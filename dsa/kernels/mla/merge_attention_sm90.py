@@ -9,7 +9,7 @@ Work
   every branch, so up to 8 loads are in flight. The vectors stay in registers from load to store: each branch
   is read once and the result is written once.
 - While the first chunk loads, every lane computes all N weights of the row: N exponentials cost less than
-  shuffles. Weights are relative to the largest LSE. So if only one branch has keys and there is no sink, that
+  shuffles. Weights are relative to the largest LSE. So if only one branch has keys, and without a sink, that
   branch's weight is exactly 1.
 - The lanes load the values of a branch without keys (infinite LSE), too, because the LSE arrives no sooner than the
   values. They replace these values by zeros, because the values can be NaN.

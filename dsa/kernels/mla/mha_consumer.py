@@ -6,8 +6,8 @@ are predicated by the bits, so the mask costs nothing in the maxima. ptxas extra
 one instruction (R2P) if adjacent bits are used consecutively. So a row's scores are processed eight at a time, one
 byte of the word.
 
-Epilogue: O goes through shared memory. A warp stages OUT_COLUMNS channels of its 16 rows at a time, so that it
-writes 128 contiguous bytes of each row to global memory. The 16-byte chunk c of row r is at position c ^ (r % 8),
+Epilogue: O goes through shared memory. A warp has 16 rows and stages OUT_COLUMNS channels at a time, so that it writes
+128 contiguous bytes of each row to global memory. The 16-byte chunk c of row r is at position c ^ (r % 8),
 which avoids bank conflicts.
 """
 

@@ -214,7 +214,7 @@ class MlaDecodeSm90(MlaAttention):
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
             # Before Q in shared memory is overwritten, all warps must be done with the previous work tile's Q: PTX
-            # does not say which rows of Q a warp reads in its part of a wgmma.
+            # does not say which rows of Q a warp of the warpgroup reads for a wgmma.
             cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             lane, rows, first_row = opaque(lane), q_tile.rows, q_tile.first_row
             target = cute.recast_ptr(shared.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)

@@ -1,18 +1,18 @@
 """The epilogues of MLA attention without swap A/B: write LSE and O.
 
-`Epilogue`: for a work tile that covers all keys of its query or sequence, it writes O and LSE to the results. For
-a split it writes a partial result, normalised by the sum over the split's keys, and the split's LSE, from which the
-combine kernels compute weights.
+`Epilogue` writes O and LSE. For a work tile that covers all keys of a query or sequence, they go to the results. For a
+split, O is a partial result, normalised by the sum over the split's keys. From the LSEs of the splits, the combine
+kernels compute the splits' weights.
 
-`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales, and no LSE. It
-rounds O to q's dtype, in which `Epilogue` stores O, rotates the last 64 channels by the negative angle of the
-query's position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
+`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales, and no LSE. First it
+rounds O to q's dtype, as `Epilogue` does. Then it rotates the last 64 channels by the negative angle of the query's
+position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
 three separate kernels: attention that stores O, `apply_rotary` by the negative angle and `per_token_cast_to_fp8`.
 But no 16-bit result goes through global memory.
 
 A row is spread over the four lanes of a quad. A lane has 32 of each 128 channels, as pairs 8 channels apart. Output
-warpgroup 1, which has the upper half of the channels, has all rotated channels, and both channels of a rotation
-pair are in one lane.
+warpgroup 1, which has the upper half of the channels, has all rotated channels. Both channels of a rotation pair are in
+one lane.
 
 Both epilogues stage O in P's memory: 64 bytes of each of a warp's 16 rows at a time, which are 32 channels in 16 bits
 or 64 channels in e4m3. The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.

@@ -2,8 +2,8 @@
 
 A work tile is a range of consecutive tiles of TILE_N keys, for one sequence (dense), one query or one group of
 queries (sparse). The load warps get work tiles from a plan or a scheduler and publish them to the other warps
-through a WorkTilePipeline (dsa/cute/work_tile.py). A work tile that does not cover all keys of its sequence or
-query is a split. The output and score warps write a partial result for a split, and a combine kernel
+through a WorkTilePipeline (dsa/cute/work_tile.py). A work tile that does not cover all keys of the sequence
+or query is a split. The output and score warps write a partial result for a split, and a combine kernel
 (mla_combine_sm90.py) later combines the partial results.
 """
 
@@ -26,7 +26,7 @@ class RoleRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread's position in its role: warpgroup of the role (`side`), warp of the warpgroup, and lane."""
+    """A thread's position in a warp role: warpgroup of the role (`side`), warp of the warpgroup, and lane."""
 
     side: Int32
     warp: Int32
@@ -38,7 +38,7 @@ class Thread:
 
 
 class Coord(NamedTuple):
-    """A thread's position in its CTA, and the heads that the CTA computes.
+    """A thread's position in the CTA, and the heads that the CTA computes.
 
     first_head  first head that the CTA computes
     heads       number of heads of a query, over all CTAs

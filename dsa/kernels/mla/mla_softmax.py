@@ -7,7 +7,7 @@ row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers
   exponentials before they know the tile's maximum.
 - The score warps pass P of the tile's first 32 keys to the output warps before they compute P of the last 32 keys.
 
-A lane has scores of rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Of every 8 columns it has columns
+A lane has scores in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Of every 8 columns, the lane has columns
 lane % 4 * 2 and lane % 4 * 2 + 1.
 """
 
@@ -38,8 +38,8 @@ class Exchange:
     rescale     [TILE_M, P_STAGES]: factor by which each row of O is multiplied before the tile's P V is added; written
                 before the first half of P
     scored      mbarrier that completes a phase per tile, when the tile's S is computed
-    inverse     [TILE_M]: factor by which each row of O is multiplied at the end of a work tile: 1 / (sum of P), where
-                the sum includes the attention sink unless the work tile is a split
+    inverse     [TILE_M]: factor by which each row of O is multiplied at the end of a work tile: 1 / (sum of P). The sum
+                includes the attention sink, if there is one and the work tile is not a split
     end         pipeline of inverse, one stage
     """
 
@@ -94,7 +94,7 @@ class ExchangeMemory:
 @cute.jit
 def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, tile_max):
     """Raise row_max to tile_max, and rescale row_sum, in the rows where tile_max exceeds row_max by more than
-    RESCALE_THRESHOLD. All tensors have the lane's two rows.
+    RESCALE_THRESHOLD. All arguments have one element for each of the lane's two rows.
 
     Set `factor` to the factors by which O must be multiplied, 1 in other rows. Return whether any lane of the warp
     raised row_max.
