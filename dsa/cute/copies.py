@@ -25,8 +25,8 @@ def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int
 
 
 def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Partition a TMA copy. -> (stages in shared memory, tiles in global memory). In both tensors the first mode is one
-    tile."""
+    """Partition `shared` [rows, columns, stages] and `tiles` [rows, columns, ...] for a TMA copy. -> the two tensors,
+    in which the first mode is all elements of one tile."""
     grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 

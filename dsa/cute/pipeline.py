@@ -134,7 +134,8 @@ class Pipeline:
         return Pipeline(self.full, self.empty, stages, index * stages, self.parts)
 
     def index(self, state: PipelineState) -> Int32:
-        """Return the stage's index among the stages of all rings, which also locates its data in shared memory."""
+        """Return the stage's index among the stages of all rings. The stage's data in shared memory has the same
+        index."""
         return self.first + state.stage
 
     @cute.jit
@@ -174,7 +175,8 @@ class Pipeline:
             arrive(self.producer_barrier(state, part))
 
     def producer_barrier(self, state: PipelineState, part=0) -> cute.Pointer:
-        """Return the full barrier of a part of the stage, which counts the bytes copied to it."""
+        """Return the full barrier of a part of the stage. It counts producers' arrivals and bytes copied to the
+        part."""
         if self.parts == 1:
             return self.full + self.index(state)
         return self.full + (self.index(state) * self.parts + part)

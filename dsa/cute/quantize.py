@@ -106,8 +106,8 @@ def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
-    """-> (a group's scale, the correctly rounded 1 / scale). Values are multiplied by 1 / scale rather than divided by
-    the scale, as in DeepGEMM, so the e4m3 bytes equal DeepGEMM's."""
+    """-> (a group's scale, the correctly rounded 1 / scale). Callers multiply values by 1 / scale, as DeepGEMM does,
+    and do not divide them by the scale. So the e4m3 bytes equal DeepGEMM's."""
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = ceil_to_ue8m0(scale)
@@ -120,7 +120,7 @@ def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
 
 @cute.jit
 def store_pair(address: Int32, low: Float32, high: Float32):
-    """Store two numbers, rounded to e4m3, to two bytes of shared memory."""
+    """Round `low` and `high` to e4m3, and store them to two adjacent bytes of shared memory, `low` first."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
         read_only_args=[address, low, high],

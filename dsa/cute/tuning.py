@@ -31,7 +31,7 @@ def candidates(config_type: type[Config]) -> list[Config]:
 
 
 def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Config:
-    """Return the op's winner for an arch and a class of shapes, or the configuration on trial."""
+    """Return the op's winner for an arch and a class of shapes. During a `trial`, return the configuration on trial."""
     on_trial = _trial.get((op, arch, shape_class))
     return config_type(**_data(path_of(op, arch))["winners"][shape_class]) if on_trial is None else on_trial
 

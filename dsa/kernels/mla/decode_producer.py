@@ -140,9 +140,9 @@ class Pages:
 
     @cute.jit
     def find(self, sequence, box):
-        """Return (page, index of the box in the page) of a sequence's box of keys.
+        """Return (page, index of the box in the page) of the sequence's box of keys number `box`.
 
-        page is -1 if the block table does not cover the box.
+        The page is -1 if the block table does not cover the box.
         """
         number, place = divmod(box, self.boxes)
         page = Int32(-1)

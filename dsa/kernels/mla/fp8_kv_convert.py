@@ -86,7 +86,7 @@ def store_split(address: Int32, x: Float32):
 
 @cute.jit
 def store_half(address: Int32, x: Float32, as_bf16: Boolean):
-    """Store x rounded to f16, or truncated to bf16 (the upper 16 bits of x)."""
+    """Store x in 16 bits: rounded to f16 or, if `as_bf16`, truncated to bf16 (the upper 16 bits of x)."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b, c; .reg .pred p; cvt.rn.f16.f32 a, {$r1}; mov.b32 {b, c}, {$r1}; setp.ne.s32 p, {$r2}, 0; "
         "selp.b16 a, c, a, p; st.shared.b16 [{$r0}], a; }}",

@@ -2,13 +2,14 @@
 
 There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of
 channels that share a scale is a separate f16 product, and the scale multiplies this product in fp32. A key's last 64
-channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P is multiplied by a power of
-two per key, whose exponent is that of the key's largest scale (ScaleTable in swap_ab_exchange.py).
+channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P of a key is
+multiplied by a power of two, whose exponent is the exponent of the key's largest scale (ScaleTable in
+swap_ab_exchange.py).
 
 The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. The part of Q that multiplies the
-keys' e4m3 channels is stored as f16. It is divided by a power of two, so that its largest magnitude is about 2^14. The
-order of channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane
-reads a key's channels.
+keys' e4m3 channels is stored as f16, after a division by a power of two that makes the largest magnitude about 2^14.
+The order of channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a
+lane reads a key's channels.
 """
 
 from typing import NamedTuple
@@ -157,7 +158,7 @@ class Fp8KvScores(SwapAbAttention):
         exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
         exponent = cutlass.max(cutlass.min(exponent - 127 - 14, 100), -100)
         power, inverse = power_of_two(exponent), power_of_two(-exponent)
-        # Lane 8 i + r addresses row r of matrix i: vector i of that head's 128 bytes of a chunk.
+        # For stmatrix, lane 8 i + r addresses row r of matrix i. This row is 16-byte vector i of a chunk of head r.
         row = lane & 7
         target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * (first + row) + 16 * ((lane >> 3) ^ row)
         parts = [(i, n) for i in range(self.kv.q_stages) for n in range(self.turns)]
@@ -286,8 +287,8 @@ class Fp8KvScores(SwapAbAttention):
         """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
         `p_stage` of P.
 
-        Return (exponents of the lane's two keys, the same exponents as Float32). The Float32 is NaN for a key with a
-        NaN scale.
+        Return (exponents of the powers of two of the lane's two keys, the same exponents as Float32). The Float32 is
+        NaN for a key with a NaN scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

@@ -36,7 +36,7 @@ MAX_WINDOW = 2**30
 
 # Multi-head attention
 MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # (d, dv) of a head
-ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels that can be a separate tensor, shared by all heads
+ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels of a key, which all heads can share in a separate tensor
 # Bits of selected keys (selection_bits_sm90.py): keys per block, and 32-bit words per block
 SELECTION_KEYS, SELECTION_WORDS = 128, 4
 

@@ -70,8 +70,8 @@ class WorkTileInfo(NamedTuple):
     key            first key of the sequence, among the keys of all sequences
     key_count      number of keys of the sequence
     first          number of keys that the first query row sees; each further row sees one more, up to key_count
-    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the block's rows
-                   after these
+    value_rows     number of V rows that the sequence has from the start of the last block on, or 0 if the work
+                   tile sees no key. CLEAR zero-fills the block's rows after these
     """
 
     blocks: Int32

@@ -82,7 +82,7 @@ from dsa.kernels.mla.mla_softmax import NO_MAX, raise_row_max
 from dsa.kernels.mla.mla_tiles import tiled_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-REGISTERS = {2: (240, 24), 3: (160, 32)}  # per consumer warpgroup count: (consumer, producer) registers per thread
+REGISTERS = {2: (240, 24), 3: (160, 32)}  # {consumer warpgroups: registers per (consumer thread, producer thread)}
 
 
 class ProducerRole(IntEnum):

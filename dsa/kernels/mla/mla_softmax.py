@@ -136,7 +136,7 @@ class SoftmaxState:
 
     @cute.jit
     def whole_sum(self, r: cutlass.Constexpr):
-        """Return the sum of P over the row's four lanes."""
+        """Return the sum of P in the lane's r-th row, over the four lanes that share the row."""
         row_sum = self.row_sum[r] + cute.arch.shuffle_sync_bfly(self.row_sum[r], offset=1)
         return row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=2)
 

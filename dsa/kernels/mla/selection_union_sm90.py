@@ -70,7 +70,7 @@ class Memory:
 
 
 class SelectionUnionSm90:
-    """Groups of `size` queries, 4 or 8."""
+    """The kernel for groups of `size` queries, 4 or 8."""
 
     def __init__(self, size: int):
         self.size = size

@@ -180,7 +180,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
             self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
-        """Return the position in load order of the v chunk that contains the n-th k chunk in load order."""
+        """Return the v chunk that contains the n-th loaded k chunk, as a position in the load order of v chunks. For
+        the rope part the result has no meaning."""
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit

@@ -40,7 +40,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 def member_of(row, size: int):
-    """Return the index, in a group of `size` queries, of a row's query."""
+    """Return the query of a row, as an index in the group of `size` queries."""
     return row // (TILE_M // size)
 
 
@@ -110,7 +110,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """Return the list entry of key `key` of tile `tile` of a group, or 0 past the end of the list."""
+        """Return the entry of a group's list for key `key` (0 to 63) of tile `tile`, or 0 past the end of the list."""
         place = tile * TILE_N + key
         entry = Int32(0)
         if place < counts[0]:

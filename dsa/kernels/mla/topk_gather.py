@@ -66,7 +66,7 @@ class Selection:
 
 
 class TopkGather(KvStages):
-    """Gather keys of `head_dim` channels, 576 or 512. A lane copies 16 bytes, and 8 lanes share a key."""
+    """Gather keys of `head_dim` channels, 576 or 512. Eight lanes copy a k chunk of a key, 16 bytes each."""
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
         super().__init__(dtype, v_stages, rope_stages)
