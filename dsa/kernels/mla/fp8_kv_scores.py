@@ -2,9 +2,8 @@
 
 There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of
 channels that share a scale is a separate f16 product, and the scale multiplies this product in fp32. A key's last 64
-channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P of a key is
-multiplied by a power of two, whose exponent is the exponent of the key's largest scale (ScaleTable in
-swap_ab_exchange.py).
+channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P of a key is multiplied by a
+power of two, whose exponent is the exponent of the key's largest scale (ScaleTable in swap_ab_exchange.py).
 
 The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. The part of Q that multiplies the
 keys' e4m3 channels is stored as f16, after a division by a power of two that makes the largest magnitude about 2^14.

@@ -42,7 +42,7 @@ INFINITY = float("inf")
 def unroll_of(width: int, branches: int) -> int:
     """Return the number of 16-byte vectors that a lane loads of each branch for a chunk. `width`: elements per vector.
 
-    A chunk has 512 channels, unless a lane then had more than 8 vectors of all branches together.
+    A chunk has 512 channels. It has 256 if a lane would otherwise load more than 8 vectors of all branches together.
     """
     return 4 if width == 4 and branches <= 2 else 2
 

@@ -199,8 +199,8 @@ class MhaProducer:
         P of these rows is 0, but the rows can contain NaN, and 0 * NaN is NaN.
         """
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
-        # count: number of V blocks so far. phases: one phase bit per stage of v_loaded. The phases do not follow
-        # from count, because not every block uses v_loaded.
+        # count: number of V blocks so far. phases: one phase bit per stage of v_loaded. The phases cannot be computed
+        # from `count`, because not every block uses v_loaded.
         tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
         while blocks > 0:
             work_tile = pipelines.work_tiles.current(tile_state)

@@ -249,8 +249,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-        # Prologue: S = Q K^T of the first work tile's first block, without turns. The last warpgroup passes the first
-        # turn to warpgroup 0.
+        # Prologue: S = Q K^T of the first work tile's first block, for which the warpgroups take no turns. The last
+        # warpgroup passes the first turn of the mainloop to warpgroup 0.
         if warpgroup == self.cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()

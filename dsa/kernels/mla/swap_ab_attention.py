@@ -223,8 +223,8 @@ class SwapAbAttention(SparseMlaKernel):
                 at = c // 2 * 4 + c % 2
                 max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
         if const_expr(self.score_warpgroups > 1):
-            # Wait for this warpgroup's turn to read row_max; warpgroup 0 is first. The other warpgroup's tile
-            # can have raised row_max.
+            # Wait for this warpgroup's turn to read row_max; warpgroup 0 is first. The other warpgroup has scored the
+            # previous tile. If it raised row_max for that tile, this warpgroup's row_sum must be rescaled.
             exchange.order.wait(p_state.phase ^ 1 ^ thread.side, stage)
             self.rescale_row_sum(exchange, stage ^ 1, thread)
         excess = -Float32(float("inf"))

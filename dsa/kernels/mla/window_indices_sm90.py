@@ -8,8 +8,8 @@ a ring, page b belongs to sequence b, and position p is at offset p modulo the p
 Work
 - A warp handles one query. It computes the first and the last position, and its lanes write adjacent columns.
 - To find the sequence of a packed query, the warp compares the query with all boundaries, 32 at a time,
-  from the L1 cache. With hundreds of boundaries a binary search would be faster. But then one wrong boundary could give
-  wrong results for queries of other sequences, too.
+  from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But then one wrong
+  boundary could give wrong results for queries of other sequences, too.
 - A lane loads the page numbers of several keys without a branch, so that these loads are in flight together.
 - Positions and slots are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot
   that does not fit in int32 becomes -1.
