@@ -140,7 +140,6 @@ class Pipeline:
 
     @cute.jit
     def advance(self, state: PipelineState) -> PipelineState:
-        """Return the next state."""
         return state.advance(self.stages)
 
     @cute.jit

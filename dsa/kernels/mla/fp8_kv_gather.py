@@ -44,7 +44,6 @@ class Fp8KvPipeline:
     work: WorkTilePipeline
 
     def start(self) -> PipelineState:
-        """Return the state before the first tile."""
         return start()
 
 

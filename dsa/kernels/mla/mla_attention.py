@@ -111,8 +111,6 @@ class MlaAttention:
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
 
     def operand_storage(self) -> type:
-        """Return the struct of Q and keys in shared memory."""
-
         @cute.struct
         class OperandStorage:
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]

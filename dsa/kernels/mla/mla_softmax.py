@@ -129,7 +129,6 @@ class SoftmaxState:
 
     @cute.jit
     def reset(self):
-        """Reset the state before the first tile of a work tile."""
         self.row_max.fill(NO_MAX)
         self.row_sum.fill(0.0)
         self.max_logits.fill(-float("inf"))

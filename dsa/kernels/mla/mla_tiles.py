@@ -77,7 +77,6 @@ class KvPipeline:
     work: WorkTilePipeline
 
     def start(self) -> KvState:
-        """Return the state before the first stages."""
         return KvState(start(), start())
 
     def advance_v(self, state: KvState) -> KvState:

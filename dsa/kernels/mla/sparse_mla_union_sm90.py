@@ -82,7 +82,6 @@ class GroupQTile(QTile):
 
     @cute.jit
     def has_row(self, group, row):
-        """Whether the row's query and head exist."""
         query, _, head = self.coord(group, row)
         return query < self.queries and head < self.heads
 
