@@ -1,4 +1,4 @@
-"""Asynchronous copies from global to shared memory: tiles by TMA, and gathered rows.
+"""Asynchronous copies from global to shared memory (tiles by TMA, rows by gathers), and prefetches to L2.
 
 `gather_16` and `gather_8` are cp.async, which writes through PTX's generic proxy; wgmma reads shared memory through the
 async proxy. An mbarrier does not order the two proxies, so a fence.proxy.async must come between the write and the
@@ -14,16 +14,19 @@ EVICT_FIRST = 0x12F0000000000000  # PTX encoding of L2's evict_first policy, for
 
 
 def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """-> (the TMA copy atom that loads a block [shape] of x into one stage of `layout`, x as a tensor of TMA
-    coordinates)."""
+    """-> (the TMA copy atom for loads from x, x as a tensor of TMA coordinates).
+
+    A load copies a block of `shape` (rows, columns) into one stage of the shared-memory layout `layout`
+    [rows, columns, stages].
+    """
     load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
     info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, x, cute.slice_(layout, (None, None, 0)), shape)
     return info[0], info[1]
 
 
 def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Partition a TMA copy. -> (stages in shared memory, tiles in global memory). In both tensors the first mode is one
-    tile."""
+    """Partition `shared` [rows, columns, stages] and `tiles` [rows, columns, ...] for a TMA copy. -> the two tensors,
+    in which the first mode is all elements of one tile."""
     grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
@@ -80,8 +83,8 @@ def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer
 
 @cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
-    """Arrive at the barrier once this lane's earlier gathers are complete. This counts as one of the arrivals that the
-    barrier expects."""
+    """Arrive at the barrier once this lane's earlier cp.async copies (`gather_16`, `gather_8`) are complete. This
+    counts as one of the arrivals that the barrier expects."""
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
     )
@@ -89,8 +92,12 @@ def arrive_when_gathered(barrier: cute.Pointer):
 
 @cute.jit
 def arrive_when_gathered_too(barrier: cute.Pointer):
-    """Keep the barrier's phase from ending before this lane's earlier gathers are complete. This does not count as one
-    of the arrivals that the barrier expects. It must come before this warp's own arrival, which could end the phase."""
+    """Keep the barrier's phase from ending before this lane's earlier cp.async copies are complete.
+
+    The instruction adds one expected arrival, and the arrival follows when the copies are complete. So the call does
+    not count as one of the arrivals for which the barrier was initialised. The call must come before the arrival of
+    this warp, because that arrival could end the phase.
+    """
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 
 

@@ -21,10 +21,12 @@ def wait_for_prerequisite_grids():
     """Wait until all previous kernels have ended and their writes are visible; then trigger the next kernel's launch.
     All threads of all CTAs call this once, before any branch.
 
-    The next kernel waits for this kernel alone. Because this kernel triggers only after its own wait, the next kernel's
-    wait also covers all earlier kernels. The next kernel begins only after every CTA of this kernel has triggered, so
-    all of these CTAs have started by then. So the next kernel never takes the SM of a CTA that has not started and for
-    which other CTAs of this kernel wait.
+    The wait of the next kernel covers only this kernel directly. But this kernel triggers only after its own wait, so
+    the next kernel's wait covers all earlier kernels, too.
+
+    The next kernel begins only after every CTA of this kernel has triggered, so after all these CTAs have started. If
+    it could begin earlier, it could occupy the SM that a CTA of this kernel still needs, and other CTAs of this kernel
+    could wait for that CTA without end.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

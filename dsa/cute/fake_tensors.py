@@ -15,7 +15,7 @@ _BY_NAME = {
 
 
 def cute_dtype(name: str) -> type[cutlass.Numeric]:
-    """Return the DSL's type for a torch dtype, given by its name without `torch.`."""
+    """Return the DSL's type for the torch dtype with this name, such as "bfloat16"."""
     return _BY_NAME[name]
 
 
@@ -42,5 +42,5 @@ def fake_contiguous(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
 
 
 def fake_stream():
-    """Return a stand-in for the caller's current stream, which TVM-FFI looks up at each launch."""
+    """Return a stand-in for a stream. At each launch TVM-FFI passes the caller's current stream."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -81,8 +81,8 @@ def start() -> PipelineState:
 
 @cute.jit
 def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
-    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` instead of a
-    state carries one number instead of two, but it divides."""
+    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` needs one
+    register where a state needs two, but it pays a division per state."""
     return PipelineState(count % stages, count // stages & 1)
 
 
@@ -134,12 +134,12 @@ class Pipeline:
         return Pipeline(self.full, self.empty, stages, index * stages, self.parts)
 
     def index(self, state: PipelineState) -> Int32:
-        """Return the stage's index among the stages of all rings, which also locates its data in shared memory."""
+        """Return the stage's index among the stages of all rings. The stage's data in shared memory has the same
+        index."""
         return self.first + state.stage
 
     @cute.jit
     def advance(self, state: PipelineState) -> PipelineState:
-        """Return the next state."""
         return state.advance(self.stages)
 
     @cute.jit
@@ -174,7 +174,8 @@ class Pipeline:
             arrive(self.producer_barrier(state, part))
 
     def producer_barrier(self, state: PipelineState, part=0) -> cute.Pointer:
-        """Return the full barrier of a part of the stage, which counts the bytes copied to it."""
+        """Return the full barrier of a part of the stage. It counts producers' arrivals and bytes copied to the
+        part."""
         if self.parts == 1:
             return self.full + self.index(state)
         return self.full + (self.index(state) * self.parts + part)
@@ -232,8 +233,8 @@ class Mbarriers:
 
 @cute.jit
 def arrive(barrier: cute.Pointer, cta: cutlass.Constexpr = None):
-    """The calling thread arrives at the barrier. If `cta` is given, it arrives instead at the barrier at the same
-    offset of shared memory in CTA `cta` of the cluster."""
+    """The calling thread arrives at the barrier. If `cta` is given, the thread arrives instead at CTA `cta`'s barrier
+    at the same shared-memory offset; `cta` is a rank in the cluster."""
     cute.arch.mbarrier_arrive(barrier, cta)
 
 

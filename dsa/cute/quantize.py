@@ -1,7 +1,8 @@
-"""FP8 e4m3 quantisation of a group of 128 channels that a few adjacent lanes hold in registers.
+"""FP8 e4m3 quantisation of a group of channels, which share a scale and are in the registers of a few adjacent lanes.
 
-A lane holds `channels` consecutive channels as fp32; GROUP / channels lanes make a group. Operations come in the same
-order and in the same fp32 arithmetic as in the references on a GPU, so results agree bit for bit.
+A group is 128 channels (GROUP), `channels` per lane, so GROUP / `channels` lanes have it. `quantize_group` also accepts
+groups of another size. Channels are fp32 in registers. Operations come in the same order and in the same fp32
+arithmetic as in the references on a GPU, so results agree bit for bit.
 """
 
 import cutlass
@@ -15,8 +16,8 @@ AMAX_MIN = 1e-4
 
 @cute.jit
 def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
-    """v <- 128^-0.5 H128 v, where H128 acts on the group's 128 channels. Element i of v is channel `lane` * `channels`
-    + i, where `lane` is the lane's index in the group."""
+    """v <- 128^-0.5 H128 v, where H128 is the Hadamard matrix and v are the group's 128 channels. `lane` is the lane's
+    index in the group, and element i of the lane's v is channel `lane` * `channels` + i."""
     for log in cutlass.range_constexpr(7):
         stride = 1 << log
         if const_expr(stride < channels):
@@ -26,7 +27,7 @@ def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
                     v[i], v[i + stride] = a + b, a - b
         else:
             lane_bit = stride // channels
-            # The lower lane of a pair computes v + partner, the upper lane partner - v: a sign avoids a branch.
+            # The lower lane of a pair computes partner + v, the upper lane partner - v. A sign avoids a branch.
             sign = Float32(1.0)
             if lane & lane_bit != 0:
                 sign = Float32(-1.0)
@@ -54,15 +55,15 @@ def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 @cute.jit
 def scale_of(amax: Float32) -> Float32:
-    """Return amax / 448, computed as PyTorch divides a tensor by a Python number on a GPU: it multiplies by the
-    reciprocal of the number, rounded to fp32."""
+    """Return amax * fp32(1 / 448). PyTorch divides a tensor by a Python number in this way on a GPU, so the bits
+    agree."""
     return amax * Float32(1.0 / E4M3_MAX)
 
 
 @cute.jit
 def ceil_to_ue8m0(scale: Float32) -> Float32:
-    """Return the least power of two that is at least `scale`, a positive normal number. Infinity and NaN are returned
-    as they are."""
+    """Return the least power of two that is at least `scale`. `scale` is a positive normal number; infinity and NaN are
+    returned unchanged."""
     bits = scale.bitcast(Uint32)
     up = ((bits + Uint32(0x007FFFFF)) & Uint32(0xFF800000)).bitcast(Float32)
     result = scale
@@ -79,8 +80,11 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
 
 @cute.jit
 def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale). Return the scale of the group that `lanes` lanes hold: amax / 448, with amax at least 1e-4,
-    rounded up to a power of two if `use_ue8m0`. NaN propagates."""
+    """v <- v * (1 / scale). Return the scale of the group, in all lanes of the group.
+
+    scale = amax / 448, rounded up to a power of two if `use_ue8m0`. amax is the largest |v| over the group's `lanes`
+    adjacent lanes, and at least 1e-4. NaN propagates.
+    """
     amax = amax_of(v, GROUP // lanes)
     scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
     for i in cutlass.range_constexpr(cute.size(v)):
@@ -90,8 +94,8 @@ def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.
 
 @cute.jit
 def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
-    """Return the larger of AMAX_MIN and the largest |v| over the group's GROUP / channels lanes, in all these lanes.
-    NaN propagates."""
+    """Return the largest |v| over the group's GROUP / `channels` adjacent lanes, but at least AMAX_MIN. All lanes of
+    the group get the result. NaN propagates."""
     amax = Float32(AMAX_MIN)
     for i in cutlass.range_constexpr(cute.size(v)):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
@@ -102,8 +106,8 @@ def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
-    """-> (a group's scale, the correctly rounded 1 / scale). Values are multiplied by 1 / scale rather than divided by
-    the scale, as in DeepGEMM, so the e4m3 bytes equal DeepGEMM's."""
+    """-> (a group's scale, the correctly rounded 1 / scale). Callers multiply values by 1 / scale, as DeepGEMM does,
+    and do not divide them by the scale. So the e4m3 bytes equal DeepGEMM's."""
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = ceil_to_ue8m0(scale)
@@ -116,7 +120,7 @@ def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
 
 @cute.jit
 def store_pair(address: Int32, low: Float32, high: Float32):
-    """Store two numbers, rounded to e4m3, to two bytes of shared memory."""
+    """Round `low` and `high` to e4m3, and store them to two adjacent bytes of shared memory, `low` first."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
         read_only_args=[address, low, high],

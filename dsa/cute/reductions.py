@@ -37,9 +37,11 @@ def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
 
 @cute.jit
 def quad_reduce_scatter(a, b, c, d, upper, odd):
-    """Return a quad's sum of a in its lane 0, of b in lane 1, of c in lane 2, and of d in lane 3, with three shuffles.
+    """Sum a, b, c and d over each quad of lanes, with three shuffles. Lane 0 of the quad gets the sum of a, lane 1 that
+    of b, lane 2 that of c, and lane 3 that of d.
 
-    upper, odd  `upper`: whether this lane is lane 2 or 3 of its quad. `odd`: whether it is lane 1 or 3
+    upper  whether this lane is lane 2 or 3 of the quad
+    odd    whether this lane is lane 1 or 3 of the quad
     """
     even_pair = (c if upper else a) + cute.arch.shuffle_sync_bfly(a if upper else c, offset=2)
     odd_pair = (d if upper else b) + cute.arch.shuffle_sync_bfly(b if upper else d, offset=2)

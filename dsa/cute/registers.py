@@ -37,8 +37,8 @@ def sum_in_order(values: cute.Tensor) -> Float32:
 
 @cute.jit
 def load_vectors(row: cute.Tensor, values: cute.Tensor, first: Int32, step: cutlass.Constexpr, count):
-    """Load the vectors `first`, `first` + `step` and so on of a row into values [width, vectors]. The row has `count`
-    vectors. Where a vector lies past the end of the row, `values` stays as it is."""
+    """Load the row's vectors `first`, `first` + `step` and so on into values [width, vectors]. A vector is `width`
+    adjacent elements, and the row has `count` vectors. Past the end of the row, `values` stays unchanged."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = first + n * step
         if at < count:

@@ -1,4 +1,4 @@
-"""Products that are rounded before they are added, as in the references."""
+"""Products that are rounded to fp32 before they are added, so that results have the bits of the references."""
 
 import cutlass.cute as cute
 from cutlass import Float32

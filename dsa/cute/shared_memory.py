@@ -114,6 +114,8 @@ def _store(address: Int32, words, kind: cutlass.Constexpr):
 
 @cute.jit
 def swizzled(row, vector):
-    """Return the index of the first number of vector `vector` (8 numbers) of a row, in a tile of rows of 64 16-bit
-    numbers with wgmma's 128-byte swizzle."""
+    """Return the index of the first element of vector `vector` in row `row` of a swizzled tile.
+
+    A row of the tile is 64 16-bit elements, a vector is 8 of them, and the swizzle is wgmma's 128-byte swizzle.
+    """
     return row * 64 + (vector ^ (row % 8)) * 8

@@ -1,5 +1,5 @@
-"""Split-K slices. Their number and the order of their sums are fixed, so results do not depend on how slices are
-divided among warps and CTAs (small_m_product.py)."""
+"""Split-K slices. The number of slices and the order in which their sums are added are fixed. So results do not depend
+on how a kernel divides the slices among warps and CTAs (small_m_product.py)."""
 
 import cutlass.cute as cute
 from cutlass import Int32

@@ -1,4 +1,4 @@
-"""Constants of Hopper, a thread's indices, a cluster barrier, and a value that ptxas cannot see through."""
+"""Constants of Hopper, a thread's indices, a cluster barrier, and `opaque`, which hides a value from ptxas."""
 
 import math
 
@@ -15,7 +15,7 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
 def thread_and_cta() -> tuple[Int32, Int32]:
-    """-> (this thread's index in its CTA, the CTA's index in a one-dimensional grid)."""
+    """-> (this thread's index in the CTA, the CTA's index in a one-dimensional grid)."""
     return cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
 
 
@@ -32,6 +32,6 @@ def cluster_sync() -> None:
 
 @cute.jit
 def opaque(x: Int32):
-    """Return x as a value that ptxas cannot see through. So ptxas cannot hoist expressions of x out of a loop and keep
-    them in registers."""
+    """Return x in a register whose value ptxas does not know. So ptxas cannot compute expressions of x before a loop
+    and keep them in registers through the loop."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(x)])

@@ -1,10 +1,13 @@
-"""A small-M product with a 16-bit matrix, accumulated in fp32: y[t, o] = scale sum_k weight[o, k] x[t, k].
+"""A small-M product with a 16-bit matrix, accumulated in fp32.
+
+y[t, o] = s[o] sum_k weight[o, k] x[t, k],  s[o] = `scale` from column `scaled_from` on, 1 before
 
 Plan
 - A work tile is 16 rows of the matrix (M of the mma) by 8, 16 or 32 tokens. The k-steps of 32 channels are divided into
-  64 slices, and the slices are divided into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes each: a
-  CTA computes a group, and each of its 8 warps computes a slice, so that all SMs share the loads of a small matrix. If
-  there are enough work tiles to fill the GPU, one CTA computes each, and each of its 8 warps computes a group.
+  64 slices, and the slices are divided into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes a work
+  tile: a CTA computes a group, and each of the CTA's 8 warps computes a slice. So all SMs share the loads of a small
+  matrix. If there are enough work tiles to fill the GPU, one CTA computes a work tile, and each of the CTA's 8 warps
+  computes a group.
 - A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane and k-step. These
   registers are the operands of two mma instructions: the order of channels within a k-step does not matter as long as
   both operands have the same order. The loads of up to ROUND k-steps, a round, are all in flight before the round's
@@ -43,8 +46,8 @@ VECTOR, WORDS = 8, 4  # channels and 32-bit words in 16 bytes
 CTAS = 8  # per cluster
 WARPS = 8
 THREADS = WARPS * WARP
-# {(CTAs per work tile, tokens of a tile): k-steps per round, whose loads are in flight at once}. As many as the
-# registers allow with two CTAs per SM.
+# {(CTAs per work tile, tokens of a tile): k-steps per round}. The loads of a round are in flight at once, so a round
+# has as many k-steps as the registers allow with two CTAs per SM.
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
 
@@ -53,11 +56,12 @@ class SmallMProduct:
         self.dtype, self.tokens, self.octets = dtype, tokens, tokens // OCTET
         self.ctas, self.round = ctas, ROUND[ctas, tokens]
         self.slices = SLICES // (ctas * WARPS)  # per warp
-        self.pairs = tokens // 2 * ROWS  # results of a tile, in pairs of adjacent tokens of one matrix row
+        self.pairs = tokens // 2 * ROWS  # result pairs of a tile; a pair is one matrix row for two adjacent tokens
 
     @cute.jit
     def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
-        """Compute y [T, O] fp32. Columns of y from `scaled_from` on are multiplied by `scale`."""
+        """Compute y [T, O] fp32 from x [T, K] and weight [O, K]. Columns of y from `scaled_from` on are multiplied by
+        `scale`."""
         self.kernel(x, weight, y, scale, scaled_from).launch(
             grid=(cute.ceil_div(x.shape[0], self.tokens) * self.ctas, cute.ceil_div(weight.shape[0], ROWS), 1),
             block=(THREADS, 1, 1),
@@ -120,8 +124,8 @@ class SmallMProduct:
         """Return the sum of a warp's slices, from slice `index` on, in the layout of the accumulators: [2 adjacent
         tokens, half of the 16 rows, octet of tokens].
 
-        first, end  the warp's k-steps
-        nothing     one zero in shared memory"""
+        first, end  the warp computes k-steps `first` to `end` - 1
+        nothing     one element of shared memory that is zero; ptxas does not know this"""
         place, quad = lane // 4, lane % 4
         acc, total = filled((2, 2, self.octets), 0.0), filled((2, 2, self.octets), 0.0)
         steps, number = x.shape[1] // STEP, index + 1
@@ -141,7 +145,7 @@ class SmallMProduct:
                         source = cute.local_tile(x[token, None], (VECTOR,), (at,))
                         cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, i])
             # Keep all loads before the first mma. Otherwise ptxas would move loads after mma instructions that wait for
-            # earlier loads. ptxas moves no load across this barrier, in which only this warp takes part. It moves no
+            # earlier loads. ptxas moves no load across this barrier, in which only this warp takes part. ptxas moves no
             # mma before the barrier either, because every mma needs the zero that is read after the barrier.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
@@ -159,8 +163,8 @@ class SmallMProduct:
 
     @cute.jit
     def multiply_add(self, acc: cute.Tensor, w: cute.Tensor, v: cute.Tensor, word: cutlass.Constexpr):
-        """acc += (16 rows x 16 channels) times (16 channels x 8 tokens). The channels are those of the lanes' words
-        `word` and `word` + 1."""
+        """acc += (16 rows x 16 channels of the matrix) times (16 channels x 8 tokens). The 16 channels are in words
+        `word` and `word` + 1 of the lanes."""
         kind = "bf16" if const_expr(self.dtype is BFloat16) else "f16"
         given = [w[word, 0], w[word, 1], w[word + 1, 0], w[word + 1, 1], v[word], v[word + 1]]
         made = cute.arch.inline_ptx(

@@ -20,7 +20,7 @@ _trial: dict[tuple[str, str, str], Any] = {}
 
 
 def choices(*values: int) -> Any:
-    """Return a dataclass field of a configuration, with the values to try in its metadata."""
+    """Return a dataclass field for a configuration. The field's metadata has the values to try."""
     return dataclasses.field(metadata={"choices": values})
 
 
@@ -31,15 +31,15 @@ def candidates(config_type: type[Config]) -> list[Config]:
 
 
 def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Config:
-    """Return the op's winner for an arch and a class of shapes, or the configuration on trial."""
+    """Return the op's winner for an arch and a class of shapes. During a `trial`, return the configuration on trial."""
     on_trial = _trial.get((op, arch, shape_class))
     return config_type(**_data(path_of(op, arch))["winners"][shape_class]) if on_trial is None else on_trial
 
 
 def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
-    """For an op with a cost model, return the configuration on trial, or the fields of the class's winner. Return None
-    if the class has no winner, or if the winners were measured on a GPU with another number of SMs. H100 and H200 have
-    the same number."""
+    """For an op with a cost model, return the configuration on trial, or else a dict of the fields of the class's
+    winner. Return None if the class has no winner, or if the winners were measured on a GPU with another number of SMs.
+    H100 and H200 have equal numbers of SMs."""
     if (on_trial := _trial.get((op, arch, shape_class))) is not None:
         return on_trial
     data = _data(path_of(op, arch))
@@ -53,8 +53,11 @@ def path_of(op: str, arch: str) -> Path:
 
 @contextlib.contextmanager
 def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
-    """Within the block, `tuned` and `measured` return this configuration. Recorded calls keep the configuration that
-    they were recorded with: see `forget_calls`."""
+    """Within the block, `tuned` and `measured` return `config` for this class of shapes.
+
+    Recorded calls (dsa/runtime/recorded_calls.py) keep the configuration with which they were recorded, so call
+    `dsa.runtime.op.forget_calls` at the block's begin and end.
+    """
     _trial[op, arch, shape_class] = config
     try:
         yield

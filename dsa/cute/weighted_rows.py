@@ -1,9 +1,9 @@
 """Weighted sums of gathered rows. Products are rounded and then added in order, so the sums have the reference's bits.
 
-A thread sums one vector (8 or 16 bytes) of all rows. The thread issues the copies of BATCH rows at once, by cp.async
-into its own part of shared memory. Plain loads would not overlap, because ptxas uses the result of the first load
-before it issues the next. A row is absent if its index is outside y, or if it pads the rows to a multiple of BATCH. The
-copy of an absent row writes zeros and reads nothing.
+A thread computes one vector (8 or 16 bytes) of the sum. The thread copies its vector of BATCH rows at once, by
+cp.async, to its own part of shared memory. Plain loads would not overlap, because ptxas uses the result of the first
+load before it issues the next load. A row is absent if its index is outside y, or if it pads the rows to a multiple of
+BATCH. The copy of an absent row writes zeros and reads nothing.
 """
 
 import cutlass
@@ -53,9 +53,10 @@ def add_weighted_rows(
                     factors[j] = weights[token, first + j]
         for j in cutlass.range_constexpr(BATCH):
             valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-            # An absent row has weight 0, because 0 times an infinite weight would be NaN.
+            # The values of an absent row are 0. Its weight is set to 0, too, because 0 times an infinite weight is NaN.
             factors[j] = factors[j] if valid else Float32(0.0)
-            # An absent row's index could overflow the address. Pass the address of y's first row, which is not read.
+            # With an absent row's index the address could overflow. Pass the address of y's first row, which is not
+            # read.
             row = Int64(numbers[j]) if valid else Int64(0)
             gather(scratch + j * (threads * vector_bytes), start + row * row_bytes, valid)
         cute.arch.cp_async_commit_group()

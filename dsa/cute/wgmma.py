@@ -16,8 +16,8 @@ def k_major_layout(
 
 @cute.jit
 def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, a_stage, b_stage):
-    """Start acc = (stage `a_stage` of a) times (stage `b_stage` of b), as one committed group of wgmma instructions.
-    The caller waits for the group.
+    """Start acc = A B^T, with A [M, K] from stage `a_stage` and B [N, K] from stage `b_stage`, as one committed group
+    of wgmma instructions. The caller waits for the group.
 
     a, b  fragments [atom, rows, steps of channels, stages] from make_fragment_A and make_fragment_B
     """

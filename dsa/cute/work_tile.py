@@ -1,8 +1,8 @@
 """Work-tile schedulers of persistent kernels: which parts of the result a CTA computes, and in which order.
 
-A scheduler gives a CTA the index of its next work tile. The kernel's method `work_tile(index, ...)` turns the index
-into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps. There
-are three kinds of schedulers:
+A scheduler gives a CTA the index of the CTA's next work tile. The kernel's method `work_tile(index, ...)` turns the
+index into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps.
+There are three kinds of schedulers:
 
 - static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. Most of these kernels use
   `StaticPersistentScheduler` below. Every warp can compute the order itself, so warps need not exchange it.
@@ -69,8 +69,8 @@ def static_persistent_scheduler() -> StaticPersistentScheduler:
 
 
 def _words(info_type: type) -> int:
-    """Return the 32-bit words per stage, a multiple of 4: stages are aligned to 16 bytes, so that fields are read and
-    written as vectors."""
+    """Return the number of 32-bit words per stage, rounded up to a multiple of 4. So stages are aligned to 16 bytes,
+    and fields are read and written as vectors."""
     return -(-len(info_type._fields) // 4) * 4
 
 
@@ -104,7 +104,7 @@ class WorkTilePipeline:
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Initialise the barriers. `consumers` warps read each work tile. One thread calls this."""
+        """Initialise the barriers for `consumers` warps, which all read each work tile. One thread calls this."""
         self.pipeline.init(consumers)
 
     @cute.jit
@@ -149,5 +149,4 @@ def write_info(memory: cute.Tensor, stage: Int32, info):
 
 @cute.jit
 def read_info(info_type: cutlass.Constexpr, memory: cute.Tensor, stage: Int32):
-    """Read the WorkTileInfo of a stage."""
     return info_type(*[memory[i, stage] for i in range(len(info_type._fields))])

@@ -33,33 +33,33 @@ from dsa.kernels.mla.mla_tiles import (
     KvState,
 )
 
-TO_THE_END = 2**30  # END_TILE of a part that runs to the end of its last sequence
+TO_THE_END = 2**30  # END_TILE of a part that runs to the end of the part's last sequence
 MAX_TILES = 2**31 // TILE_N
 
 
 class PlanColumn(IntEnum):
     """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
 
-    Row i describes part i, except for column SPLIT_SEQUENCE. That column lists the sequences that are split, for the
-    combine kernel: entry i is the i-th of them, or -1.
+    Row i describes part i, except in column SPLIT_SEQUENCE. That column is a list for the combine kernel: entry i is
+    the i-th sequence that is split, or -1 after the last one.
     """
 
     FIRST_SEQUENCE = 0
     FIRST_TILE = 1
     LAST_SEQUENCE = 2
     END_TILE = 3
-    FIRST_SPLIT = 4  # index of this part's split of the first sequence
+    FIRST_SPLIT = 4  # index, among the splits of FIRST_SEQUENCE, of the split that this part computes
     SPLIT_SEQUENCE = 5
 
 
 class DecodeState(NamedTuple):
-    """Position in a part.
+    """Position in a part: the next work tile, and where the part ends.
 
-    sequence  next sequence
-    tile      next tile of `sequence`
-    split     index of the next split of `sequence`
+    sequence  sequence of the next work tile
+    tile      first tile of the next work tile in `sequence`
+    split     index of the next work tile among the splits of `sequence`
     last      last sequence of the part
-    end_tile  tile where the part ends in its last sequence
+    end_tile  in sequence `last`, the part ends before this tile
     """
 
     sequence: Int32
@@ -108,7 +108,7 @@ class DecodeScheduler:
     def work_tile(self, state: DecodeState, tiles, part, partials):
         """Return (first tile, end tile, split_idx, empty) of the next work tile.
 
-        `empty` is True if this split of the sequence has no tiles, so that there is no work tile.
+        `empty` is True if the split has no tiles. Then the caller must skip the work tile.
 
         tiles     number of tiles of the sequence
         part      index of the part
@@ -140,9 +140,9 @@ class Pages:
 
     @cute.jit
     def find(self, sequence, box):
-        """Return (page, index of the box in the page) of a sequence's box of keys.
+        """Return (page, index of the box in the page) of the sequence's box of keys number `box`.
 
-        page is -1 if the block table does not cover the box.
+        The page is -1 if the block table does not cover the box.
         """
         number, place = divmod(box, self.boxes)
         page = Int32(-1)
@@ -226,12 +226,14 @@ class PagedLoad(KvStages):
         return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
-        """Return the layout of `k_chunks` k chunks as boxes [box, K_CHUNK]; a k chunk's boxes are contiguous."""
+        """Return the shared-memory layout [box, K_CHUNK, boxes] of `k_chunks` k chunks. The boxes of a k chunk are
+        adjacent."""
         tile = self.box, self.box, K_CHUNK
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
     def load_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """Return the TMA atom of a box, and the cache [pages, P, h_k, 576] as [P, 576, h_k, pages] for TMA."""
+        """Return the TMA atom that loads a box, and the cache [pages, P, h_k, 576] as a tensor [P, 576, h_k, pages] of
+        TMA coordinates."""
         keys = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
         load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
         if const_expr(self.cluster > 1):
@@ -266,8 +268,8 @@ class PagedLoad(KvStages):
         while work.sequence <= work.last:
             if scheduler.fixed_splits == 0:
                 pipeline.work.announce(work_state, work.sequence)
-            # Load the first page numbers at the same time as the length, for the tile where the work tile probably
-            # begins. `first` below is the tile where it really begins.
+            # Load the first page numbers at the same time as the length. Before the length is known, the work tile's
+            # first tile can only be guessed; `first` below is the right one.
             guess = work.tile + work.split * FIXED_SPLIT_TILES if scheduler.fixed_splits > 0 else work.tile
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
             seen = scheduler.lengths[work.sequence]
@@ -307,9 +309,11 @@ class PagedLoad(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """Load the work tile's keys. Return the state after them.
+        """Load the work tile's keys. Return the state after the work tile.
 
-        page, place: page of the lane's box and index of the box in the page. Lane i first has box i of the work tile.
+        page   page of the lane's box: lane i has box i of the work tile
+        place  index of the box in the page
+
         After 32 boxes the lanes look up the next 32.
         """
         first, length = info.first_tile, info.length
@@ -333,7 +337,8 @@ class PagedLoad(KvStages):
                     for c in cutlass.range_constexpr(K_PER_V):
                         expect_bytes(pipeline.v.producer_barrier(state.v, c), TILE_N * K_CHUNK * 2)
                 for c in cutlass.range_constexpr(K_PER_V // self.cluster):
-                    # In a cluster, CTA `rank` loads k chunk `rank` of every v chunk and multicasts it to both CTAs.
+                    # In a cluster, CTA `rank` loads k chunk `rank` of every v chunk and multicasts this k chunk to
+                    # both CTAs.
                     k_chunk = c
                     if const_expr(self.cluster > 1):
                         k_chunk = c * self.cluster + rank
@@ -374,8 +379,11 @@ class PagedLoad(KvStages):
 def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
     """Zero-fill rows [valid, TILE_N) of a tile's values in shared memory; called by 128 threads.
 
-    first, stages: the tile's first v stage, and the number of v stages in the ring. The rows are keys past the
-    end of the sequence. P of these keys is 0, but their values can be NaN, and 0 * NaN is NaN.
+    first   the tile's first v stage
+    stages  number of v stages in the ring
+
+    The rows are keys past the end of the sequence. P of such a key is 0, but the key's values can be NaN, and 0 * NaN
+    is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)
     zeros.fill(0.0)

@@ -16,9 +16,11 @@ def four_halves(word: Uint32):
 
 @cute.jit
 def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
-    """Return, for each half of two words of two bf16, the value with the larger magnitude.
+    """Return two bf16. Each is the value with the larger magnitude of two: of the lower halves of a and b, and of the
+    upper halves.
 
-    The sign of the result is arbitrary, and NaN is ignored.
+    The sign of a result is not that of the value, so the caller must ignore it. If one value is NaN, the result is the
+    other value.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.xorsign.abs.bf16x2 {$w0}, x, y; }}",
@@ -40,7 +42,8 @@ def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uin
 def halves_of_two(low: Uint32, high: Uint32):
     """Convert four e4m3 values of each of two rows (keys, or rows of weights) to f16, exactly.
 
-    Return one word per value, with the first row in the lower half.
+    `low` and `high` are the rows. Return four words: word i has the i-th value of `low` in the lower half and the i-th
+    value of `high` in the upper half.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b16 p, q, r, s; .reg .b32 m, n; "
@@ -55,7 +58,7 @@ def halves_of_two(low: Uint32, high: Uint32):
 
 @cute.jit
 def times(word: Uint32, factors: Uint32) -> Uint32:
-    """Multiply two f16 values by two factors."""
+    """Multiply two f16 values by one f16 factor each."""
     return cute.arch.inline_ptx(
         "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[word, factors]
     )
@@ -63,7 +66,7 @@ def times(word: Uint32, factors: Uint32) -> Uint32:
 
 @cute.jit
 def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
-    """Multiply two f16 values by two factors, each of which is the sum of two f16."""
+    """Multiply two f16 values by one factor each. A factor is the sum of an f16 in `high` and an f16 in `low`."""
     return cute.arch.inline_ptx(
         "{{ .reg .b32 x; mul.rn.f16x2 x, {$r0}, {$r2}; fma.rn.f16x2 {$w0}, {$r0}, {$r1}, x; }}",
         write_only_types=[Uint32],
@@ -73,7 +76,7 @@ def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
 
 @cute.jit
 def store_split(address: Int32, x: Float32):
-    """Store x as a sum of two f16, 4 bytes apart: x rounded to f16, and the rounding error."""
+    """Store x as a sum of two f16: x rounded to f16, and 4 bytes further the rounding error."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b; .reg .f32 y; cvt.rn.f16.f32 a, {$r1}; cvt.f32.f16 y, a; sub.f32 y, {$r1}, y; "
         "cvt.rn.f16.f32 b, y; st.shared.b16 [{$r0}], a; st.shared.b16 [{$r0} + 4], b; }}",
@@ -83,7 +86,7 @@ def store_split(address: Int32, x: Float32):
 
 @cute.jit
 def store_half(address: Int32, x: Float32, as_bf16: Boolean):
-    """Store x rounded to f16, or truncated to bf16 (the upper 16 bits of x)."""
+    """Store x in 16 bits: rounded to f16 or, if `as_bf16`, truncated to bf16 (the upper 16 bits of x)."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b, c; .reg .pred p; cvt.rn.f16.f32 a, {$r1}; mov.b32 {b, c}, {$r1}; setp.ne.s32 p, {$r2}, 0; "
         "selp.b16 a, c, a, p; st.shared.b16 [{$r0}], a; }}",
@@ -93,7 +96,8 @@ def store_half(address: Int32, x: Float32, as_bf16: Boolean):
 
 @cute.jit
 def interleave(low: Uint32, high: Uint32):
-    """From two words of two 16-bit values, return the word of the lower values and the word of the upper values."""
+    """Each argument has two 16-bit values. Return a word of the two lower values, and a word of the two upper
+    values."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7632;",
         write_only_types=[Uint32, Uint32],
@@ -103,7 +107,7 @@ def interleave(low: Uint32, high: Uint32):
 
 @cute.jit
 def ue8m0_scale(exponent: Uint32) -> Float32:
-    """Return 2^(exponent - 127), or NaN for 255."""
+    """Return 2^(exponent - 127), or NaN for exponent 255. For exponent 0, the result is a denormal number."""
     bits = exponent << 23
     if exponent == 0:
         bits = Uint32(0x00400000)

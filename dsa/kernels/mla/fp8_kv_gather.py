@@ -1,9 +1,9 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-The warpgroup gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key; with d = 512,
-cp.async loads the key's scales. To issue a bulk copy costs a warp 30 cycles, so each of the four warps gathers 16 keys
-of a tile. For an invalid index the warp writes zeros, including a scale of zero, and clears the key's bit in the valid
-mask.
+The warpgroup gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. With d = 512,
+the key's scales are elsewhere in the page, and cp.async loads them. To issue a bulk copy costs a warp 30 cycles, so
+each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes zeros, including a scale of zero,
+and clears the key's bit in the valid mask.
 
 Layout of a key in the cache
 - d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
@@ -27,7 +27,7 @@ from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
 from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
-V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key; for d = 512 without its scales
+V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key for d = 576; for d = 512, without the key's scales
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Fp8KvPipeline:
     work: WorkTilePipeline
 
     def start(self) -> PipelineState:
-        """Return the state before the first tile."""
         return start()
 
 
@@ -59,7 +58,7 @@ class Fp8TopkGather(TopkGather):
     def __init__(self, head_dim: int, head_tile: int, stages: int, score_warpgroups: int):
         super().__init__(BFloat16, head_dim, stages, stages)
         self.head_tile, self.stages, self.score_warpgroups = head_tile, stages, score_warpgroups
-        # Q comes before the keys, through the same stages.
+        # The load warps put a query's Q into the same stages as the keys, before the keys.
         self.q_rows = min(head_tile, TILE_N // 2)  # rows of Q per stage
         self.q_stages = head_tile // self.q_rows
         self.q_pitch = 2 * head_dim + 16  # in bytes; padded, so that rows that a warp reads together differ in banks
@@ -104,7 +103,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
-        """Prefetch the next query's rows into the L2 cache."""
+        """Prefetch the rows of Q of `query`, the next query, into the L2 cache."""
         own = warp * WARP_KEYS + lane
         if lane < WARP_KEYS and own < self.head_tile and first_row + own < q.shape[2]:
             prefetch_to_l2(Int64(q[query, 0, first_row + own, None].iterator.toint()), Int32(2 * self.head_dim))
@@ -124,8 +123,8 @@ class Fp8TopkGather(TopkGather):
         lane,
         state: PipelineState,
     ) -> PipelineState:
-        """Load the query's rows of Q and then the work tile's keys into the stages at address `raw`. Return the
-        state after them.
+        """Load the query's rows of Q and then the work tile's keys into the ring of stages at address `raw`. Return the
+        state after the work tile.
 
         Rows past the last head are not loaded.
         """
@@ -172,7 +171,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load the rows of Q of one stage, from the query's row first_row on."""
+        """Load one stage of Q, `q_rows` rows, from the query's row `first_row` on."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]
@@ -193,5 +192,6 @@ class Fp8TopkGather(TopkGather):
                     place = 16 * (lane + 32 * i)
                     if place < self.row_bytes:
                         store_16(target + key * self.pitch + place, [Uint32(0)] * 4)
-        # Order these writes, of the generic proxy, before later bulk copies (async proxy) to the same addresses.
+        # Order these writes, which use the generic proxy, before later bulk copies to the same addresses, which use the
+        # async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -2,13 +2,13 @@
 
 There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of
 channels that share a scale is a separate f16 product, and the scale multiplies this product in fp32. A key's last 64
-channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P is multiplied by a power of
-two per key, whose exponent is that of the key's largest scale (ScaleTable in swap_ab_exchange.py).
+channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P of a key is multiplied by a
+power of two, whose exponent is the exponent of the key's largest scale (ScaleTable in swap_ab_exchange.py).
 
 The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. The part of Q that multiplies the
-keys' e4m3 channels is stored as f16. It is divided by a power of two, so that its largest magnitude is about 2^14. The
-order of channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a lane
-reads a key's channels.
+keys' e4m3 channels is stored as f16, after a division by a power of two that makes the largest magnitude about 2^14.
+The order of channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a
+lane reads a key's channels.
 """
 
 from typing import NamedTuple
@@ -35,8 +35,8 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Bounds of the exponent of the power of two by which P of a key is multiplied. They keep row_sum, to which P is added
-# without this power, in the range of fp32.
+# Bounds of e, where P of a key is multiplied by the power of two 2^e. row_sum adds P without this power. The bounds
+# keep row_sum in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
 AHEAD = 1  # chunks of Q that a warp loads ahead of the chunk that it stores; the compiler keeps this order
 
@@ -67,8 +67,8 @@ class Fp8KvScores(SwapAbAttention):
         # Number of e4m3 chunks of 64 channels per key. One more chunk is bf16. In keys of 512 channels the bf16
         # chunk is part of the value.
         self.fp8_chunks = self.head_dim // K_CHUNK - 1
-        # How `load_q` divides Q among warps: octets of heads that are copied at a time, warps per octet, distance
-        # between a warp's chunks, and largest number of chunks per warp.
+        # How `load_q` divides Q among warps. A stage of Q has `octets` octets of heads. In a warpgroup, `sharers` warps
+        # copy the same octet. A warp's chunks are `stride` apart, and a warp has at most `turns` chunks.
         self.octets = min(head_tile // 8, 4)
         self.sharers = 4 // self.octets
         self.stride = kv.score_warpgroups * self.sharers
@@ -157,7 +157,7 @@ class Fp8KvScores(SwapAbAttention):
         exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
         exponent = cutlass.max(cutlass.min(exponent - 127 - 14, 100), -100)
         power, inverse = power_of_two(exponent), power_of_two(-exponent)
-        # Lane 8 i + r addresses row r of matrix i: vector i of that head's 128 bytes of a chunk.
+        # For stmatrix, lane 8 i + r addresses row r of matrix i. This row is 16-byte vector i of a chunk of head r.
         row = lane & 7
         target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * (first + row) + 16 * ((lane >> 3) ^ row)
         parts = [(i, n) for i in range(self.kv.q_stages) for n in range(self.turns)]
@@ -190,9 +190,9 @@ class Fp8KvScores(SwapAbAttention):
     def read_q(self, source, chunk, lane):
         """Return a lane's 8 words of a chunk of a head's Q.
 
-        Word v of the head's four lanes is 16-byte vector v of the head in the wgmma operand. With t = lane % 4,
-        a lane's words are channels 16 t to 16 t + 15 of a chunk that multiplies e4m3 keys, and channels 8 t to
-        8 t + 7 of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
+        A head has four lanes. The v-th words of these lanes form 16-byte vector v of the head's row in the wgmma
+        operand. With t = lane % 4, a lane's words are channels 16 t to 16 t + 15 of a chunk that multiplies e4m3 keys,
+        or channels 8 t to 8 t + 7 of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
         """
         of_bf16 = chunk == self.fp8_chunks
         start = source + 2 * K_CHUNK * chunk + (lane & 3) * (Int32(16) if of_bf16 else Int32(32))
@@ -200,10 +200,14 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def multiply(self, operands: ScoreOperands, keys, power, thread: Thread):
-        """Compute acc = K Q^T of the tile whose bytes are at address `keys`. power: the power of two of Q.
+        """Compute acc = K Q^T of the tile whose bytes are at address `keys`.
 
-        The bf16 chunk comes first, then the e4m3 groups, each with its scale. For keys of 512 channels, return
-        the largest magnitudes of the bf16 values of each of the lane's two keys, as words of two bf16.
+        The bf16 chunk comes first, then the groups of e4m3 channels that share a scale. power: the power of two by
+        which Q was divided.
+
+        Return one word per key of the lane (two keys). For keys of 512 channels, the word has two bf16: the largest
+        magnitudes among the bf16 values that this lane has read in the even and in the odd channels. For keys of 576
+        channels the words are 0.
         """
         (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
         pitch, lane = self.kv.pitch, opaque(thread.lane)
@@ -253,23 +257,24 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """Add the sums of a group, times the keys' scales of this group, to acc."""
+        """Add `sums` of a group, times each key's scale of this group and times `power`, to acc."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):
                 scale = scales[r][group]
             else:
                 place = keys + self.kv.scales + (warp * 16 + 8 * r + spread_key(lane >> 2)) * 8 + group
-                # Byte 0 means 2^-127 but gives 0 here. With 448 channels of at most 448 this drops 2^-109 of
-                # the largest |q|, which does not show in a logit. Byte 255 means NaN but gives infinity here;
-                # `share_scales` sets such a key to NaN.
+                # Byte 0 means 2^-127 but gives 0 here. The keys have 448 such channels of at most 448, so this drops at
+                # most 2^-109 of the largest |q|, which does not show in a logit. Byte 255 means NaN but gives infinity
+                # here; `share_scales` sets such a key to NaN.
                 scale = (load_byte(place) << 23).bitcast(Float32) * power
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
                 acc[at] = cute.math.fma(sums[at], scale, acc[at])
 
     def read_chunk(self, first, r: int, chunk: int, lane) -> list:
-        """Return a lane's words of a chunk of the lane's key r (0 or 1): 16 e4m3 or twice 8 bf16 channels."""
+        """Return this lane's words of a chunk of key r, one of the lane's two keys (0 or 1): 16 e4m3 channels, or 8
+        bf16 channels from each half of the chunk."""
         row = first + 8 * r * self.kv.pitch + (lane & 3) * 16
         if chunk < self.fp8_chunks:
             return [*load_16(row + K_CHUNK * chunk)]
@@ -281,8 +286,8 @@ class Fp8KvScores(SwapAbAttention):
         """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
         `p_stage` of P.
 
-        Return (exponents of the lane's two keys, the same exponents as Float32). The Float32 is NaN for a key with a
-        NaN scale.
+        Return (exponents of the powers of two of the lane's two keys, the same exponents as Float32). The Float32 is
+        NaN for a key with a NaN scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

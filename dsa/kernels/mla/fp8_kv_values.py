@@ -1,8 +1,8 @@
 """The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
-Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps has 64 channels. A lane has eight
-channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. The warpgroup computes four wgmma
-products of 64 rows (channels), 16 rows per warp. Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight
+Each warpgroup has 256 channels x `head_tile` of O^T, and each warp has 64 of these channels. A lane has eight of the
+warp's channels: 4 (lane / 4) to 4 (lane / 4) + 3, and the four channels 32 above these. The warpgroup computes four
+wgmma products of 64 rows (channels), 16 rows per warp. Product j has the (2 j)-th and (2 j + 1)-th of a lane's eight
 channels, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
 
 An e4m3 value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in
@@ -32,8 +32,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @property
     def ahead(self) -> bool:
-        """Whether to load values and factors one step ahead, for keys of 576 channels only. With 32 heads or more no
-        registers are left for this.
+        """Whether to load values and factors one step ahead. This is only done for keys of 576 channels, and for fewer
+        than 32 heads, because more heads leave no registers for it.
         """
         return self.kv.has_rope and self.head_tile < 32
 
@@ -132,9 +132,9 @@ class Fp8KvValues(SwapAbAttention):
         """Issue O^T += V^T P^T of a tile. At the return the lane has read the tile's bytes, but the last products
         can still be in flight.
 
-        first    address of the tile's bytes for the lane
-        scales   address of the tile's scale factors for the lane
-        numbers  the first values, if they are loaded ahead
+        first    address of the lane's first key in the tile, at the lane's first channel
+        scales   address of the scale factors of the lane's first keys
+        numbers  `numbers_of` the first step, if `ahead`; otherwise None
         """
         # [2 channels of a product, 2 halves of 16 keys, 2 products, 2 buffers]
         words = cute.make_tensor(cute.recast_ptr(operands.v.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
@@ -158,23 +158,22 @@ class Fp8KvValues(SwapAbAttention):
                 self.start_products(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
-        """Return the offset in bytes, from the lane's first key, of the lane's i-th of four keys in step s.
-
-        A step has 16 keys.
-        """
+        """In step s of 16 keys a lane has four keys. Return the i-th one's offset in bytes from the lane's first key of
+        the tile."""
         return (16 * s + i % 2 + i // 2 * 8) * self.kv.pitch
 
     def numbers_of(self, first, s: int, half: int) -> list:
-        """Return a word of four e4m3 channels for each of a lane's four keys in step s of 16 keys."""
+        """Return, for each of the lane's four keys in step s, a word of four e4m3 channels: half `half` of the lane's
+        eight channels."""
         return [load_4(first + self.row(i, s) + 32 * half) for i in range(4)]
 
     def factors_of(self, scales, s: int) -> list:
-        """Return the scale factors of each of the two pairs of a lane's four keys in step s."""
+        """Return the scale factors of the lane's four keys in step s, one `ScaleTable.pair` per pair of keys."""
         return [self.table.pair(scales, 8 * s + 4 * k) for k in range(2)]
 
     @cute.jit
     def from_bytes(self, words, numbers, factors, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Make the operands of two products of 16 keys from e4m3 values."""
+        """Write the operands of two products of 16 keys to `words`, from e4m3 values times their scale factors."""
         multiply = times_split if self.table.split else times
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
@@ -185,7 +184,7 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def from_numbers(self, words, first, scales, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Make the operands of two products of 16 keys from bf16 values."""
+        """Write the operands of two products of 16 keys to `words`, from bf16 values times their scale factors."""
         numbers = [load_8(first + self.row(i, s) + 64 * half) for i in range(4)]
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
@@ -199,7 +198,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Issue two of the warp's four products for the 16 keys of step s: half 0 or 1 of the lane's channels."""
+        """Issue two of the four products for the 16 keys of step s: those for half `half` of the lanes' eight
+        channels."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
             acc, v = operands.accs[2 * half + j], operands.v[None, None, 0, j, half]

@@ -8,7 +8,7 @@ DTYPES = ("bfloat16", "float16")  # dtypes of q, of a 16-bit cache and of out
 # Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM channels has 64 rope
 # channels after the value. A key of HEAD_DIM_V channels has none: the whole key is the value.
 HEAD_DIM, HEAD_DIM_V = 576, 512
-ROTATED_BACK = 64  # last channels of a DeepSeek-V4 result, which are rotated back after attention
+ROTATED_BACK = 64  # DeepSeek-V4 rotates this many last channels of a head's result back after attention
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
 FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # bytes of a key in an FP8 cache, by head dim
 
@@ -19,10 +19,10 @@ FP8_KV_HEADS = (16, 32, 64)  # heads per CTA of the kernel for FP8 caches
 
 PAGE_MULTIPLE = 16  # page sizes of a dense cache are multiples of this
 MAX_BATCH = 32768  # sequences per plan
-PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # columns of a plan (8, as in FlashMLA); the first 6 are used, the others are 0
+PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # a plan has 8 columns, as in FlashMLA; the first 6 are used, the others are 0
 MAX_PARTS = 160  # largest number of parts of a plan (decode_producer.py), and so of splits of a sequence
-# Batch-invariant decoding, where a sequence's splits depend only on the sequence's length: the smallest number of
-# tiles per split, unless the sequence ends earlier, and the largest number of splits per sequence.
+# In batch-invariant decoding a sequence's splits depend only on the sequence's length. A split has at least
+# FIXED_SPLIT_TILES tiles, unless the sequence ends earlier. A sequence has at most MAX_FIXED_SPLITS splits.
 FIXED_SPLIT_TILES, MAX_FIXED_SPLITS = 64, 32
 
 MERGE_DTYPES = (*DTYPES, "float32")
@@ -30,27 +30,27 @@ MAX_BRANCHES = 4
 MERGE_CHANNEL_MULTIPLE = 8
 MAX_MERGE_ROWS = 2**31 - 8
 
-# Sliding windows (window_indices_sm90.py): largest number of queries, of columns (keys of a window) and of keys per
-# page. A loop index one step past it still fits in int32.
+# Sliding windows (window_indices_sm90.py): the largest number of queries, of columns (keys of a window), and of keys
+# per page. A loop index that is one step past this limit still fits in int32.
 MAX_WINDOW = 2**30
 
 # Multi-head attention
 MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # (d, dv) of a head
-ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels that can be a separate tensor, shared by all heads
+ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels of a key, which all heads can share in a separate tensor
 # Bits of selected keys (selection_bits_sm90.py): keys per block, and 32-bit words per block
 SELECTION_KEYS, SELECTION_WORDS = 128, 4
 
 # Groups of queries that share keys, for models with few heads (selection_union_sm90.py)
-# Queries per group: 8 with up to 8 heads, 4 with up to 16 heads. So a group has at most TILE_M rows.
+# {largest number of heads: queries per group}. A group has at most TILE_M rows (queries x heads).
 GROUP_SIZES = {8: 8, 16: 4}
-MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, higher bits say which queries selected it
-# A group is computed together if the union of its queries' selections has at most this fraction (numerator,
-# denominator) of the keys that the selections have in total. The fraction is below 1 because a tile of a group takes
-# 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
+MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, bit 24 + m says whether query m selected the key
+# (numerator, denominator) of a fraction. A group is computed together if the union of the queries' selections has at
+# most this fraction of the keys that the selections have in total. The fraction is below 1 because a tile of a group
+# takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
 MOST_UNION = (7, 10)
 
 # The products with kv_b in FP8
-ABSORBED_NOPE = (128, 192)  # non-rope channels of a head's q where W_UK is FP8: V3.2, GLM-5
+ABSORBED_NOPE = (128, 192)  # supported numbers of non-rope channels of a head's q: V3.2, GLM-5
 UP_PROJECTION_ROWS = 32  # rows of kv_b per head are a multiple of this
 MAX_UP_PROJECTION_ROWS = 2**22 - 1  # largest number of rows of kv_b, so that offsets fit in int32
 VALUE_GROUP = 128  # adjacent channels of a head's FP8 values that share a scale

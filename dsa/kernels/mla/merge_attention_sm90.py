@@ -9,12 +9,12 @@ Work
   every branch, so up to 8 loads are in flight. The vectors stay in registers from load to store: each branch
   is read once and the result is written once.
 - While the first chunk loads, every lane computes all N weights of the row: N exponentials cost less than
-  shuffles. Weights are relative to the largest LSE. So if only one branch has keys and there is no sink, that
+  shuffles. Weights are relative to the largest LSE. So if only one branch has keys, and without a sink, that
   branch's weight is exactly 1.
-- The lanes also load a branch without keys (infinite LSE), because its LSE arrives no sooner than its values.
-  They then replace these values by zeros, because the values can be NaN.
+- The lanes load the values of a branch without keys (infinite LSE), too, because the LSE arrives no sooner than the
+  values. They replace these values by zeros, because the values can be NaN.
 - Tensors are [A, B, H, D], LSEs [A, B, H], with any strides, because decoding stores its LSEs as [B, H, s_q].
-- A row's coordinates come from precomputed divisors, once per row. Offsets are 64-bit.
+- A warp computes its row's coordinates (a, b, h) once, by divisors that the host precomputes. Offsets are 64-bit.
 Warp roles: none, all warps do the same. Shared memory: none.
 Constraints: 1 to MAX_BRANCHES branches of one dtype; rows start at multiples of 16 bytes.
 Launch: programmatic dependent launch.
@@ -40,8 +40,9 @@ INFINITY = float("inf")
 
 
 def unroll_of(width: int, branches: int) -> int:
-    """Return the number of vectors per lane and branch in a chunk: enough for 512 channels, but at most 8 vectors per
-    lane over all branches.
+    """Return the number of 16-byte vectors that a lane loads of each branch for a chunk. `width`: elements per vector.
+
+    A chunk has 512 channels. It has 256 if a lane would otherwise load more than 8 vectors of all branches together.
     """
     return 4 if width == 4 and branches <= 2 else 2
 
@@ -108,7 +109,7 @@ class MergeAttentionSm90:
 
     @cute.jit
     def read(self, raw, outs, a, b, h, start, vectors):
-        """Load a chunk of all branches."""
+        """Load the lane's vectors of a chunk, of all branches. `start`: the lane's first vector of the chunk."""
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end, load the last vector again.
             vector = cutlass.min(start + WARP * u, vectors - 1)
@@ -118,7 +119,10 @@ class MergeAttentionSm90:
 
     @cute.jit
     def weigh(self, weights, logs, sink):
-        """Set each branch's weight in the row; an empty branch gets weight 0 and LSE -inf. Return the merged LSE."""
+        """Set `weights` to the branches' weights in the row. Return the merged LSE, +inf if all branches are empty.
+
+        A branch without keys gets weight 0, and its LSE in `logs` becomes -inf.
+        """
         max_lse, lse_sum = -Float32(INFINITY), Float32(0.0)
         for n in cutlass.range_constexpr(self.branches):
             logs[n] = -Float32(INFINITY) if logs[n] == INFINITY else logs[n]
@@ -139,7 +143,7 @@ class MergeAttentionSm90:
 
     @cute.jit
     def add(self, raw, logs, weights):
-        """Return the weighted sum of a vector over the branches."""
+        """Return the weighted sum over the branches of `raw` [width, branches], in `dtype`."""
         acc = cute.make_rmem_tensor((self.width,), Float32)
         acc.fill(0.0)
         for n in cutlass.range_constexpr(self.branches):

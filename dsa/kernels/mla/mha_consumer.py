@@ -6,8 +6,8 @@ are predicated by the bits, so the mask costs nothing in the maxima. ptxas extra
 one instruction (R2P) if adjacent bits are used consecutively. So a row's scores are processed eight at a time, one
 byte of the word.
 
-Epilogue: O goes through shared memory. A warp stages OUT_COLUMNS channels of its 16 rows at a time, so that it
-writes 128 contiguous bytes of each row to global memory. The 16-byte chunk c of row r is at position c ^ (r % 8),
+Epilogue: O goes through shared memory. A warp has 16 rows and stages OUT_COLUMNS channels at a time, so that it writes
+128 contiguous bytes of each row to global memory. The 16-byte chunk c of row r is at position c ^ (r % 8),
 which avoids bank conflicts.
 """
 
@@ -23,12 +23,13 @@ from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
 
 
 def places(byte: int, r: int) -> list[int]:
-    """Return the indices, in a lane's accumulator, of the eight scores of row r that belong to a byte of its word."""
+    """Return the indices, in a lane's accumulator, of eight scores of the lane's row r (0 or 1): those whose bits are
+    in byte `byte` of the row's selection word."""
     return [(8 * byte + bit) // 2 * 4 + 2 * r + bit % 2 for bit in range(8)]
 
 
 def bit_mask(byte: int, bit: int) -> int:
-    """Return an int32 with only that bit of that byte set."""
+    """Return an int32 in which only bit `bit` of byte `byte` is set."""
     mask = 1 << 8 * byte + bit
     return mask - (mask >> 31 << 32)
 
@@ -55,7 +56,8 @@ def low_bits(count: Int32) -> Int32:
 
 
 def after(word: Int32, x: Float32, zero: Int32) -> Int32:
-    """Return `word`, with a data dependency on x: word + (bits of x) * zero."""
+    """Return `word` as word + (bits of x) * zero, which makes it depend on x. `zero` is 0, but ptxas does not know
+    this."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 t; mov.b32 t, {$r1}; mad.lo.s32 {$w0}, t, {$r2}, {$r0}; }",
         write_only_types=[Int32],
@@ -64,17 +66,17 @@ def after(word: Int32, x: Float32, zero: Int32) -> Int32:
 
 
 def max_all(before: tuple[Float32, ...], eight: list[Float32]) -> tuple[Float32, Float32]:
-    """Return the maxima of the even and of the odd elements of eight scores, and of the two maxima `before`
-    if given.
+    """Return (maximum of the even elements, maximum of the odd elements) of eight scores. If `before` is given, each
+    maximum includes the corresponding one of `before`.
     """
     even, odd = ([*before[i : i + 1], *eight[i::2]] for i in range(2))
     return functools.reduce(cute.arch.fmax, even), functools.reduce(cute.arch.fmax, odd)
 
 
 def max_selected(before: tuple[Float32, ...], eight: list[Float32], word: Int32, byte: int) -> tuple[Float32, Float32]:
-    """Return the same as `max_all`, but only of the scores whose bits in that byte of the word are set.
+    """Return the same as `max_all`, but only of the scores whose bits in byte `byte` of `word` are set.
 
-    Without `before`, a maximum over no score is -inf.
+    If no bit is set and `before` is empty, the maximum is -inf.
     """
     code = ""
     for i in range(8):
@@ -105,7 +107,7 @@ def store_rows(
     """Write LSE and O of the warp's rows.
 
     staged         address of the warp's staging buffer in shared memory
-    own_row        the lane's first row; its second row is 8 further
+    own_row        the lane's first row in the work tile; its second row is 8 further
     few_registers  recompute values derived from the lane here, instead of keeping them in registers through
                    the mainloop
     """

@@ -5,9 +5,10 @@ The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past
 The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with
 all KV blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by
 groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first rows, and
-heads vary fastest. The first work tile of a CTA is the one with the CTA's index. The SCHEDULE warp takes each further
-number from a tile counter in global memory (dsa/cute/tile_counter.py). It publishes each WorkTileInfo to the other
-warps through a two-stage pipeline in shared memory.
+heads vary fastest. A CTA's first work tile has the CTA's index as its number. The number of each further work tile is
+the number of CTAs plus a value that the SCHEDULE warp takes from a tile counter in global memory
+(dsa/cute/tile_counter.py). The SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage
+pipeline in shared memory.
 """
 
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class WorkTileInfo(NamedTuple):
     key            first key of the sequence, among the keys of all sequences
     key_count      number of keys of the sequence
     first          number of keys that the first query row sees; each further row sees one more, up to key_count
-    value_rows     number of valid V rows from the start of the last block on; CLEAR zero-fills the block's rows
-                   after these
+    value_rows     number of V rows that the sequence has from the start of the last block on, or 0 if the work
+                   tile sees no key. CLEAR zero-fills the block's rows after these
     """
 
     blocks: Int32
@@ -95,8 +96,8 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence. It completes when the
-                TMA load is complete; then CLEAR zero-fills these rows and completes the full barrier of v
+    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence's end. It completes when
+                the TMA load is complete. Then CLEAR zero-fills these rows and arrives at the full barrier of v
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the
@@ -132,7 +133,7 @@ class MhaPipelines:
 class MhaProducer:
     """The LOAD and CLEAR warps.
 
-    rope  number of a key's last channels that all heads share and that LOAD loads from a separate tensor; or 0
+    rope  number of last channels of a key that are in a separate tensor, which all heads share; 0 if there is none
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MhaConfig, rope: int):
@@ -198,8 +199,8 @@ class MhaProducer:
         P of these rows is 0, but the rows can contain NaN, and 0 * NaN is NaN.
         """
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
-        # count: number of V blocks so far. phases: one phase bit per stage of v_loaded. The phases do not follow
-        # from count, because not every block uses v_loaded.
+        # count: number of V blocks so far. phases: one phase bit per stage of v_loaded. The phases cannot be computed
+        # from `count`, because not every block uses v_loaded.
         tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
         while blocks > 0:
             work_tile = pipelines.work_tiles.current(tile_state)
@@ -230,8 +231,9 @@ class MhaProducer:
 
 @cute.jit
 def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, head, shape: cutlass.Constexpr):
-    """Return the partitions for a TMA load: of shared memory [., stage], and of the blocks [., n] of a head's rows
-    from `row` on.
+    """Return the partitions of a TMA load: shared memory [., stage], and global memory [., n].
+
+    Block n of global memory has rows `row` + n * shape[0] on of head `head`.
     """
     blocks = cute.local_tile(cute.domain_offset((row, 0), x[None, None, head]), shape, (None, 0))
     return cute.nvgpu.cpasync.tma_partition(
@@ -243,14 +245,14 @@ def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, hea
 class MhaScheduler:
     """Computes the work tiles of a CTA.
 
-    cu_q, cu_k        [B + 1] int32: first rows of the sequences, and the total
+    cu_q, cu_k        [B + 1] int32: first row of each sequence in Q and in K, then the total
     tile_counter      [1] int32, 0 at launch
     heads             number of query heads
     group             query heads per group
     ratio             query heads per KV head
     causal            > 0: a row sees keys up to its position, with queries aligned to the end of the keys
-    queries, kv_rows  total rows of Q and of K
-    rows, keys        query rows of a work tile, keys of a block
+    queries, kv_rows  numbers of rows of Q and of K, over all sequences
+    rows, keys        number of query rows of a work tile, number of keys of a KV block
     """
 
     cu_q: cute.Tensor
@@ -274,8 +276,8 @@ class MhaScheduler:
         state, more = start(), Int32(1)
         sequence, before = Int32(0), Int32(0)
         while more > 0:
-            # A CTA's work-tile numbers increase, so the search for the sequence of number `index` resumes at the
-            # previous work tile's sequence. Each step checks 32 sequences, one per lane.
+            # Find the sequence that contains work tile number `index`. A CTA's numbers increase, so the search resumes
+            # at the previous work tile's sequence. Each step checks 32 sequences, one per lane.
             passed = Int32(WARP)
             while passed == WARP:
                 other = sequence + lane
@@ -298,7 +300,7 @@ class MhaScheduler:
 
     @cute.jit
     def work_tile(self, sequence, local) -> WorkTileInfo:
-        """Return the work tile that has number `local` in its sequence."""
+        """Return work tile number `local` of the sequence `sequence`."""
         query, queries = span(self.cu_q, sequence, self.queries)
         key, keys = span(self.cu_k, sequence, self.kv_rows)
         tiles = (queries + self.rows - 1) // self.rows
@@ -334,8 +336,8 @@ class MhaScheduler:
 def span(bounds: cute.Tensor, sequence, rows: Int32):
     """Return (first row, number of rows) of a sequence.
 
-    A sequence whose bounds are negative, decrease or exceed `rows` counts as empty, so that no work tile reads or
-    writes outside the tensors.
+    A sequence with wrong bounds counts as empty, so that no work tile reads or writes outside the tensors. Bounds are
+    wrong if they are negative, decrease or exceed `rows`.
     """
     first, end = bounds[sequence], bounds[sequence + 1]
     if first < 0 or end < first or end > rows:

@@ -82,7 +82,7 @@ from dsa.kernels.mla.mla_softmax import NO_MAX, raise_row_max
 from dsa.kernels.mla.mla_tiles import tiled_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-REGISTERS = {2: (240, 24), 3: (160, 32)}  # per consumer warpgroup count: (consumer, producer) registers per thread
+REGISTERS = {2: (240, 24), 3: (160, 32)}  # {consumer warpgroups: registers per (consumer thread, producer thread)}
 
 
 class ProducerRole(IntEnum):
@@ -213,7 +213,8 @@ class MhaVarlenFwdSm90(MhaProducer):
             self.consume(storage, out, lse, (bits, dense_keys), scale, shared, tid, warp, lane)
 
     def block_layout(self, channels: int) -> cute.ComposedLayout:
-        """Return the shared-memory layout of `channels` channels of a KV block, a multiple of 64."""
+        """Return the shared-memory layout of `channels` channels of the KV blocks in all stages. `channels` is a
+        multiple of 64."""
         shape = self.rows, self.keys, channels
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
 
@@ -248,8 +249,8 @@ class MhaVarlenFwdSm90(MhaProducer):
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-        # Prologue: S = Q K^T of the first work tile's first block, without turns. The last warpgroup passes the first
-        # turn to warpgroup 0.
+        # Prologue: S = Q K^T of the first work tile's first block, for which the warpgroups take no turns. The last
+        # warpgroup passes the first turn of the mainloop to warpgroup 0.
         if warpgroup == self.cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
@@ -354,7 +355,7 @@ class MhaVarlenFwdSm90(MhaProducer):
     ):
         """Wait for a work tile's Q and first block of K, and load the block's selection words.
 
-        Return the number of keys for which `load_words` must read selection words.
+        Return the result of `find_words`: the number of keys for which `load_words` must read selection words.
         """
         known = Int32(0)
         if blocks > 0:
@@ -402,7 +403,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
-        mma = self.score_mma()  # a local copy: a TiledMma whose field is set inside a loop is unusable after the loop
+        mma = self.score_mma()  # a new one, because a TiledMma whose field is set in a loop is unusable after the loop
         for step in cutlass.range_constexpr(self.dim // 16):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             place = (None, None, step) if self.cfg.q_rmem else (None, None, step, q_stage)
@@ -411,9 +412,9 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def softmax(self, s, row_max, row_sum, factor, key, scale, words):
-        """Turn the scores of a block, whose first key is `key`, into P, and update row_max and row_sum.
+        """Overwrite the scores of a block, whose first key is `key`, with P, and update row_max and row_sum.
 
-        Return whether O must be multiplied by `factor`. With `selected`, `words` has the selection bits of
+        Set `factor`, and return whether O must be multiplied by it. With `selected`, `words` has the selection bits of
         the lane's two rows.
         """
         rose = raise_row_max(row_max, row_sum, factor, [value * scale for value in self.maxima(s, words)])
@@ -464,9 +465,9 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def cut_scores(self, s, clear, key, work_tiles, tile_state, own_row, lane):
-        """Set the scores of keys that the lane's rows do not see to -inf.
+        """Set scores to -inf for the keys that the lane's rows do not see.
 
-        All rows of the warpgroup see the first `clear` keys, so blocks below `clear` need no mask.
+        All rows of the warpgroup see the first `clear` keys, so blocks that end at or before `clear` need no mask.
         """
         if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
@@ -478,8 +479,8 @@ class MhaVarlenFwdSm90(MhaProducer):
     def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
         """Clear the selection bits of keys that the lane's rows do not see; `clear` is as in `cut_scores`.
 
-        A word has two bits per eight keys, those of the lane's two columns. The columns before key seen[r] are the
-        word's lowest bits.
+        A word has two bits per eight keys: the bits of the lane's two columns. The columns that row r sees come first,
+        so their bits are the lowest.
         """
         if key + self.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
@@ -489,10 +490,10 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return, for each of the lane's two rows, how many keys the row sees, minus the lane's first column. The
-        caller compares this with column offsets that are the same in all lanes.
+        """Return, for each of the lane's two rows, how many keys the row sees, minus the lane's first column.
 
-        The work tile is read again from shared memory to save registers.
+        So the caller can compare the results with column offsets that are equal in all lanes. This reads the work tile
+        again from shared memory to save registers.
         """
         work_tile = work_tiles.read(tile_state)
         seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]
@@ -500,7 +501,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def find_words(self, addresses, selection, work_tile: WorkTileInfo, own_row, warpgroup, lane) -> Int32:
-        """Set `addresses` to the lane's first selection word of each of its two rows.
+        """Set `addresses` to the address of the lane's first selection word in each of the lane's two rows of `bits`.
 
         Return the number of keys for which `load_words` must read selection words. If every row of the warpgroup
         sees at most `dense_keys` keys, all these keys are selected and the number is 0. Otherwise it is the number
@@ -541,9 +542,12 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     ctas).
 
     Tq, Tk > 0; scale > 0; tile_counter is 0. Rows of 16-bit tensors start at multiples of 16 bytes.
-    bits: from selection_bits_sm90.py, with enough words per row for the longest sequence. A warpgroup whose rows
-    see at most dense_keys keys does not read `bits`.
-    group: number of query heads, a multiple of H / Hk, whose work tiles are scheduled together.
+    bits        from selection_bits_sm90.py, with enough words per row for the longest sequence
+    dense_keys  a warpgroup whose rows see at most `dense_keys` keys does not read `bits`: all these keys are selected
+    causal      > 0: the last query of a sequence sees all keys of the sequence, and each query one key less than the
+                next query. Otherwise all queries see all keys
+    group       number of query heads, a multiple of H / Hk, whose work tiles are scheduled together
+    ctas        number of CTAs to launch
     """
     kind = cute_dtype(dtype)
     queries, keys, heads, kv_heads, batch = (cute.sym_int() for _ in range(5))

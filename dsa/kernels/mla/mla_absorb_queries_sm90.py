@@ -60,9 +60,10 @@ COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
 ROWS = 32  # rows of weights per warp
 OWN_ROWS = ROWS // 4  # rows of weights per lane
 PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # rope pairs per head
-READERS = OCTET // 2  # number of warps that add the slices' sums, two tokens each; a slice is the rows of one warp
-# Layout of an octet's sums of one slice, in elements: pairs of tokens, in which 16 channels of both tokens are
-# contiguous. With the padding, the 16-byte accesses of eight lanes use all banks.
+# A slice is the rows of weights of one warp. Every warp computes the sums of one slice.
+READERS = OCTET // 2  # number of warps that add the slices, for two tokens each
+# Strides, in elements, of an octet's sums in shared memory: between chunks of 16 channels of two tokens, between pairs
+# of tokens, and between slices. The padding lets the 16-byte accesses of eight lanes use all banks.
 CHUNK = 2 * VECTOR + 4
 OF_PAIR = BLOCK // VECTOR * CHUNK + 8
 OF_SLICE = READERS * OF_PAIR
@@ -140,10 +141,10 @@ class MlaAbsorbQueriesSm90:
                 self.store(slices, q, head, column, octet * OCTET + 2 * warp, lane)
 
     def layouts(self):
-        """Return the layouts of the sums in shared memory as they are written and as they are read.
+        """Return two layouts of the same sums in shared memory: one for writing, one for reading.
 
         written  [4 elements of an mma, mma, lane / 4, pair of tokens, slice, buffer]
-        read     [2 tokens of 4 channels, 4, chunk of 16 channels, pair of tokens, slice, buffer]
+        read     [4 channels x 2 tokens, 4 such groups in a chunk, chunk, pair of tokens, slice, buffer]
         """
         outer = (CHUNK, OF_PAIR, OF_SLICE, self.slices * OF_SLICE)
         shape = (BLOCK // VECTOR, READERS, self.slices, 2)
@@ -159,15 +160,15 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def load(self, q_nope, head, octet, queries, warp, lane):
-        """Load the nope channels of the lane's token that multiply this lane's rows. Past the end, load the last
-        token again.
+        """Load, for the lane's token, the nope channels that multiply this lane's rows of weights. Past the last token,
+        load the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
         load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)
 
     @cute.jit
     def rotate(self, q_pe, cos, sin, q, head, column, warp, lane):
-        """Rotate q_pe of the CTA's tokens and write it to q."""
+        """Rotate the rope channels of the CTA's tokens and write them to q."""
         for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
             pair = cute.make_rmem_tensor((2,), BFloat16)
             cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)
@@ -177,7 +178,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def convert(self, raw, scale, zero) -> cute.Tensor:
-        """Return the mma operands [4, i, step] of this lane's latent channels 2i and 2i + 1 and four of its rows."""
+        """Return the weights as mma operands [4, i, step] in bf16. An operand has the lane's latent channels 2 i and
+        2 i + 1, for the four rows from 4 `step` on among the lane's eight rows."""
         weights = cute.make_rmem_tensor((4, 2 * WORDS, 2), Uint32)
         for step in cutlass.range_constexpr(2):
             for word in cutlass.range_constexpr(WORDS):
@@ -191,7 +193,7 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def store(self, slices, q, head, column, token, lane):
-        """Store four latent channels per lane of two tokens."""
+        """Add the slices of two tokens in order, and store the sums: four latent channels per lane and token."""
         total = cute.make_rmem_tensor((8,), Float32)
         in_order(slices, total)
         out = cute.make_rmem_tensor((4,), BFloat16)

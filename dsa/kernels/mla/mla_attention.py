@@ -12,8 +12,9 @@ Warp roles
 Pipelines
 - Work tiles, v chunks and rope parts, from the load warps to the score and output warps (mla_tiles.py).
 - P, from the score warps to the output warps (mla_softmax.py), in two halves of the tile's keys.
-- During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
-  cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
+- During the softmax of a tile, the score warpgroup computes no S, and the tile's P does not exist yet. To keep the
+  tensor cores busy in this time, an output warpgroup delays half of the previous tile's O += P V until S of this tile
+  is done.
 Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A score
 thread needs 32 for S and 16 per chunk of Q. An output thread needs 128 for O. A wgmma with 256 columns does not compile
 in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
@@ -69,7 +70,8 @@ Q_RMEM_CHUNKS = 5  # chunks of Q in registers
 
 
 class TiledMmas(NamedTuple):
-    """S = Q K^T with Q in shared memory (qk) and in registers (qk_rmem), and O += P V (pv)."""
+    """The tiled MMAs. `qk` and `qk_rmem` are for S = Q K^T with Q in shared memory and in registers; `pv` is for
+    O += P V."""
 
     qk: cute.TiledMma
     qk_rmem: cute.TiledMma
@@ -109,8 +111,6 @@ class MlaAttention:
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
 
     def operand_storage(self) -> type:
-        """Return the struct of Q and keys in shared memory."""
-
         @cute.struct
         class OperandStorage:
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]
@@ -119,7 +119,7 @@ class MlaAttention:
         return OperandStorage
 
     def shared(self, storage) -> MlaShared:
-        """Return the shared memory of a struct with members pipeline, exchange and operands."""
+        """Return an MlaShared of the memory `storage`, a struct with the members pipeline, exchange and operands."""
         q_layout = self.q_layout()
         return MlaShared(
             self.kv.pipeline(storage.pipeline),
@@ -137,7 +137,8 @@ class MlaAttention:
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
-        """Set softmax.limits for `apply_mask`: how many keys the lane's rows, `tile_row` and `tile_row` + 8, see.
+        """Set `softmax.limits` for `apply_mask`: the number of keys that each of the lane's rows sees. The rows are
+        `tile_row` and `tile_row` + 8.
 
         A no-op here. Kernels whose mask needs the limits override it.
         """
@@ -240,9 +241,8 @@ class MlaAttention:
         lane,
         side,
     ):
-        """Run output warpgroup `side` (0 or 1), which has this half of O's channels, over all work tiles of this
-        CTA.
-        """
+        """Run output warpgroup `side` (0 or 1) over all work tiles of this CTA. It computes half `side` of the channels
+        of O."""
         pipeline, exchange, v = shared.pipeline, shared.exchange, shared.kv.v
         thr = mma.get_slice(tid)
         values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
@@ -329,7 +329,7 @@ class MlaAttention:
     ):
         """Store O of a work tile that is not a split.
 
-        row   the lane's first row
+        row   the lane's first row, which can be past the last row
         rows  the lane's two rows, clamped to the last row
         """
         coords = [q_tile.coord(batch_idx, rows[r]) for r in range(2)]
@@ -341,8 +341,10 @@ class MlaAttention:
     ):
         """Store O of two rows per lane, staged in the memory of stage `p_stage` of P.
 
-        left: number of valid rows from the lane's first row on. The barrier ensures that both output warpgroups
-        have read the stage of P before either of them overwrites it.
+        coords  (sequence, query, head) of the two rows
+        left    number of valid rows from the lane's first row on
+
+        The barrier ensures that both output warpgroups have read the stage of P before either of them overwrites it.
         """
         staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED

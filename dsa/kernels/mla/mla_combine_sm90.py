@@ -36,7 +36,7 @@ from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-LSES = MAX_PARTS // WARP  # LSEs of a row's splits per lane
+LSES = MAX_PARTS // WARP  # a lane loads this many of the LSEs of a row's splits
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class MlaCombineConfig:
 
 
 class SplitCombine:
-    """The code of dense and sparse combining that does not depend on where the splits come from.
+    """The code that dense and sparse combining share.
 
     A kernel defines:
 
     coord(out, batch_idx, row, kv_head, kv_heads)  return (sequence, query, head) of a row in the results
-    split_idx(first, split)                        return the index of a split's partial result
+    split_idx(first, split)                        return the index of the partial result of a row's split `split`
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MlaCombineConfig):
@@ -67,7 +67,7 @@ class SplitCombine:
         self.unroll = 16 // self.vectors  # splits per warp whose loads are in flight together
 
     def row_blocks(self, rows):
-        """Return the number of CTAs for all rows and channels of a sequence or query and KV head."""
+        """Return the number of CTAs that compute one KV head of a sequence or query: all `rows` rows, all channels."""
         return (rows + self.rows - 1) // self.rows * (HEAD_DIM_V // self.columns)
 
     @cute.jit
@@ -100,9 +100,9 @@ class SplitCombine:
         warp,
         lane,
     ):
-        """Combine the `splits` splits of a row. Split i has partial result split_idx(first, i).
+        """Combine the `splits` splits of a row. Split i has partial result `split_idx(first, i)`.
 
-        sink: the row's attention sink as a natural logarithm; -inf if it has none.
+        sink: the attention sink of the row's head, in natural logarithm; -inf if there is none.
         """
         smem, rows, group = SmemAllocator(), lse_partial.shape[2], warp % self.groups
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
@@ -238,8 +238,8 @@ class MlaCombineSm90(SplitCombine):
         row_blocks: Int32,
     ):
         number, kv_head, row, column, warp, lane = self.coords(row_blocks)
-        # This kernel also reads the plan, and the plan kernel can be the launch before the attention kernel. To wait
-        # for the attention kernel suffices, because the attention kernel has waited for the plan kernel.
+        # This kernel also reads the plan, which the plan kernel can have written just before the attention kernel. A
+        # wait for the attention kernel covers both, because the attention kernel has waited for the plan kernel.
         wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:

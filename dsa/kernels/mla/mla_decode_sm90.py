@@ -6,8 +6,8 @@ q and k have 576 channels.
 
 Work: a CTA computes TILE_M rows, a row tile. Its work tiles are sequences or splits of sequences
 (decode_producer.py), which the CTA computes in tiles of TILE_N keys. If the number of row tiles is even, two CTAs
-with adjacent row tiles form a cluster. They need the same keys, so each CTA loads half of them and multicasts
-that half to both.
+with adjacent row tiles form a cluster. The two CTAs need the same keys, so each CTA loads half of the keys' bytes and
+multicasts that half to both.
 Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
 by TMA (decode_producer.py). The score warpgroup loads Q itself.
 Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). With a
@@ -61,7 +61,7 @@ V_STAGES, ROPE_STAGES = 10, 2
 
 @dataclass(frozen=True)
 class DecodeQTile(QTile):
-    """Rows of a KV head, which are the query tokens x heads of a sequence.
+    """The rows of a sequence and KV head: row i is head i % `heads` of query token i / `heads`.
 
     queries  number of query tokens of a sequence
     heads    query heads per KV head
@@ -206,15 +206,15 @@ class MlaDecodeSm90(MlaAttention):
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
         """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the other k chunks to shared memory.
 
-        The first instruction that reads a register waits for the register's load. The chunks in shared memory are
-        complete after `cp_async_wait_group(0)` and a barrier. Rows past the last one are zeros. The score warps start
-        these loads as soon as the load warp has announced the sequence. If the loads were issued after those of the
-        first keys, they would complete later than the keys.
+        Nothing needs to wait for the registers, because the first instruction that reads a register waits for that
+        register's load. The chunks in shared memory are complete after `cp_async_wait_group(0)` and a barrier. Rows
+        past the last one are zeros. The score warps start these loads as soon as the load warp has announced the
+        sequence. Loads of Q that were issued after the loads of the first keys would complete later than the keys.
         """
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
             # Before Q in shared memory is overwritten, all warps must be done with the previous work tile's Q: PTX
-            # does not say which rows of Q a warp reads in its part of a wgmma.
+            # does not say which rows of Q a warp of the warpgroup reads for a wgmma.
             cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             lane, rows, first_row = opaque(lane), q_tile.rows, q_tile.first_row
             target = cute.recast_ptr(shared.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
@@ -224,8 +224,8 @@ class MlaDecodeSm90(MlaAttention):
                 for n in cutlass.range_constexpr(Q_RMEM_CHUNKS, len(self.order)):
                     place = target + ((n - Q_RMEM_CHUNKS) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
                     load_16_or_zeros(place, source + self.order[n] * K_CHUNK, first_row + row < rows)
-            # Of each 16 channels a lane has channel pairs lane % 4 and lane % 4 + 4, in rows lane / 4 and
-            # lane / 4 + 8 of the warp's 16 rows.
+            # The layout of wgmma's operand A in registers: of each 16 channels a lane has the pairs of channels lane %
+            # 4 and lane % 4 + 4, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
             words = cute.make_tensor(
                 cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16 * Q_RMEM_CHUNKS))
             )
@@ -289,7 +289,8 @@ class MlaDecodeSm90(MlaAttention):
 
 @cute.jit
 def load_16_or_zeros(target: cute.Pointer, source: cute.Pointer, valid: Boolean):
-    """Copy 16 bytes between 16-byte-aligned addresses; if `valid` is False, write zeros and read nothing."""
+    """Copy 16 bytes from global to shared memory by cp.async, as one committed group. Both addresses are aligned to 16
+    bytes. If not `valid`, write zeros and read nothing."""
     size = Int32(16) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; cp.async.commit_group;",
@@ -305,7 +306,8 @@ def compile_mla_decode(dtype: str, box: int, cluster: int):
     fixed_splits).
 
     B, s_q, pages, max_pages > 0; h_k divides h_q; P is a multiple of `box`; the number of row tiles is a
-    multiple of `cluster`. Rows of q and of the cache start at multiples of 16 bytes.
+    multiple of `cluster`. Rows of q and of the cache start at multiples of 16 bytes. For plan, num_splits, capacity and
+    fixed_splits see `DecodeScheduler`; for causal see `DecodeQTile`.
     """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits = (cute.sym_int() for _ in range(5))
@@ -328,7 +330,8 @@ def compile_mla_decode(dtype: str, box: int, cluster: int):
 
 
 def cluster_of(rows: int) -> int:
-    """Return the cluster size for `rows` (query tokens x heads) of a KV head: 2 if the number of row tiles is even."""
+    """Return the cluster size for `rows` rows (query tokens x heads) of a KV head: 2 if the number of row tiles is
+    even, otherwise 1."""
     return 2 if -(-rows // TILE_M) % 2 == 0 else 1
 
 

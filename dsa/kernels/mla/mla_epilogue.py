@@ -1,18 +1,18 @@
 """The epilogues of MLA attention without swap A/B: write LSE and O.
 
-`Epilogue`: for a work tile that covers all keys of its query or sequence, it writes O and LSE to the results. For
-a split it writes a partial result, normalised by the sum over the split's keys, and the split's LSE, from which the
-combine kernels compute weights.
+`Epilogue` writes O and LSE. For a work tile that covers all keys of a query or sequence, they go to the results. For a
+split, O is a partial result, normalised by the sum over the split's keys. From the LSEs of the splits, the combine
+kernels compute the splits' weights.
 
-`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales, and no LSE. It
-rounds O to q's dtype, in which `Epilogue` stores O, rotates the last 64 channels by the negative angle of the
-query's position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
+`CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales, and no LSE. First it
+rounds O to q's dtype, as `Epilogue` does. Then it rotates the last 64 channels by the negative angle of the query's
+position and rounds these channels again. Every 128 channels of a row get a scale. The bits equal those of
 three separate kernels: attention that stores O, `apply_rotary` by the negative angle and `per_token_cast_to_fp8`.
 But no 16-bit result goes through global memory.
 
 A row is spread over the four lanes of a quad. A lane has 32 of each 128 channels, as pairs 8 channels apart. Output
-warpgroup 1, which has the upper half of the channels, has all rotated channels, and both channels of a rotation
-pair are in one lane.
+warpgroup 1, which has the upper half of the channels, has all rotated channels. Both channels of a rotation pair are in
+one lane.
 
 Both epilogues stage O in P's memory: 64 bytes of each of a warp's 16 rows at a time, which are 32 channels in 16 bits
 or 64 channels in e4m3. The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.
@@ -35,13 +35,13 @@ from dsa.kernels.mla.mla_softmax import Exchange, SoftmaxState
 
 HALF_V = HEAD_DIM_V // 2  # channels per output warpgroup
 STAGED = 32  # channels of a row that `Epilogue` stages in shared memory at a time
-OWN = GROUP // 4  # channels per lane of each GROUP channels that share a scale
+OWN = GROUP // 4  # channels that a lane has of each group of GROUP channels, which share a scale
 ROW_BYTES = 64  # bytes of a row that `CastEpilogue` stages in shared memory at a time
 ROTATED = ROTATED_BACK // 4  # rotated channels of a row per lane
 
 
 class Epilogue:
-    """Write O in `dtype`; `with_max_logits` also writes the maximum logits."""
+    """Write LSE, O in `dtype`, and with `with_max_logits` also the maximum logits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool = False):
         self.dtype, self.with_max_logits = dtype, with_max_logits
@@ -58,9 +58,11 @@ class Epilogue:
         tile_row,
         lane,
     ):
-        """Write LSE of row `tile_row`, the lane's r-th row, and pass 1 / (sum of P) to the output warpgroups.
+        """Write LSE of row `tile_row`, the lane's r-th row, and the row's maximum logit if `with_max_logits`. Pass the
+        factor of O, `Exchange.inverse`, to the output warpgroups.
 
-        A row without keys has LSE +inf, or -inf in a split, so that the combine kernel gives the split weight 0.
+        A row without keys has LSE +inf. In a split it has LSE -inf, so that the combine kernel gives the split weight
+        0.
         """
         row = opaque(q_tile.first_row + tile_row)
         row_sum = state.whole_sum(r)
@@ -90,7 +92,7 @@ class Epilogue:
     def store(self, acc, upper, lower, results: Results, coords, rows, staging, side, lane):
         """Write a warp's 16 rows x 256 channels of O, staged in 1 KiB of P's memory.
 
-        upper, lower  factors of the lane's two rows
+        upper, lower  factors by which the lane's first and second row of O are multiplied
         coords        (sequence, query, head) of the two rows
         rows          number of valid rows from the lane's first row on
         """
@@ -116,13 +118,15 @@ class Epilogue:
 
     @cute.jit
     def staged(self, row, vector):
-        """Return the offset of a vector of 8 elements among 16 rows of STAGED, swizzled against bank conflicts."""
+        """Return the offset, in elements, of vector `vector` (8 elements) of a staged row. The staging memory has 16
+        rows of STAGED elements, swizzled against bank conflicts."""
         return row * STAGED + (vector ^ (row // 2 % 4)) * 8
 
     @cute.jit
     def store_partial(self, acc, upper, lower, targets, rows, side, lane):
-        """Write a warp's 16 rows x 256 channels of a partial result, in fp32. Arguments are as in `store`; targets:
-        the lane's two rows of the partial result.
+        """Write a warp's 16 rows x 256 channels of a partial result, in fp32 and without staging.
+
+        targets: the lane's two rows of the partial result. The other arguments are as in `store`.
         """
         pair = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(HALF_V // 8):
@@ -139,7 +143,7 @@ class CastResults:
     """The outputs and the rotary tables of a kernel with a CastEpilogue. Such a kernel has no splits and writes no LSE.
 
     out          [G, T, h / G, 512] e4m3; the h heads are divided into G groups
-    scale        [G, T, h / G, 4]
+    scale        [G, T, h / G, 4] fp32
     cos, sin     [T, 32], inputs
     group_heads  h / G as a divisor
     sink         as in `Results`
@@ -192,7 +196,7 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
-        """Divide acc by the scales of its groups of channels, and write the scales.
+        """Divide `acc` by the scales of the groups of channels, and write the scales. A group is 128 channels of a row.
 
         A quad has two rows and, of each row, the warpgroup's two groups of channels. Each of the four lanes computes
         the scale of one of these four groups, because a division takes many registers: all four scales in every lane
@@ -216,19 +220,21 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def channels_of(self, x, results: CastResults, coord):
-        """Return the slice of out or scale that belongs to a row of attention's result."""
+        """Return the vector of x, which is out or scale, for a row of attention's result. coord: (token, 0, head)."""
         token, _, head = coord
         group, of_group = divmod(head, results.group_heads)
         return x[group, token, of_group, None]
 
     @cute.jit
     def staged_bytes(self, row, vector):
-        """Return the offset of a 16-byte chunk among 16 rows of ROW_BYTES."""
+        """Return the offset, in bytes, of the 16-byte chunk `vector` of a staged row. The staging memory has 16 rows of
+        ROW_BYTES bytes, swizzled against bank conflicts."""
         return row * ROW_BYTES + (vector ^ (row // 2 % 4)) * 16
 
     @cute.jit
     def rotate_back(self, acc, results: CastResults, token, lane):
-        """Rotate back the last ROTATED_BACK channels, in pairs of adjacent channels. All rows are of one token."""
+        """Rotate the last ROTATED_BACK channels, in pairs of adjacent channels, by the negative angle of `token`. All
+        rows belong to this token."""
         rotated = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * ROTATED), cute.make_layout(2 * ROTATED))
         for i in cutlass.range_constexpr(ROTATED // 2):
             pair = 4 * i + lane % 4

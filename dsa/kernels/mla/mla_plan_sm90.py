@@ -7,12 +7,12 @@ Work: one CTA
   cost per part plus `overhead`. The part gets the next whole sequences that fit the budget; the warp checks 32
   sequences at a time. If more than `overhead` of the budget is left, the part also gets a split of the next
   sequence.
-- The rest of a split sequence costs `overhead` again. The budget includes it, so every part advances by at
-  least the mean cost. The last part gets all that is left.
+- A split costs `overhead` once more, because the rest of the sequence is another work tile. The budget includes this
+  `overhead`, so every part advances by at least the mean cost. The last part gets all that is left.
 - Meanwhile, the other warps write 0 to the unused columns of the plan.
 - The plan contains no end for the last split of a sequence: that split runs to the end that the sequence has when
   the plan is used. So a plan made for other lengths is unbalanced but correct.
-- A length can be any int32. All sequences together count as at most MAX_TILES tiles, so sums fit in 32 bits.
+- A length can be any int32. Each of the B sequences counts as at most MAX_TILES / B tiles, so sums fit in 32 bits.
 Shared memory: MAX_BATCH + 1 sums. Constraints: at most MAX_BATCH sequences.
 Roofline: bound by latency, because warp 0 plans one part after the other: 26 us for 132 parts, 14 us for 66.
 """
@@ -34,7 +34,7 @@ from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_N
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
-MAX_TILES = 2**30  # largest number of tiles that all sequences together count as
+MAX_TILES = 2**30  # a sequence counts as at most MAX_TILES / B tiles, so that sums over the B sequences fit in int32
 
 
 class MlaPlanSm90:
@@ -57,7 +57,7 @@ class MlaPlanSm90:
         for base in cutlass.range(0, batch, THREADS, unroll=1):
             own = Int32(0)
             if base + tid < batch:
-                # Round up without overflowing 32 bits.
+                # Round up. Adding TILE_N - 1 to the length could overflow 32 bits.
                 tiles = (cutlass.max(lengths[base + tid], 0) - 1) // TILE_N + 1
                 own = cutlass.min(tiles, most) + overhead
             earlier, here = block_exclusive_scan(own, sums, lane, warp)
@@ -77,13 +77,13 @@ class MlaPlanSm90:
 
     @cute.jit
     def split(self, before, plan, num_splits, overhead, total, batch, lane):
-        """Assign sequences to parts, and set num_splits[b + 1] to the number of partial results of sequences 0 to b;
-        called by one warp.
+        """Assign sequences to parts, and write the plan. Set num_splits[b + 1] to the number of partial results of
+        sequences 0 to b. One warp calls this.
         """
         parts = plan.shape[0]
         payload = (total + parts - 1) // parts + overhead
-        # The next part begins at tile `tile` of `sequence`, with that sequence's split `index`. `partials` is
-        # the number of partial results so far, `split_sequences` the number of split sequences so far.
+        # The next part begins at tile `tile` of `sequence`, with split number `index` of this sequence. So far there
+        # are `partials` partial results and `split_sequences` split sequences.
         sequence, tile, index, partials, split_sequences = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for part in cutlass.range(parts, unroll=1):
             first, first_tile, first_index = sequence, tile, index

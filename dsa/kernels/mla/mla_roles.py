@@ -2,8 +2,8 @@
 
 A work tile is a range of consecutive tiles of TILE_N keys, for one sequence (dense), one query or one group of
 queries (sparse). The load warps get work tiles from a plan or a scheduler and publish them to the other warps
-through a WorkTilePipeline (dsa/cute/work_tile.py). A work tile that does not cover all keys of its sequence or
-query is a split. The output and score warps write a partial result for a split, and a combine kernel
+through a WorkTilePipeline (dsa/cute/work_tile.py). A work tile that does not cover all keys of the sequence
+or query is a split. The output and score warps write a partial result for a split, and a combine kernel
 (mla_combine_sm90.py) later combines the partial results.
 """
 
@@ -26,7 +26,7 @@ class RoleRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread's position in its role: warpgroup, warp of the warpgroup, and lane."""
+    """A thread's position in a warp role: warpgroup of the role (`side`), warp of the warpgroup, and lane."""
 
     side: Int32
     warp: Int32
@@ -38,10 +38,10 @@ class Thread:
 
 
 class Coord(NamedTuple):
-    """A thread's position in its CTA.
+    """A thread's position in the CTA, and the heads that the CTA computes.
 
     first_head  first head that the CTA computes
-    heads       number of heads of a query
+    heads       number of heads of a query, over all CTAs
     thread      the result of `SparseMlaKernel.thread`
     """
 
@@ -60,9 +60,9 @@ class WorkTileInfo(NamedTuple):
     first_tile  first tile of keys
     tiles       number of tiles
     split_idx   index of the partial result to write; negative if the work tile is not a split
-    length      number of keys of the sequence that the block table covers (dense)
-    seen        number of keys that the causal mask lets the sequence's last query see: the sequence's length, even
-                if the block table covers fewer keys (dense)
+    length      (dense) number of keys of the sequence that the block table covers
+    seen        (dense) length of the sequence, even if the block table covers fewer keys. The causal mask lets the
+                last query see this many keys
     """
 
     batch_idx: Int32
@@ -80,7 +80,7 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class QTile:
-    """The rows of a CTA: `first_row` to `first_row` + TILE_M - 1 of the `rows` rows of a KV head.
+    """The rows that a CTA computes. A KV head has `rows` rows, and the CTA has TILE_M of them from `first_row` on.
 
     A subclass adds `coord(batch_idx, row)`, which returns (sequence, query, head) of a row in the results.
     """
@@ -90,7 +90,7 @@ class QTile:
     kv_head: Int32
 
     def has_row(self, batch_idx: Int32, row: Int32):
-        """Whether the work tile of `batch_idx` has this row; rows past the last one are padding of the tile."""
+        """Whether the work tile with this `batch_idx` has row `row`. The CTA's rows after the last one are padding."""
         return row < self.rows
 
 

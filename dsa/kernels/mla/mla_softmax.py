@@ -5,8 +5,9 @@ row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers
 - The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2, so P is at most 2^8. row_max is raised,
   and O is rescaled, only if the true maximum exceeds this limit. So the score warps compute the first
   exponentials before they know the tile's maximum.
-- The score warps pass P on in two halves of the tile's keys: the first half before they compute the second.
-A lane has scores of rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Of every 8 columns it has columns
+- The score warps pass P of the tile's first 32 keys to the output warps before they compute P of the last 32 keys.
+
+A lane has scores in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Of every 8 columns, the lane has columns
 lane % 4 * 2 and lane % 4 * 2 + 1.
 """
 
@@ -34,10 +35,11 @@ class Exchange:
 
     p           [TILE_M, TILE_N, P_STAGES]
     p_pipeline  pipeline of p, with one full barrier per half of a stage's keys
-    rescale     [TILE_M, P_STAGES]: factor of each row of O before the tile's P V is added; written before the
-                first half of P
+    rescale     [TILE_M, P_STAGES]: factor by which each row of O is multiplied before the tile's P V is added; written
+                before the first half of P
     scored      mbarrier that completes a phase per tile, when the tile's S is computed
-    inverse     [TILE_M]: factor of each row of O at the end of a work tile, 1 / (sum of P)
+    inverse     [TILE_M]: factor by which each row of O is multiplied at the end of a work tile: 1 / (sum of P). The sum
+                includes the attention sink, if there is one and the work tile is not a split
     end         pipeline of inverse, one stage
     """
 
@@ -91,10 +93,11 @@ class ExchangeMemory:
 
 @cute.jit
 def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, tile_max):
-    """Raise row_max to tile_max in those of the lane's two rows where tile_max exceeds row_max by more than
-    RESCALE_THRESHOLD, and rescale row_sum.
+    """Raise row_max to tile_max, and rescale row_sum, in the rows where tile_max exceeds row_max by more than
+    RESCALE_THRESHOLD. All arguments have one element for each of the lane's two rows.
 
-    Set `factor` to the factors by which O must be multiplied. Return whether any lane of the warp raised row_max.
+    Set `factor` to the factors by which O must be multiplied, 1 in other rows. Return whether any lane of the warp
+    raised row_max.
     """
     factor.fill(1.0)
     rose = cute.arch.vote_any_sync(
@@ -111,12 +114,12 @@ def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tenso
 
 @dataclass(frozen=True)
 class SoftmaxState:
-    """Softmax state of a lane's two rows.
+    """Softmax state of a lane's two rows. Scores are in log2: scale * log2(e) * q . k.
 
     limits      number of keys that each row sees; only set if the kernel's mask needs it
-    row_max     the maximum that P is relative to, in log2; NO_MAX before the first score
-    row_sum     the lane's part of the sum of P
-    max_logits  the true maximum, in log2; only kept if the kernel writes the maximum logits
+    row_max     P is 2^(score - row_max); NO_MAX before the first tile. row_max can be less than the true maximum
+    row_sum     sum of P over the lane's columns
+    max_logits  true maximum of the scores; only kept if the kernel writes the maximum logits
     """
 
     limits: cute.Tensor
@@ -126,14 +129,13 @@ class SoftmaxState:
 
     @cute.jit
     def reset(self):
-        """Reset the state before the first tile of a work tile."""
         self.row_max.fill(NO_MAX)
         self.row_sum.fill(0.0)
         self.max_logits.fill(-float("inf"))
 
     @cute.jit
     def whole_sum(self, r: cutlass.Constexpr):
-        """Return the sum of P over the row's four lanes."""
+        """Return the sum of P in the lane's r-th row, over the four lanes that share the row."""
         row_sum = self.row_sum[r] + cute.arch.shuffle_sync_bfly(self.row_sum[r], offset=1)
         return row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=2)
 
@@ -155,8 +157,8 @@ def write_p(
     """
     row_max, row_sum = state.row_max, state.row_sum
     p = cute.make_rmem_tensor((HALF,), Float32)
-    # Compute the first half of P relative to row_max of the previous tiles. It is recomputed below only if
-    # the maximum of any row of the warp exceeds row_max by more than the threshold.
+    # Compute the first half of P relative to the row_max of the previous tiles. This half is recomputed below if a
+    # maximum in one of the warp's rows exceeds row_max by more than the threshold.
     powers(p, scores, 0, row_max, scale)
     tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     for r in cutlass.range_constexpr(2):

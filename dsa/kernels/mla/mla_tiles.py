@@ -33,7 +33,8 @@ K16 = 16  # K of a wgmma instruction with 16-bit operands
 
 
 def k_chunk_order(head_dim: int) -> list[int]:
-    """Return the k chunks in the load order of a key's v chunks, including the rope part if the key has one."""
+    """Return the indices of a key's k chunks in the order in which they are loaded. ROPE_CHUNK is among them if the key
+    has a rope part."""
     order = [v_chunk * K_PER_V + c for v_chunk in V_CHUNK_ORDER for c in range(K_PER_V)]
     if head_dim > HEAD_DIM_V:
         order.insert(ROPE_AFTER * K_PER_V, ROPE_CHUNK)
@@ -43,7 +44,8 @@ def k_chunk_order(head_dim: int) -> list[int]:
 def tiled_mma(
     dtype: type[cutlass.Numeric], majors: str, shape: tuple[int, int], a_in_registers: bool = False, warpgroups: int = 1
 ) -> cute.TiledMma:
-    """Return a wgmma with `shape` (M, N) per warpgroup. majors: the major modes of A and B, such as "K MN"."""
+    """Return a wgmma with `shape` (M, N) per warpgroup, accumulated in fp32. majors: the major modes of A and B, such
+    as "K MN"."""
     a_major, b_major = (getattr(cute.nvgpu.OperandMajorMode, major) for major in majors.split())
     sources = cute.nvgpu.warpgroup.OperandSource
     source = sources.RMEM if a_in_registers else sources.SMEM
@@ -62,10 +64,10 @@ class KvPipeline:
     """The barriers of the rings of keys, and the valid masks and work tiles that the load warps write.
 
     v           ring of v chunks; each stage has one full barrier per k chunk
-    rope        ring of rope parts; keys without rope use it for the valid mask only
+    rope        ring of rope parts; for keys without a rope part, this ring only passes the valid mask
     valid_mask  [MASK_WORDS, rope stages]: which keys of the tile are valid. Paged loads use one bit per TMA box
                 in the first word. Top-k gathers use 16 bits of each word, one per key: word i has the keys that
-                load warp i gathers. For query groups the first dimension is MASK_WORDS words per query
+                load warp i gathers. Gathers for query groups have MASK_WORDS words per query of the group
     work        pipeline of work tiles
     """
 
@@ -75,7 +77,6 @@ class KvPipeline:
     work: WorkTilePipeline
 
     def start(self) -> KvState:
-        """Return the state before the first stages."""
         return KvState(start(), start())
 
     def advance_v(self, state: KvState) -> KvState:
@@ -96,8 +97,9 @@ class KvTensors:
 class KvStages:
     """The rings of a CTA: `v_stages` stages of v chunks and `rope_stages` of rope parts.
 
-    cluster                      number of CTAs that load into each other's shared memory (multicast)
-    v_producers, rope_producers  number of arrivals that complete the full barrier of a k chunk, and of a rope stage
+    cluster         number of CTAs that load into each other's shared memory (multicast)
+    v_producers     number of arrivals at the full barrier of a k chunk
+    rope_producers  number of arrivals at the full barrier of a rope stage
     """
 
     has_rope = True
@@ -165,20 +167,19 @@ class KvStages:
     def init(self, pipeline: KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps of every CTA of the cluster release a stage: those of one score or output warpgroup. `consumers`
-        warps read work tiles.
+        In every CTA of the cluster, the four warps of one score or output warpgroup release a stage. `consumers` warps
+        read work tiles.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
         pipeline.work.init(consumers)
 
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
-        """Whether the whole tile has arrived, so that its chunks need no wait.
+        """Whether the whole tile has arrived. If so, the caller does not wait for each chunk.
 
-        last: the states of the tile's last v chunk and of its rope part.
+        last: the states of the tile's last v chunk and of the tile's rope part.
 
-        Always False here, so the caller waits for each chunk. One wait for the whole tile would only save fences, and
-        TMA's data need none (`fence`).
+        Always False here. One wait for the whole tile would only save fences, and data from TMA need no fence.
         """
         return False
 
@@ -190,8 +191,8 @@ class KvStages:
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """Release a stage of keys; called by a warp. One lane arrives in every CTA of the cluster, because each of
-        them loads into the stage.
+        """Release a stage of keys; called by a warp. One lane arrives at the stage's empty barrier in every CTA of the
+        cluster, because each of these CTAs loads into this CTA's stage.
         """
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)

@@ -59,10 +59,10 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels, of 128 channels each
 ROWS = 32  # rows of weights per warp
 TILES = ROWS // 16  # mma tiles of 16 rows per warp
-STEPS = BLOCK // (4 * VECTOR)  # 16-byte loads per row by each of the four lanes that share the row
+STEPS = BLOCK // (4 * VECTOR)  # four lanes share a row of a block; each loads it with this many 16-byte loads
 WARPS = QUARTERS * (GROUP // ROWS)
 THREADS = WARPS * WARP
-OF_TOKEN = GROUP + 4  # elements of a token's sums of a quarter, padded so that a warp's stores use all banks
+OF_TOKEN = GROUP + 4  # elements between the sums of adjacent tokens; padding lets a warp's stores use all banks
 OF_QUARTER = OCTET * OF_TOKEN
 
 
@@ -154,8 +154,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def load(self, attended, head, octet, latents, quarter, lane):
-        """Load the latent channels of the lane's token that multiply this lane's weights. Past the end, load the
-        last token again.
+        """Load, for the lane's token, the latent channels that multiply this lane's weights. Past the last token, load
+        the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, attended.shape[0] - 1)
         for step in cutlass.range_constexpr(STEPS):
@@ -179,7 +179,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def store(self, quarters, values, scale, token, group, lane):
-        """Store a token's 128 channels, four per lane, and their scale."""
+        """Add the sums of the four quarters for one token, and store the 128 results in e4m3, four per lane, and their
+        scale."""
         y = cute.make_rmem_tensor((4,), Float32)
         in_order(quarters, y)
         round_to(y, BFloat16)

@@ -1,10 +1,10 @@
 """Turn lists of selected keys into bit masks, one bit per key.
 
-Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c], for i < 16, c < 4 and j < 2. Without
-`starts`, keys count from 0.
+Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c], for i < 16, c < 4 and j < 2. starts[t] is the
+first key that query t can select; without `starts` it is 0.
 
-A word contains the bits that a lane needs for a row of 128 keys: in a wgmma accumulator the lane has columns
-8 i + 2 c + j, with c = lane % 4.
+A word contains the bits that a lane needs for one row of scores and 128 keys: in a wgmma accumulator the lane has
+columns 8 i + 2 c + j, with c = lane % 4.
 
 Work: a CTA handles one query. It clears CHUNK words of shared memory, sets the bit of each selected key that
 these words cover with an atomicOr, and writes the words to global memory. It repeats this if there are more keys
@@ -76,7 +76,8 @@ def set_bits(address: Int32, word: Int32):
 def compile_selection_bits(with_starts: bool):
     """Compile f(indices [T, k], starts [T] or None, bits [T, 4 * ceil(max_keys / 128)], max_keys), all int32.
 
-    Rows of indices and of bits are contiguous; T, max_keys > 0.
+    An index is ignored if it is negative, below starts[t], or at least starts[t] + max_keys. Rows of indices and of
+    bits are contiguous; T, max_keys > 0.
     """
     queries = cute.sym_int()
     return compile_sm90(

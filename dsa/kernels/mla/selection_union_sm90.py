@@ -11,8 +11,9 @@ Work
 - A CTA handles one group, in rounds. Its table in shared memory, TABLE_WORDS words, has `size` bits per key, the
   key's members. A round covers the range of keys that fits in the table. For each index in the range the CTA sets the
   bit of the index's query with an atomicOr.
-- Then the CTA makes an entry of every index whose query is the lowest member of the key, so that each key is
-  listed once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a time.
+- Then the CTA makes an entry for each key of the range. If several queries of the group have selected the key, the
+  index of the lowest member makes the entry, so each key is listed once. A scan over the warps' counts gives the
+  positions; a warp writes the entries of 32 indices at a time.
 - Before the rounds, the CTA estimates the union from a sample: it counts the keys that are multiples of SAMPLE in the
   same way. This needs only one pass over the indices and rejects most groups that share too little. A wrong estimate
   costs only time. The union of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so
@@ -47,8 +48,8 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
-# Upper limit of the union that the sample predicts, in percent of the largest union that MOST_UNION allows. Above
-# this limit the group's queries go to the queue of single queries.
+# In percent of the largest union that MOST_UNION allows. If the sample predicts a larger union than this, the group's
+# queries go to the queue of single queries. The limit is above 100 because the prediction is not exact.
 SLACK = 110
 UNROLL = 4
 
@@ -59,8 +60,8 @@ class Memory:
 
     table  [TABLE_WORDS]: `size` bits per key
     sums   [32]: counts per warp, 0 past the CTA's warps
-    found  [4]: number of valid indices, of distinct keys in the sample or in the ranges so far, and of times that a
-           query lists a key again; found[3] is unused
+    found  [4] counts. found[0]: valid indices. found[1]: distinct keys, of the sample or of the rounds so far.
+           found[2]: indices whose query has listed the key before. found[3] is unused
     """
 
     table: cute.Tensor
@@ -69,7 +70,7 @@ class Memory:
 
 
 class SelectionUnionSm90:
-    """Groups of `size` queries, 4 or 8."""
+    """The kernel for groups of `size` queries, 4 or 8."""
 
     def __init__(self, size: int):
         self.size = size
@@ -166,7 +167,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def clear(self, memory: Memory, keys, tid):
-        """Clear the part of the table that `keys` keys use."""
+        """Zero the part of the table that `keys` keys need; at most the whole table."""
         words = cutlass.min((keys + self.per_word - 1) // self.per_word, TABLE_WORDS)
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
@@ -175,7 +176,8 @@ class SelectionUnionSm90:
 
     @cute.jit
     def place(self, key, keys, first, sample: cutlass.Constexpr):
-        """Return (word, shift) of a key in the table, and whether the table covers the key."""
+        """Return (word, shift, whether the table covers the key), where the key's bits are in table[word] from bit
+        `shift` on. In a round the table covers the keys from `first` on; with `sample`, all multiples of SAMPLE."""
         at = key - first
         inside = key >= 0 and key < keys and at >= 0 and at < self.range
         if const_expr(sample):
@@ -185,7 +187,8 @@ class SelectionUnionSm90:
 
     @cute.jit
     def insert(self, indices, ends, first_query, keys, first, memory: Memory, warp, lane, sample: cutlass.Constexpr):
-        """Set the members' bits of the keys of the range from `first` on, or of the sample, and update `found`."""
+        """Set the bits of the members in the table, for the keys of the round or of the sample, and update `found`.
+        A round's keys begin at `first`."""
         selected, different, repeated = Int32(0), Int32(0), Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -212,9 +215,9 @@ class SelectionUnionSm90:
 
     @cute.jit
     def entry(self, indices, query, m: cutlass.Constexpr, i, end, keys, first, memory: Memory):
-        """Return (entry of index i of the group's m-th query, whether the index becomes an entry).
+        """Return (entry for index i of the group's m-th query, whether to append this entry to the list).
 
-        An index becomes an entry if its query is the key's lowest member and its key is in the range from `first` on.
+        It is appended if the key is in the round that begins at `first` and query m is the key's lowest member.
         """
         key, is_entry = Int32(-1), cutlass.Boolean(False)
         if i < end:
@@ -228,7 +231,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def append(self, lists, indices, ends, first_query, keys, first, group, length, memory: Memory, warp, lane):
-        """Append the entries of the keys of the range from `first` on to the group's list of `length` entries.
+        """Append the entries of a round, whose keys begin at `first`, to the group's list, which has `length` entries.
 
         Return the number of new entries.
         """
@@ -256,9 +259,11 @@ def compile_selection_union(size: int):
     """Compile f(indices [T, 1, K], counts [T] or [1], has_counts, keys, lists [g, 1, width], lengths [g],
     queued [2], groups [g], queries [T]), all int32, with g = ceil(T / size).
 
-    queued: must be zeros; the kernel counts the items of the two queues in it.
-    width: the longest list of a group that is computed together: MOST_UNION of size * K, or `keys` if that is
-    less.
+    keys    number of keys of the cache; an index that is negative or at least `keys` is ignored
+    counts  if has_counts > 0, only the first counts[t] indices of query t are used
+    width   the longest list of a group that is computed together: MOST_UNION of size * K, or `keys` if that is less
+    queued  must be zeros. The kernel adds the number of queued groups to queued[0], and of single queries to queued[1]
+
     T, K > 0; 0 < keys < 2^MEMBER_SHIFT.
     """
     tokens, groups = cute.sym_int(), cute.sym_int()

@@ -73,9 +73,10 @@ class SparseMlaFp8KvSm90(Fp8KvScores, Fp8KvValues):
 
 @cached
 def compile_sparse_mla_fp8_kv(head_dim: int, head_tile: int, lists: int):
-    """Compile f, see `SparseMlaKernel`, with q and out in bf16 and caches [pages, P, 656 | 584] of bytes.
+    """Compile f, see `SparseMlaKernel`, with q and out in bf16.
 
-    Pages are contiguous; max_logits is None.
+    Caches are uint8 [pages, P, n], with n = 656 bytes per key for head_dim 576 and n = 584 for head_dim 512. Pages are
+    contiguous; max_logits is None.
     """
     width = FP8_KV_BYTES[head_dim]
     return compile_sm90(

@@ -8,8 +8,8 @@ Two more variants compute the items of a queue (tile_scheduler.py), for up to 16
 - sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
 - sparse_mla_queued_sm90.py: single queries, swap A/B
 
-Work: a CTA computes `head_tile` heads of its queries, one query after the other, in tiles of TILE_N keys. (For a
-group of queries: `head_tile` rows, which are queries x heads.)
+Work: a CTA computes `head_tile` heads of each of a number of queries, one query after the other, in tiles of TILE_N
+keys. For a group of queries, the CTA computes `head_tile` rows, which are the queries x heads of the group.
 Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries
 come first. The queries that do not fill another wave are split, and mla_combine_sm90.py combines the partial
 results. The CTAs of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
@@ -50,10 +50,10 @@ class SparseMlaKernel:
     the layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out
     [T, h, 512], lse [T, h].
 
-    If bit i of `counted` is set, query t uses only the first counts[t // s_q] of its K indices in list i.
-    Rows of q and of the caches start at multiples of 16 bytes. The queries after the first full_waves *
-    workers are split, with 2 * split_workers partial results (StreamKScheduler). With max_logits no query may
-    be split.
+    If bit i of `counted` is set, query t uses only the first counts[t // s_q] indices of list i, and n is T / s_q.
+    Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the caches
+    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, with
+    2 * split_workers partial results (StreamKScheduler). With max_logits no query may be split.
 
     kv               stages of keys, and how they are loaded
     exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups
@@ -85,11 +85,12 @@ class SparseMlaKernel:
         self.load_warp = self.output_warp + 8
 
     def head_of_row(self, row, first_head):
-        """Return the head of row `row` of the CTA."""
+        """Return the index of the head of the CTA's row `row`, among the query's heads."""
         return first_head + row
 
     def thread(self, warp, lane) -> Thread | None:
-        """Return the thread's position in its role, or None if the roles compute it themselves.
+        """Return the thread's position in the warp role for `Coord.thread`. If a variant returns None, its roles
+        compute the position themselves.
 
         The kernel calls this before the branches of the roles, so that the position is in uniform registers.
         """
@@ -246,8 +247,10 @@ def selections(caches, indices, counts, counted: Int32):
 
 @cute.jit
 def of_prefill(q, kv, indices, out, lse):
-    """Convert prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] to the
-    kernel's layouts: one query per sequence, and all keys in one page. Return (q, [kv], [indices], out, lse).
+    """Return (q, [kv], [indices], out, lse) in the kernel's layouts: one query per sequence, and all keys in one page.
+
+    The arguments have the layouts of prefill: q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and
+    lse [T, h].
     """
     q, out = (rearranged(x, (0, 3, 1, 2)) for x in (q, out))
     return q, [rearranged(kv, (1, 0, 2))], [rearranged(indices, (0, 2))], out, rearranged(lse, (0, 1, 2))
@@ -302,12 +305,12 @@ def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
 
 
 def fake_sink() -> tuple:
-    """Return sink [m] and has_sink."""
+    """Return fake arguments for sink [m] and has_sink."""
     return fake(Float32, (cute.sym_int(),), (1,), 4), Int32(0)
 
 
 def fake_results(dtype: type[cutlass.Numeric], heads) -> tuple:
-    """Return out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512] and
+    """Return fake arguments for out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512] and
     lse_partial [splits, 1, h].
     """
     batch, group, splits = (cute.sym_int() for _ in range(3))

@@ -45,7 +45,7 @@ ROPE_STAGES = 2
 
 @dataclass(frozen=True)
 class SparseQTile(QTile):
-    """Rows that are the heads of a query. queries: queries per sequence, as a divisor."""
+    """The rows of a query: row i is head i. queries: number of queries per sequence, as a divisor."""
 
     queries: cute.FastDivmodDivisorV2
 
@@ -68,11 +68,11 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         SparseMlaKernel.__init__(self, self.kv, self.exchange_memory, TILE_M, 1, REGISTERS)
 
     def stages(self, dtype: type[cutlass.Numeric], head_dim: int) -> TopkGather:
-        """Return the stages of keys."""
+        """Return the rings of keys; a subclass can override this."""
         return TopkGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
 
     def q_tile(self, results: Results, group, coord: Coord) -> QTile:
-        """Return the CTA's rows."""
+        """Return the rows that this CTA computes; a subclass can override this."""
         return SparseQTile(coord.heads, coord.first_head, 0, group)
 
     @cute.jit
@@ -89,8 +89,8 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
-        """Copy Q, which the load warps have gathered like a tile of keys, from the key stages to registers and
-        shared memory.
+        """Copy Q from the key stages, into which the load warps have gathered it like a tile of keys. The first
+        Q_RMEM_CHUNKS k chunks go to registers, the others to the memory of Q.
         """
         pipeline = shared.pipeline
         words = cute.make_tensor(
@@ -100,9 +100,9 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for n, chunk in enumerate(self.order):
             if const_expr(n == Q_RMEM_CHUNKS):
-                # Wait until all warps are done with the previous work tile's Q in shared memory. PTX does not say
-                # which rows a warp reads in its part of a wgmma, and no other barrier waits for the other warps' last
-                # tile of the previous work tile.
+                # Before Q in shared memory is overwritten, all warps must be done with the previous work tile's Q: PTX
+                # does not say which rows a warp of the warpgroup reads for a wgmma. No other barrier makes a warp wait
+                # until the other warps have scored the last tile of the previous work tile.
                 cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):

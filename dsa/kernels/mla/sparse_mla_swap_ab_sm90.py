@@ -60,7 +60,8 @@ REGISTERS = RoleRegisters(96, 112, 64)
 
 
 class ScoreOperands(NamedTuple):
-    """Tiled MMA, accumulator, and v chunks (rk), rope parts (rr) and Q (rq) as wgmma operands."""
+    """Tiled MMA (`mma`) and accumulator (`acc`) of S^T. The other fields are wgmma operands: v chunks (`rk`), rope
+    parts (`rr`) and Q (`rq`)."""
 
     mma: cute.TiledMma
     rk: cute.Tensor
@@ -148,7 +149,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
 
     @cute.jit
     def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> None:
-        """Copy Q from tile `ring` of the ring to the memory of Q, one k chunk after the other.
+        """Copy Q from tile number `ring` of the ring of keys to the memory of Q, one k chunk after the other.
 
         The load warps have gathered rows of Q into this tile in the same way as keys.
         """
@@ -165,8 +166,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
                 pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
-            # A row of a chunk is 128 bytes, which are 8 vectors. The 256 score threads copy one vector each for 32
-            # heads; for 16 heads half of the threads copy one.
+            # A row of a chunk is 128 bytes, which are 8 vectors. With 32 heads, each of the 256 score threads copies
+            # one vector. With 16 heads, only the first 128 threads copy one.
             here = self.number(coord.thread) * 8
             if here < self.head_tile * K_CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)
@@ -179,12 +180,13 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
             self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
-        """Return the position in load order of the v chunk that contains the n-th k chunk in load order."""
+        """Return the v chunk that contains the n-th loaded k chunk, as a position in the load order of v chunks. For
+        the rope part the result has no meaning."""
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit
     def start_scores(self, operands: ScoreOperands, pipeline: KvPipeline, ring):
-        """Issue acc = K Q^T of tile `ring` of the ring, chunk by chunk as keys arrive."""
+        """Issue acc = K Q^T of tile number `ring` of the ring of keys, chunk by chunk as keys arrive."""
         mma, acc = operands.mma, operands.acc
         rope = state_at(ring, self.kv.rope_stages)
         last = state_at(ring * V_CHUNKS + V_CHUNKS - 1, self.kv.v_stages)
@@ -220,7 +222,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        """See `SwapAbAttention`. `state` is the stage of the warpgroup's first v chunk of the tile."""
+        """See `SwapAbAttention`. `state` is the stage of the first of this warpgroup's two v chunks of the tile."""
         pipeline, exchange = shared.pipeline, shared.exchange
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)
@@ -276,14 +278,15 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
 
     @cute.jit
     def store(self, flat, out, sequence, query, staging: cute.Pointer, coord: Coord):
-        """Store O, transposed through the warp's staging memory of `head_tile` x 16 elements."""
+        """Store the warp's part of O^T as rows of O. The warp transposes O^T through its staging memory of `head_tile`
+        x 16 elements."""
         thread, lane = coord.thread, opaque(coord.thread.lane)
         own = staging + (thread.side * 4 + thread.warp) * (self.head_tile * 16)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for product in cutlass.range_constexpr(4):
             for n in cutlass.range_constexpr(self.head_tile // 16):
-                # Four matrices of 8 channels x 8 heads: matrix i has half i % 2 of 16 channels and half i / 2 of 16
-                # heads.
+                # Four matrices of 8 channels x 8 heads. Matrix i has half i % 2 of the 16 channels and half i / 2 of
+                # the 16 heads.
                 words = []
                 for i in cutlass.range_constexpr(4):
                     column, j = 4 * n + i // 2 * 2, 2 * product + i % 2

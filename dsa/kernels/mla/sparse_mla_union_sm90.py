@@ -40,7 +40,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 def member_of(row, size: int):
-    """Return the index, in a group of `size` queries, of a row's query."""
+    """Return the query of a row, as an index in the group of `size` queries."""
     return row // (TILE_M // size)
 
 
@@ -56,10 +56,10 @@ def entry_members(entry: Int32) -> Uint32:
 
 @dataclass(frozen=True)
 class GroupResults(Results):
-    """Results of groups.
+    """Results of groups, and what the fallback for groups with non-finite results needs.
 
-    lengths  [g]: lengths of the groups' lists; -1 once the group's queries are queued again
-    queries  the queue of single queries, for queries of a group with non-finite results
+    lengths  [g]: length of each group's list; -1 once the group's queries are in `queries`
+    queries  the queue of single queries
     """
 
     lengths: cute.Tensor | None = None
@@ -68,7 +68,8 @@ class GroupResults(Results):
 
 @dataclass(frozen=True)
 class GroupQTile(QTile):
-    """The rows of a group of `size` queries. There are `queries` queries in total, with `heads` heads each."""
+    """The rows of a group of `size` queries: the TILE_M / `size` rows of the first query, then those of the next query,
+    and so on. `queries`: number of queries of all groups; `heads`: number of heads of a query."""
 
     size: cutlass.Constexpr[int]
     queries: Int32
@@ -81,7 +82,6 @@ class GroupQTile(QTile):
 
     @cute.jit
     def has_row(self, group, row):
-        """Whether the row's query and head exist."""
         query, _, head = self.coord(group, row)
         return query < self.queries and head < self.heads
 
@@ -89,7 +89,8 @@ class GroupQTile(QTile):
 class UnionGather(TopkGather):
     """Gather for groups of `size` queries: a group's Q as one tile, then the keys of the group's list.
 
-    An `index` is an entry of the list. The valid mask of a tile has MASK_WORDS words per query of the group.
+    In the methods, an `index` is an entry of the list: a key and its members. The valid mask of a tile has MASK_WORDS
+    words per query of the group.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int, size: int):
@@ -98,7 +99,8 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def locate_row(self, q, query, first_row, warp, lane):
-        """Return the same as `TopkGather.locate_row`; `query` is the index of a group."""
+        """Return the same as `TopkGather.locate_row`, but the rows are those of group `query`. `first_row` is not
+        used."""
         row = warp * WARP_KEYS + lane % WARP_KEYS
         token, head = query * self.size + member_of(row, self.size), head_of(row, self.size)
         valid = token < q.shape[0] and head < q.shape[2]
@@ -107,7 +109,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """Return the list entry of key `key` of tile `tile` of a group, or 0 past the end of the list."""
+        """Return the entry of a group's list for key `key` (0 to 63) of tile `tile`, or 0 past the end of the list."""
         place = tile * TILE_N + key
         entry = Int32(0)
         if place < counts[0]:
@@ -121,7 +123,8 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def selected(self, mask: Uint32, index: Int32, lane):
-        """Return, in lane m < size, the bits of the keys that the group's m-th query has selected."""
+        """Return, in lane m < `size`, one bit for each key of this warp: whether the group's m-th query has selected
+        the key."""
         own = Uint32(0)
         for m in cutlass.range_constexpr(self.size):
             of_member = Uint32(cute.arch.vote_ballot_sync((entry_members(index) >> m) & 1 != 0)) & 0xFFFF
@@ -220,7 +223,7 @@ class SparseMlaUnionSm90(SparseMlaSm90):
                 for i in cutlass.range_constexpr(MASK_WORDS):
                     mask[i] >>= Uint32(lane % 4 * 2)
             for i in cutlass.range_constexpr(TILE_N // 4):
-                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first column
+                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, minus the lane's first column
                 if (mask[i // 4] >> column) & 1 == 0:
                     scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
 
@@ -242,8 +245,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         lane,
     ):
         """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
-        # `zero` becomes NaN if any value is NaN or infinite. The warps exchange the length of the group's list for -1.
-        # Only the warp that gets the old length queues the group's queries.
+        # `zero` becomes NaN if any value is NaN or infinite. A warp that finds such a value exchanges the length of the
+        # group's list for -1. Only the first warp gets the length and not -1, and this warp queues the group's queries.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)

@@ -27,14 +27,15 @@ from dsa.kernels.mla.sparse_mla_kernel import SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExchange, SwapAbExchangeMemory
 from dsa.kernels.mla.topk_gather import TopkGather
 
-# For FP8 caches P, which is f16, is multiplied by 2^RAISED. Then P is at most 2^(RESCALE_THRESHOLD + RAISED), which
-# fits in f16. The largest P is at least 2^RAISED, so a P that is 2^-31 of the largest does not underflow to 0.
+# For FP8 caches, P is f16 and is multiplied by 2^RAISED. Then P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits
+# in f16. A head's largest P is at least 2^RAISED, so a P that is 2^-31 of the largest is 2^-24 or more and does not
+# underflow to 0.
 RAISED = 7.0
 
 
 @cute.jit
 def vote_any(condition: Boolean, barrier_id: Int32, threads: cutlass.Constexpr):
-    """Return whether the condition holds for any of the barrier's threads. The threads wait for each other."""
+    """Return whether the condition holds for at least one of the barrier's threads. The threads wait for each other."""
     own = Int32(1) if condition else Int32(0)
     found = cute.arch.inline_ptx(
         "{{ .reg .pred p, q; setp.ne.s32 q, {$r0}, 0; "
@@ -48,7 +49,7 @@ def vote_any(condition: Boolean, barrier_id: Int32, threads: cutlass.Constexpr):
 
 @cute.jit
 def power_of_two(exponent: Int32) -> Float32:
-    """Return 2^exponent."""
+    """Return 2^exponent, for exponents from -126 to 127."""
     return ((exponent + 127) << 23).bitcast(Float32)
 
 
@@ -74,10 +75,12 @@ class ValueOperands(NamedTuple):
 class SwapAbAttention(SparseMlaKernel):
     """Sparse MLA with swap A/B, for `head_tile` heads of a query per CTA, 16, 32 or 64.
 
-    dtype             dtype of Q and P; None for an FP8 cache. With an FP8 cache each key has a power of two
-                      (ScaleTable), which multiplies P but not row_sum. In each eight keys the order is that of
-                      `spread_key`, and O is also divided by 2^F16_ROOM
+    dtype             dtype of Q and P; None for an FP8 cache
     with_max_logits   also write the maximum logits
+
+    With an FP8 cache there are three differences. Each key has a power of two (ScaleTable), which multiplies P but not
+    row_sum. Each eight adjacent keys are in the order of `spread_key` in the wgmma operands. O is also divided by
+    2^F16_ROOM.
 
     A kernel defines how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
 
@@ -141,7 +144,8 @@ class SwapAbAttention(SparseMlaKernel):
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # The numbers of tiles in the ring of keys (including Q's), of work tiles and of tiles of P so far.
+        # Counts so far: `ring` of tiles in the ring of keys, including those of Q; `work_count` of work tiles;
+        # `tile_count` of tiles of P.
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -219,8 +223,8 @@ class SwapAbAttention(SparseMlaKernel):
                 at = c // 2 * 4 + c % 2
                 max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
         if const_expr(self.score_warpgroups > 1):
-            # Wait for this warpgroup's turn to read row_max; warpgroup 0 is first. The other warpgroup's tile
-            # can have raised row_max.
+            # Wait for this warpgroup's turn to read row_max; warpgroup 0 is first. The other warpgroup has scored the
+            # previous tile. If it raised row_max for that tile, this warpgroup's row_sum must be rescaled.
             exchange.order.wait(p_state.phase ^ 1 ^ thread.side, stage)
             self.rescale_row_sum(exchange, stage ^ 1, thread)
         excess = -Float32(float("inf"))
@@ -313,9 +317,11 @@ class SwapAbAttention(SparseMlaKernel):
         max_logits,
         coord: Coord,
     ):
-        """Write LSE of the work tile's heads, and the factors `inverse` for O^T.
+        """Write LSE of the work tile's heads, and the maximum logits if `with_max_logits`. Pass the factors `inverse`
+        of O^T to the output warpgroups.
 
-        tile_count: number of tiles scored so far, including this work tile; end_state: stage of `inverse`.
+        tile_count  number of tiles scored so far, including this work tile
+        end_state   stage of `inverse`
         """
         thread, first, heads = coord.thread, coord.first_head, coord.heads
         tid, number = opaque(thread.tid), self.number(thread)
@@ -358,7 +364,7 @@ class SwapAbAttention(SparseMlaKernel):
             cute.arch.sync_warp()
             exchange.end.producer_commit(end_state)
         if const_expr(self.with_max_logits):
-            # by_warp is reused for the maxima: wait until warpgroup 0 has read the sums.
+            # The maxima overwrite the sums in by_warp, so wait until warpgroup 0 has read the sums.
             self.sync_score()
             self.over_warp(exchange, [max_logits[c] for c in range(self.columns)], cute.arch.fmax, thread)
             self.sync_score()
@@ -370,10 +376,10 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
-        """Reduce the lanes' column values over the warp, and write the results to `by_warp`.
+        """Reduce the values of each column over the warp by `combine`, and write the results to `by_warp`.
 
-        All columns are reduced together, so that their shuffles overlap. Reduced one after the other, each column
-        would wait for three shuffles.
+        `values` has one value per column of the lane. All columns are reduced together, so that their shuffles overlap.
+        Reduced one after the other, each column would wait for three shuffles.
         """
         lane = opaque(thread.lane)
         for log in cutlass.range_constexpr(2, 5):
@@ -384,19 +390,19 @@ class SwapAbAttention(SparseMlaKernel):
                 exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = values[c]
 
     def element(self, column: int, j: int) -> int:
-        """Return the index in `flat` of the lane's j-th channel of a column.
+        """Return the index in `flat` of the lane's j-th channel in a column of O^T.
 
-        A lane has eight channels of a column, two of each 64 channels of O^T.
+        A lane has eight channels per column: two of each 64 of the warpgroup's 256 channels.
         """
         return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
 
     def head_of(self, column: int, lane):
-        """Return the index, among the CTA's heads, of a lane's column."""
+        """Return the head of the lane's column `column`, as an index among the CTA's heads."""
         return column // 2 * 8 + (lane & 3) * 2 + column % 2
 
     @cute.jit
     def rescale(self, acc, exchange: SwapAbExchange, p_stage, lane):
-        """Multiply O^T by the rescale factors of a stage of P if the stage's tile raised row_max."""
+        """If the tile in stage `p_stage` of P raised row_max, multiply O^T by the tile's rescale factors."""
         if exchange.rescaled[p_stage] != 0:
             for c in cutlass.range_constexpr(self.columns):
                 factor = exchange.rescale[self.head_of(c, lane), p_stage]

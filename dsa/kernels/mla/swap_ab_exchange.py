@@ -21,14 +21,14 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
-# The factors of a ScaleTable include 2^F16_ROOM. A key's largest scale divided by 2^e is below 2, so an e4m3 value
-# times its factor is at most 448 * 2^7. A bf16 value (d = 512) is below 2^(e + 10), so times its factor it is at most
-# 65280. Both fit in f16.
+# A factor of a ScaleTable is scale / 2^e * 2^F16_ROOM, where e is the exponent of the key's largest scale. scale / 2^e
+# is below 2, so an e4m3 value times its factor is at most 448 * 2^7. A bf16 value (d = 512) is below 2^(e + 10), so
+# times the factor 2^(F16_ROOM - e) it is at most 65280. Both products fit in f16.
 F16_ROOM = 6
 
 
 class NamedBarrier(IntEnum):
-    """Named barriers. SCORE is for all score warpgroups; the others have one barrier per score warpgroup."""
+    """Named barriers. SCORE is for all score warpgroups. SCORE_WARPGROUP + i and VOTE + i are for score warpgroup i."""
 
     SCORE = 1
     SCORE_WARPGROUP = 2
@@ -42,15 +42,16 @@ class SwapAbExchange:
     q           Q [heads, channels]
     p           P^T [heads, TILE_N, P_STAGES]
     p_pipeline  pipeline of p
-    rescale     [heads, P_STAGES]: factor of each column of O^T before a tile's V^T P^T is added; only valid if
-                the stage's `rescaled` is not 0
+    rescale     [heads, P_STAGES]: factor by which each column of O^T is multiplied before a tile's V^T P^T is added;
+                only valid if the stage's `rescaled` is not 0
     rescaled    [P_STAGES]: whether the tile in this stage of P raised row_max
-    inverse     [heads]: factor of each column of O^T at the end of a work tile, 1 / (sum of P)
+    inverse     [heads]: factor by which each column of O^T is multiplied at the end of a work tile: 1 / (sum of P),
+                times 2^-F16_ROOM for FP8 caches. The sum includes the attention sink, except in a split
     end         pipeline of inverse, one stage
     order       mbarriers, one per stage: let the score warpgroups read and update row_max in turns
-    by_warp     [heads, score warps]: each warp's maximum or sum of a head's column, for reductions over warps
+    by_warp     [heads, score warps]: scratch for reductions over warps: each warp's maximum or sum per head
     row_max     [heads]: the maximum that P is relative to, in log2; NO_MAX before the first score
-    row_sum     [4, score threads, heads / 16]: each thread's sums of its columns over its keys; a thread has
+    row_sum     [4, score threads, heads / 16]: each thread's partial sums of P, one for each of the thread's
                 heads / 4 columns
 
     Only kernels for FP8 caches use these:
@@ -76,7 +77,7 @@ class SwapAbExchange:
 
     @cute.jit
     def init(self):
-        """Initialize the barriers; called by one thread. Each tile of P^T is written by one score warpgroup."""
+        """Initialize the barriers; called by one thread. One score warpgroup, four warps, writes each tile of P^T."""
         self.p_pipeline.init(consumers=OUTPUT_WARPS, producers=4)
         self.order.init(4)
         self.end.init(consumers=OUTPUT_WARPS, producers=4)
@@ -99,7 +100,7 @@ class SwapAbExchangeMemory:
         self.head_dim, self.head_tile, self.score_warpgroups = head_dim, head_tile, score_warpgroups
 
     def layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Return the layouts of Q and P^T as wgmma operands."""
+        """Return the layouts of Q and of P^T in shared memory, as wgmma operands."""
         return (
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, self.head_tile, self.head_dim), self.dtype, 1),
             sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE_N, self.head_tile, TILE_N), self.p_dtype, P_STAGES),
@@ -174,18 +175,19 @@ class ScaleTable:
         self.each = TILE_N // 2 * self.entry
 
     def place(self, table: Int32, group, key):
-        """Return the address of a key's factor for a group (d = 576) or block (d = 512).
+        """Return the address of a key's factor for group (d = 576) or block (d = 512) `group`.
 
-        The rounding error of a group's factor is 4 bytes further.
+        For d = 576 the factor's rounding error is 4 bytes further.
         """
         return table + group * self.each + key // 2 * self.entry + key % 2 * 2
 
     def of_block(self, table: Int32, block) -> Int32:
-        """Return the address of the factors of a block of 64 channels."""
+        """Return the address of the factors for channels 64 `block` to 64 `block` + 63."""
         return table + (block // 2 if self.split else block) * self.each
 
     def pair(self, start: Int32, pair) -> list:
-        """Return [word of the factors of two keys] and, for d = 576, also the word of their rounding errors."""
+        """Return a list: the word of the factors of two keys and, for d = 576, the word of the rounding errors of these
+        factors. start: address of the group's or block's factors; pair: index of the pair of keys."""
         if self.split:
             return list(load_8(start + pair * self.entry))
         return [load_4(start + pair * self.entry)]

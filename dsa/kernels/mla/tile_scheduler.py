@@ -4,7 +4,8 @@ There are two queues. The items of the first are groups of queries that share ke
 items of the second are single queries (sparse_mla_queued_sm90.py): queries that share too few keys with their
 group, and queries of a group whose joint result is not finite.
 
-A worker is the CTAs that compute the head tiles of the same queries: one CTA if a CTA computes all heads.
+A worker is a set of CTAs that compute the same queries, one CTA per head tile. If a CTA computes all heads, a worker is
+one CTA.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from cutlass import Int32
 class SchedulerState(NamedTuple):
     """Position of a worker: the next work tile.
 
-    query     next query; not valid before the worker's first split
-    wave      number of work tiles before the next one; below full_waves it is the index of the next wave
-    tile      the worker's first split tile, counted over all split queries; after the worker's first split, the
-              first tile of `query`
+    query     query of the next work tile; not valid if that is the worker's first split
+    wave      number of the worker's work tiles before the next one; below full_waves it is the index of the next wave
+    tile      until the worker's first split: the worker's first split tile, counted over all split queries. After that
+              split: first tile of the next work tile in `query`
     left      number of split tiles left for this worker
-    is_valid  whether the worker has any work left
+    is_valid  whether there is a next work tile
     """
 
     query: Int32
@@ -38,13 +39,13 @@ class StreamKScheduler:
     """The work of worker `worker` of `workers`: whole queries in full waves, then stream-K over the rest.
 
     A query has at most `tiles` tiles. In wave w of the `full_waves` waves a worker computes the whole query `worker` +
-    w * `workers`. The remaining queries are the split queries, and their tiles are the split tiles. Each of the first
-    `split_workers` workers gets an equal range of the split tiles, as if every query had `tiles` tiles. split_workers
-    is at most the number of split tiles.
+    w * `workers`. The remaining queries are the split queries, and their tiles are the split tiles. The split tiles are
+    divided evenly among the first `split_workers` workers, as if every query had `tiles` tiles. Each of these workers
+    gets a range of consecutive split tiles. `split_workers` is at most the number of split tiles.
 
     So several workers can share a split query. A worker has at most two splits, in the first and the last query of
-    the worker's range. A split that contains its query's first tile writes partial result 2 * `worker` + 1; any other
-    split writes partial result 2 * `worker`.
+    the worker's range. A split with the query's first tile writes partial result 2 * `worker` + 1. Any other split
+    writes partial result 2 * `worker`.
 
     The KeyBlockScheduler of the training kernels differs: it splits all work, which consists of spans of
     unequal lengths.
@@ -62,7 +63,7 @@ class StreamKScheduler:
         return self.full_waves * self.workers
 
     def split_tiles(self):
-        """Return the number of tiles of all queries after the full waves."""
+        """Return the number of split tiles, as if every query had `tiles` tiles."""
         return (self.queries - self.full_waves * self.workers) * self.tiles
 
     @cute.jit
@@ -72,7 +73,7 @@ class StreamKScheduler:
 
     @cute.jit
     def worker_of(self, tile: Int32):
-        """Return the worker that computes this split tile."""
+        """Return the worker that computes split tile `tile`, counted over all split queries."""
         return ((tile + 1) * self.split_workers - 1) // self.split_tiles()
 
     @cute.jit
@@ -86,7 +87,7 @@ class StreamKScheduler:
 
     @cute.jit
     def locate(self, state: SchedulerState):
-        """Return (query, its first tile) of the next work tile."""
+        """Return (query of the next work tile, first tile of the next work tile in this query)."""
         query, tile = state.query, state.tile
         if state.wave == self.full_waves:
             query, tile = self.first_split() + tile // self.tiles, tile % self.tiles
@@ -96,8 +97,8 @@ class StreamKScheduler:
     def advance(self, state: SchedulerState, query, tile, query_tiles):
         """Return (first tile, end tile, split_idx, next state) of the work tile at (query, tile).
 
-        query_tiles: number of tiles that the query really has. If the worker's split work begins next, the next
-        state's `query` can be wrong. It then serves only to prefetch Q; `locate` returns the right query.
+        query_tiles: number of tiles that the query really has. If the worker's first split comes next, `query` in the
+        next state can be wrong. Then this `query` serves only to prefetch Q, and `locate` returns the right query.
         """
         first, end, split_idx, following = Int32(0), query_tiles, Int32(-1), query + self.workers
         wave, left = state.wave, state.left
@@ -119,10 +120,10 @@ class StreamKScheduler:
 
 @dataclass(frozen=True)
 class Queue:
-    """The first counts[place] entries of `items` are the groups or queries to compute, in any order.
+    """A queue of groups or of single queries to compute: the first counts[place] entries of `items`, in any order.
 
     counts  [2]: number of queued groups, number of queued single queries
-    place   index of this queue in `counts`
+    place   index of this queue in `counts`: 0 for groups, 1 for single queries
     """
 
     items: cute.Tensor
@@ -139,11 +140,14 @@ class Queue:
 
 @dataclass(frozen=True)
 class QueueScheduler:
-    """The work of worker `worker` of `workers` in a queue: the whole items at positions `worker`, `worker` + `workers`
-    and so on.
+    """The work of worker `worker` of `workers` in a queue: the items at positions `worker`, `worker` + `workers` and so
+    on. Items are not split.
 
-    A state's `query` is an item, and the state's `wave` is a position in the queue. queries: an exclusive upper
-    bound of the item numbers. count: number of items in the queue.
+    In a SchedulerState, `query` is an item, and `wave` is the item's position in the queue.
+
+    queries  an exclusive upper bound of the item numbers
+    items    the queue's entries
+    count    number of items in the queue
     """
 
     worker: Int32
@@ -154,7 +158,7 @@ class QueueScheduler:
 
     @cute.jit
     def at(self, place: Int32) -> SchedulerState:
-        """Return the state at a position of the queue."""
+        """Return the state whose next work tile is the item at position `place` of the queue."""
         is_valid, item = place < self.count, Int32(0)
         if is_valid:
             item = self.items[place]
@@ -165,10 +169,11 @@ class QueueScheduler:
         return self.at(self.worker)
 
     def locate(self, state: SchedulerState):
-        """Return (item, its first tile)."""
+        """Return (item, 0): work tiles begin at the item's first tile."""
         return state.query, Int32(0)
 
     @cute.jit
     def advance(self, state: SchedulerState, query, tile, query_tiles):
-        """Return the same as `StreamKScheduler.advance`; the work tile has all tiles of the item and is no split."""
+        """Return the same as `StreamKScheduler.advance`. The work tile has all tiles of the item, and split_idx is
+        -1."""
         return Int32(0), query_tiles, Int32(-1), self.at(state.wave + self.workers)

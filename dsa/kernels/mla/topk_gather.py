@@ -7,8 +7,8 @@ clears the key's bit in the valid mask.
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
 the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
 fence: once per tile if the whole tile has arrived (`TopkGather.tile_is_loaded`), otherwise after the wait for
-each chunk (`TopkGather.fence`). The output warpgroups read the same chunks without a fence of their own: they
-wait for P, and the score warpgroup fences P after it has waited for all chunks of the tile.
+each chunk (`TopkGather.fence`). The output warpgroups read the same chunks and need no other fence. They wait for P of
+the tile, and the score warpgroup executes a fence for P after it has waited for all chunks of the tile.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class Selection:
 
     cache       [pages, P, d]
     indices     [T, K]; an index that is negative or beyond the cache is invalid
-    counts      [T / s_q]: how many of the K indices the queries of a sequence use, if has_counts > 0
-    has_counts  whether `counts` is used
+    counts      [T / s_q]: number of indices that each query of a sequence uses: the first ones of the query's K
+    has_counts  > 0: `counts` is used. Otherwise queries use all K indices
     page_size   P as a divisor
     """
 
@@ -57,7 +57,7 @@ class Selection:
 
     @cute.jit
     def count(self, query: Int32, group: cute.FastDivmodDivisorV2):
-        """Return how many of the query's indices are used."""
+        """Return the number of the query's indices that are used, from 0 to K. group: s_q as a divisor."""
         count = self.indices.shape[1]
         if self.has_counts > 0:
             sequence, _ = divmod(query, group)
@@ -66,13 +66,14 @@ class Selection:
 
 
 class TopkGather(KvStages):
-    """Gather keys of `head_dim` channels, 576 or 512. A lane copies 16 bytes, and 8 lanes share a key."""
+    """Gather keys of `head_dim` channels, 576 or 512. Eight lanes copy a k chunk of a key, 16 bytes each."""
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
         super().__init__(dtype, v_stages, rope_stages)
         self.head_dim, self.has_rope = head_dim, head_dim > HEAD_DIM_V
-        # A k chunk is full when all lanes' copies are complete. A rope stage also needs an arrival of each warp, after
-        # the warp has written its bits of the valid mask. Without a rope part the stage needs only these arrivals.
+        # A k chunk is full when the copies of all lanes are complete: one arrival per lane. A rope stage also needs one
+        # arrival per warp, after the warp has written its bits of the valid mask. If keys have no rope part, a rope
+        # stage needs only the arrivals of the warps.
         self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
     @cute.jit
@@ -116,11 +117,12 @@ class TopkGather(KvStages):
 
     @cute.jit
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> Boolean:
-        """Whether the whole tile has arrived; if so, fence it.
+        """Whether all v chunks of the tile have arrived. If so, also wait for the tile's rope stage, and fence the
+        tile.
 
-        last: the states of the tile's last v chunk and of its rope part. A lane arrives at the last v chunk's
-        barrier only after all copies that the lane has started before are complete (cp.async.mbarrier.arrive),
-        so this barrier covers all v chunks of the tile. The rope ring's barrier also covers the valid mask.
+        last: the states of the tile's last v chunk and of the tile's rope part. The barrier of the last v chunk covers
+        all v chunks of the tile, because a lane arrives at it only after all the lane's earlier copies are complete
+        (cp.async.mbarrier.arrive). The barrier of the rope stage also covers the valid mask.
         """
         loaded = pipeline.v.is_full(last.v, K_PER_V - 1)
         if loaded:
@@ -134,7 +136,7 @@ class TopkGather(KvStages):
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
-        """Prefetch the next query's rows into the L2 cache."""
+        """Prefetch the rows of Q of `query`, the next query, into the L2 cache."""
         address, valid = self.locate_row(q, query, first_row, warp, lane)
         if lane < WARP_KEYS and valid:
             prefetch_to_l2(address, Int32(2 * self.head_dim))
@@ -147,7 +149,10 @@ class TopkGather(KvStages):
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """Return the index of key `key` of tile `tile` of a query, or -1 past the end of the list."""
+        """Return the selected index of key `key` (0 to 63) in tile `tile` of a query, or -1 past the end of a list.
+
+        counts, ends: number of used indices, and number of tiles, of each list.
+        """
         place = tile * TILE_N + key
         index = Int32(-1)
         if place < counts[0]:
@@ -161,7 +166,8 @@ class TopkGather(KvStages):
 
     @cute.jit
     def locate(self, lists, ends, tile, index):
-        """Return (address, address of the scales, whether the key is valid) of a tile's key with this index."""
+        """Return (address of the key, address of the key's scales, whether the key is valid) for `index`, the selected
+        index of a key of tile `tile`."""
         address, scales, valid = self.find(lists[0], index)
         if const_expr(len(lists) == 2):
             if tile >= ends[0]:
@@ -170,7 +176,8 @@ class TopkGather(KvStages):
 
     @cute.jit
     def find(self, selection: Selection, index):
-        """Return the same as `locate`, for a key of the list `selection`."""
+        """Return the same as `locate`, for a key of the list `selection`. For an invalid key, the addresses are
+        dummies."""
         page, offset = divmod(cutlass.max(index, 0), selection.page_size)
         valid = index >= 0 and page < selection.cache.shape[0]
         address = Int64(selection.cache.iterator.toint())
@@ -181,15 +188,17 @@ class TopkGather(KvStages):
 
     @cute.jit
     def addresses_of(self, selection: Selection, page, offset):
-        """Return (address of a key, address of its scales). A 16-bit key has no scales: the second address is a
-        dummy."""
+        """Return (address of the key, address of the key's scales). A 16-bit key has no scales, so the second address
+        is a dummy."""
         return Int64(selection.cache[page, offset, None].iterator.toint()), Int64(selection.cache.iterator.toint())
 
     @cute.jit
     def spread(self, address: Int64, mask: Uint32, lane):
-        """Turn one address per lane (lane i < 16 has key i) into addresses for 8 lanes per key, 16 bytes apart.
+        """Turn one address per lane, where lane i < 16 has the address of key i, into addresses for 8 lanes per key, 16
+        bytes apart.
 
-        Return (addresses, whether the keys are valid), for the four keys of a lane.
+        A lane copies a part of four keys. Return two lists: the lane's address in each of these keys, and whether each
+        of these keys is valid.
         """
         sources, valid = [], []
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
@@ -215,10 +224,10 @@ class TopkGather(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """Load 64 rows of Q from first_row on like a tile of keys, then the work tile's keys. Return the state
-        after them.
+        """Load 64 rows of Q from `first_row` on like a tile of keys, then the work tile's keys. Return the state
+        after the work tile.
 
-        Iteration `first` - 1 of the loop loads Q.
+        The loop's first iteration, with `tile` = `first` - 1, loads Q.
         """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
@@ -253,21 +262,21 @@ class TopkGather(KvStages):
 
     @cute.jit
     def selected(self, mask: Uint32, index: Int32, lane):
-        """Return the bits of this warp's keys for `write_selected`.
-
-        mask: which of the keys are valid; index: the index of the lane's key.
+        """Return what `write_selected` writes for this warp's 16 keys. Here this is `mask`, one bit per valid key.
+        Gathers for query groups override both methods and use `index`, the selected index of the lane's key.
         """
         return mask
 
     @cute.jit
     def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
-        """Write the bits to the valid mask."""
+        """Write the result of `selected` to this warp's word of the valid mask."""
         with cute.arch.elect_one():
             pipeline.valid_mask[warp, state.rope.stage] = selected
 
     @cute.jit
     def gather(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, warp, lane):
-        """Gather a k chunk of this warp's keys into k chunk `place` of a ring."""
+        """Gather k chunk `k_chunk` of this warp's keys into the ring `stages`; `place` counts the k chunks of the
+        ring's stages."""
         target = Int32(stages.iterator.toint()) + 2 * K_CHUNK * (place * TILE_N + warp * WARP_KEYS + lane // 8)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
             row = 4 * (i % 2) + lane // 8  # among 8 rows, the swizzle's period

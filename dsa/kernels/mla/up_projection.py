@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-OCTET = 8  # tokens per octet, which are the columns of an mma
+OCTET = 8  # tokens of an octet, which are the 8 columns (N) of an mma
 BLOCK = 128  # rows and columns of weights that share a scale
 VECTOR, WORDS = 16, 4  # FP8 weights and 32-bit words in 16 bytes
 BF16_VECTOR = 8  # 16-bit elements in 16 bytes
@@ -31,7 +31,7 @@ def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
 
 @cute.jit
 def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
-    """Return a zero that ptxas cannot fold, read from shared memory after a CTA barrier.
+    """Return a zero, read from shared memory after a CTA barrier, so that ptxas does not know that it is zero.
 
     ptxas moves no load over the barrier, so all earlier loads are in flight together. Without the barrier, ptxas would
     place some loads after conversions that wait for the first loads.
@@ -46,11 +46,11 @@ def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
 
 @cute.jit
 def depending_on(x: Float32, words, zero: Uint32) -> Float32:
-    """Return x, made dependent on `words` through a zero that ptxas cannot fold.
+    """Return x as x | (words & zero), so that it depends on `words`. `zero` is 0, but ptxas does not know this.
 
-    x is the scale of the weights that are converted next. Without the dependency on the words that are converted
-    already, ptxas would convert all weights to fp32 before it rounds any to bf16, which takes more registers than
-    there are.
+    x is the scale of the weights that are converted next, and `words` are the weights that are already converted.
+    Without the dependency, ptxas would convert all weights to fp32 before it rounds any of them to bf16. There are not
+    enough registers for that.
     """
     of_all = zero
     for word in words:
@@ -62,10 +62,11 @@ def depending_on(x: Float32, words, zero: Uint32) -> Float32:
 def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint32):
     """Compute acc += A B, where A is 16 rows x 16 channels of weights and B is 16 channels x 8 tokens.
 
-    acc        [4]: two adjacent tokens of the lane's first row (0 to 7), then of its second row, 8 further
-    weights    [4]: words of two channels. Words 0 and 1 are of the lane's first and second row. Words 2 and 3 are of
-               the same rows, for the channels of `high`
-    low, high  a token's words of two channels; `low` multiplies words 0 and 1, `high` multiplies words 2 and 3
+    acc        [4]: results of two adjacent tokens in the lane's first row (0 to 7), then of the same tokens in the
+               lane's second row, 8 further
+    weights    [4]: words of two channels. Words 0 and 1 are the first and second row, for the channels of `low`. Words
+               2 and 3 are the first and second row, for the channels of `high`
+    low, high  words of two channels of the lane's token
     """
     made = cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -80,14 +81,14 @@ def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint
 
 @cute.jit
 def load_words(row: cute.Tensor, place, target: cute.Tensor):
-    """Load 16 bytes of a row into four words. place: offset in the row, in units of 16 bytes."""
+    """Load 16 bytes of `row` into the four words `target`. place: offset in the row, in units of 16 bytes."""
     source = cute.local_tile(row, (128 // row.element_type.width,), (place,))
     cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
 
 
 @cute.jit
 def in_order(slices: cute.Tensor, sums: cute.Tensor):
-    """Compute sums [n] from slices [n, number of slices], adding the slices in order, starting from zero."""
+    """sums [n] = the sum of `slices` [n, number of slices] over the slices, added in order, starting from zero."""
     values = cute.make_rmem_tensor(slices.shape, Float32)
     for i in cutlass.range_constexpr(slices.shape[1]):
         cute.autovec_copy(slices[None, i], values[None, i])

@@ -2,15 +2,15 @@
 
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
-Query t has position p in its sequence, whose first key is k0. The cache is paged with a block table, or it is a ring:
-page b belongs to sequence b, and position p is at offset p modulo the page size.
+Query t is at position p of a sequence whose first key is k0. The cache is paged with a block table, or it is a ring. In
+a ring, page b belongs to sequence b, and position p is at offset p modulo the page size.
 
 Work
 - A warp handles one query. It computes the first and the last position, and its lanes write adjacent columns.
 - To find the sequence of a packed query, the warp compares the query with all boundaries, 32 at a time,
-  from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But with a binary
-  search one wrong boundary would also give wrong results for queries of other sequences.
-- A lane loads the page number of each key without a branch, so that several loads are in flight.
+  from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But then one wrong
+  boundary could give wrong results for queries of other sequences, too.
+- A lane loads the page numbers of several keys without a branch, so that these loads are in flight together.
 - Positions and slots are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot
   that does not fit in int32 becomes -1.
 Warp roles: none, all warps do the same. Shared memory: none.
@@ -52,7 +52,8 @@ def _launch(kernel, queries: Int32, stream) -> None:
 
 @cute.jit
 def _seen(lowest: Int64, last: Int64, window: Int32):
-    """Return (first, count) of the positions in the window that ends at `last`, without those below `lowest` or 0."""
+    """Return (first position, number of positions) of the window of `window` positions that ends at `last`. Positions
+    below `lowest` or below 0 are left out."""
     first = cutlass.max(cutlass.max(last - window + 1, lowest), Int64(0))
     return Int32(first), Int32(cutlass.max(last - first + 1, Int64(0)))
 
@@ -77,10 +78,10 @@ class WindowIndicesSm90:
 
     @cute.jit
     def sequence(self, q_starts: cute.Tensor, t, lane):
-        """Return the index of the sequence of query t, or -1.
+        """Return the index of the sequence that contains query t, or -1.
 
-        Of the non-empty sequences that begin at or before t, this is the one that begins last, if it ends after
-        t. So wrong boundaries of one sequence take no queries from the sequences after it.
+        Take the non-empty sequence that begins last among those that begin at or before t. If it ends at or before t,
+        return -1. So a sequence with wrong boundaries takes no queries from later sequences.
         """
         own, begins = Int32(-1), Int32(LOWEST)
         for b in cutlass.range(lane, q_starts.shape[0] - 1, WARP, unroll=UNROLL):
@@ -93,7 +94,8 @@ class WindowIndicesSm90:
 
 
 class WindowSlotsSm90:
-    """Slots of window keys in a paged cache. ring: page b belongs to sequence b, and there is no block table."""
+    """Slots of window keys in a paged cache, with a block table or as a ring. ring: page b belongs to sequence b, and
+    the kernel uses no block table."""
 
     def __init__(self, ring: bool):
         self.ring = ring
@@ -135,8 +137,8 @@ class WindowSlotsSm90:
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
         """Return the cache slot of the window's key number `column`, or -1."""
-        # Past the last key, use the last key's position again, or 0 if there is no key. So the load of the page number
-        # needs no branch.
+        # For columns past the last key, use the last key's position again, or 0 if the window has no keys. So the load
+        # of the page number below needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
         place, offset = divmod(position, pages)
         page, exists = b, column < count
@@ -155,7 +157,7 @@ def _int32(*shape, contiguous=False):
 
 @cached
 def compile_window_indices():
-    """Compile f(cu_seqlens_q [B + 1], cu_seqlens_k [B + 1], indices [T, window]), all int32, indices
+    """Compile f(cu_seqlens_q [B + 1], cu_seqlens_k [B + 1], indices [T, window]), all int32. Rows of `indices` are
     contiguous.
 
     T and window are 1 to MAX_WINDOW; B >= 0.
@@ -172,7 +174,7 @@ def compile_window_indices():
 @cached
 def compile_window_slots(ring: bool):
     """Compile f(block_table [B, max_pages] or None for a ring, cache_seqlens [B], slots [B, s_q, window],
-    page_size), all int32, slots contiguous.
+    page_size), all int32. The last dimension of `slots` is contiguous.
 
     B, s_q, max_pages > 0; B * s_q, window and page_size are 1 to MAX_WINDOW. For a ring B * page_size is at
     most 2^31.
