@@ -1,12 +1,14 @@
 """Sort entries by expert: a stable counting sort.
 
 Plan
-- One CTA per expert, and one for entries without an expert, which come last. Each warp of a CTA has a part of all
-  entries. First the warp counts the entries of lower experts and the entries of the CTA's expert in this part. If there
-  are entries of the CTA's expert, the warp reads the part again, and computes and writes the rows of these entries.
+- One CTA per expert, and one for entries without an expert, which come last. The warps of every CTA read all entries,
+  each warp one contiguous part. First the warp counts, in this part, the entries of lower experts and those of the
+  CTA's expert. If there are entries of the CTA's expert, the warp reads the part again, and writes `order` and `rows`
+  for these entries.
   No CTA waits for another.
 Shared memory: two numbers per warp.
-Roofline: bound by L2, up to 8 (E + 1) N bytes with int32 experts; for few entries, by the latency of two loads.
+Roofline: bound by L2: each of E + 1 CTAs reads N entries up to twice, 8 (E + 1) N bytes in all with int32 numbers; for
+few entries, by the latency of two loads.
 """
 
 import cutlass
