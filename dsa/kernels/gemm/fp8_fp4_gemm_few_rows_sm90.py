@@ -113,7 +113,7 @@ class Fp8Fp4GemmFewRowsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def ctas(self, multiprocessors: int) -> int:
-        """Return the grid of a launch: as many CTAs as are resident at once."""
+        """Return the number of CTAs of a launch: as many as are resident at once."""
         return self.resident * multiprocessors
 
     def fits(self) -> bool:
@@ -283,8 +283,8 @@ class Fp8Fp4GemmSmallMSm90:
         work_tiles: WorkTilePipeline,
         lane,
     ):
-        """The role of the warp that loads the codes and scales of the weights, and the block scales. It also passes the
-        work tiles to the other warps."""
+        """The role of the first producer warp: find the work tiles, pass them to the other warps, and load the codes,
+        e8m0 scales and block scales of the weights."""
         scheduler = static_persistent_scheduler()
         state, tile_state, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
@@ -497,7 +497,8 @@ class Fp8Fp4GemmSmallMSm90:
         lane,
     ):
         """Widen a block of a stage, for this warp's weight rows, to `widened` in wgmma's register layout."""
-        # One ldmatrix loads four matrices: 16-byte vector i of 16 rows (two matrices), then vector i + 1 of these rows.
+        # One ldmatrix loads four matrices: a 16-byte vector of each of the warp's 16 rows (two matrices), then the next
+        # vector of each of these rows.
         own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
         chunk = (lane // OWN_ROWS) ^ (lane % 8)
         of_block = scales.of_blocks[block].bitcast(Float32)

@@ -88,7 +88,7 @@ class Fp8Fp4GemmConfig(Fp8GemmConfig):
 
     @property
     def threads(self) -> int:
-        """Number of threads: the warpgroups of the consumers, of the converters and of the producer."""
+        """Number of threads: the consumer warpgroups, one warpgroup of converters, and the producer's."""
         return (self.groups + 2) * WARPGROUP
 
     def fits(self) -> bool:
@@ -105,7 +105,7 @@ CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2),
 
 @dataclass(frozen=True)
 class WidenedPipeline(Pipeline):
-    """The consumers' view of a ring whose stages are loaded and then widened."""
+    """The consumers' view of the ring, whose stages are loaded and then widened."""
 
     widened: Mbarriers | None = None
 

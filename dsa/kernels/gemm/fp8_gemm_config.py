@@ -42,8 +42,8 @@ class Fp8GemmConfig:
 
     @property
     def has_room(self) -> bool:
-        """Whether a warp's shared memory has room for all 16-bit results that the warp computes in a work tile, in
-        whole chunks. TMA then stores these results."""
+        """Whether TMA stores 16-bit results: a warp has shared memory for all results that it computes in a work tile,
+        and the tile's columns are whole chunks."""
         return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
 
     @property
@@ -102,7 +102,8 @@ ONE_MATRIX_CONFIGS = (
 )
 # For SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
-# Configurations whose producer warps have enough registers to gather rows.
+# Configurations for kernels that gather the rows of a, without SwiGLU. Their producer threads have enough registers for
+# the indices of the rows that they gather.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
 # Up to this many expected rows of the result, the kernel gathers the rows of a itself. For more rows the op copies them
 # before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
@@ -212,7 +213,8 @@ def of_fewest_clocks(
 def _clocks_of_one(
     tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
 ) -> float:
-    """Return the modelled cycles of a product with one matrix."""
+    """Return the modelled cycles of a product with one matrix: the work divided evenly among the SMs, or whole rounds
+    of the longest work tile if they take longer."""
     across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
@@ -227,8 +229,8 @@ def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int
 
 def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
     """Return the modelled cycles of a work tile with `rows` rows, for a dynamic scheduler. With a configuration of
-    SWAP_AB_CONFIGS, a tile with up to SWAP_AB_ROWS rows swaps A/B. The blocks of such a tile are bound by shared memory
-    or by the latency of a warpgroup."""
+    SWAP_AB_CONFIGS, a tile with up to SWAP_AB_ROWS rows swaps A/B. The blocks of such a tile are bound by shared
+    memory, or by the latency of a warpgroup (SWAP_AB_CLOCKS)."""
     if rows > SWAP_AB_ROWS or config not in SWAP_AB_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns

@@ -7,7 +7,8 @@ FP8, instead of the sums.
 Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
-  the last row of its matrix; they are not stored, and a warpgroup does not multiply 64 rows that are all past it.
+  its matrix's last row. Such rows are not stored, and a warpgroup does not multiply 64 rows that are all past the last
+  row.
   If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
   (swap_ab_tile.py). In kernels with such tiles, no tile loads a box (64 rows of `a`) that has no row of the matrix.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. The first producer warp finds the work tiles,
@@ -81,7 +82,7 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 SCALE_BYTES = 4 * SCALES
 # Scale blocks of b that a work tile reads: that of its first column and the next; with SwiGLU, that of gate and of up.
 SCALE_BLOCKS = 2
-LOADING_REGISTERS = 240, 24  # of a consumer and a producer thread, if TMA loads a
+LOADING_REGISTERS = 240, 24  # per consumer and per producer thread, if TMA loads a
 VECTORS = GROUP // 16  # lanes that gather one block of a row
 BOX_ROWS = 64  # rows of a per TMA load if boxes without rows of the matrix are skipped
 
@@ -459,7 +460,8 @@ class Fp8GemmSm90:
         """Add SCALES blocks of channels to the sums of the first `products` products. -> (pipeline state, scale slot)
         after them."""
         acc, ra, rb = operands
-        # Each branch of the kernel makes its own wgmma object, because `multiply` sets a field of it.
+        # `multiply` sets a field of the wgmma object, and an object that one branch of the kernel changed cannot be
+        # used in another branch. So each call makes an object.
         mma = tiled_mma(self.groups, 64, self.width)
         together = self.config.together
         # For each product: (its wave of rows of a, its part of b).

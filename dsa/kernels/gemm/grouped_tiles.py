@@ -1,8 +1,8 @@
 """Work tiles of a product with one or several matrices, computed on the device. A tile has rows of one matrix only.
 
-Rows ends[e - 1] to ends[e] - 1 of the product belong to matrix e (from row 0 on for e = 0). There is no padding between
-matrices, and the host does not read `ends`. Rows after the last matrix's rows belong to no work tile, because tiles are
-counted per matrix, and a tile stores only rows of its matrix. If no matrix has rows, there is no tile and every CTA
+Rows ends[e - 1] to ends[e] - 1 of the product belong to matrix e (from row 0 on for e = 0). Matrices have no padding
+between them, and the host does not read `ends`. Rows after the last matrix's rows belong to no work tile, because tiles
+are counted per matrix, and a tile stores only rows of its matrix. If no matrix has rows, there is no tile and every CTA
 exits at once.
 
 The tiles of a matrix are consecutive. Small-M products use the order of `rows_first`, in which tiles with the same
@@ -127,8 +127,8 @@ class GroupedTiles:
 
     @cute.jit
     def matrix_of(self, index, e, lane) -> Int32:
-        """Return the matrix of work tile `index`, which must exist. The search starts at matrix e, which must not come
-        after the result."""
+        """Return the number of the matrix that has work tile `index`. The tile must exist. The search starts at matrix
+        e, so e must be at most the result. One warp calls this."""
         steps = Int32(32)
         while steps == 32:
             # Count how many of the 32 matrices after e begin at this tile or before it.

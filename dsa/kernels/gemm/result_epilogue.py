@@ -24,7 +24,8 @@ from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
-    """The epilogue that stores the sums. In its methods `results` is (out [M, N], weights [M] or None, None)."""
+    """The epilogue that stores the sums. In its methods `results` is (out [M, N] out_dtype, weights [M] fp32 or None,
+    None for SwiGLU's limit)."""
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns
@@ -37,8 +38,7 @@ class ResultEpilogue:
     parts = 1
 
     def columns_of_parts(self, column, b_rows):
-        """Return, for each part of the work tile, the index of its first row of b within the matrix. There is one
-        part."""
+        """Return the row of the matrix b at which each part of the work tile begins. The tile has one part."""
         return (column,)
 
     def scale_blocks(self, column, b_rows):
@@ -50,8 +50,8 @@ class ResultEpilogue:
         """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after that
         of the first piece."""
         before = column // self.piece % self.pieces
-        # `before` is the index of the tile's first piece within that piece's block. Piece j of the tile is in the next
-        # block if before + j reaches the number of pieces of a block.
+        # `before` is the index of the tile's first piece within that piece's scale block. Piece j of the tile is in the
+        # next block if before + j reaches the number of pieces of a block.
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
@@ -164,8 +164,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """Store chunk `chunk`, which is in the warp's chunk slot `place`, 16 bytes per lane. Rows from `end` on are not
-        stored."""
+        """Copy chunk `chunk` from the warp's chunk slot `place` to global memory, 16 bytes per lane. Rows from `end` on
+        are not stored."""
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector

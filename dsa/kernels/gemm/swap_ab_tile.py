@@ -35,7 +35,7 @@ def swap_ab_blocks(
     """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> (pipeline state, scale slot) after
     the tile's blocks.
 
-    operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
+    operands  (a [rows, 128, stages] and b [columns, 128, stages] in shared memory, index of this warpgroup)
     scales    (of_a, of_b, a_slot, b_slot, b_part). of_a: shared address, in slot 0, of the scales of this lane's first
               row of a. of_b: the same for the scales of b's first part. a_slot, b_slot: bytes of a slot with scales of
               a and of b. b_part: bytes from the scales of a part of b to those of the next part

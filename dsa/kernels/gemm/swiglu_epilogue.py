@@ -53,7 +53,7 @@ class SwigluEpilogue:
         self.dtype, self.use_ue8m0 = dtype, use_ue8m0
 
     def columns_of_parts(self, column, b_rows):
-        """Return, for each part of the work tile (gate, up), the index of its first row of b within the matrix."""
+        """Return the row of the matrix b at which each part of the work tile (gate, up) begins."""
         return column, b_rows // 2 + column
 
     def scale_blocks(self, column, b_rows):
@@ -124,7 +124,8 @@ class SwigluEpilogue:
         maxima = all_staged + SWAP_AB_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
         of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index in h of the first of a row's two channels
-        # If K is small, a warp can get here while another warp still stores the previous work tile from shared memory.
+        # If the ring has room for all blocks of a work tile (small K), a warp can get here while another warp still
+        # stores the previous work tile from shared memory.
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)

@@ -169,7 +169,7 @@ def number_of(order: Int32) -> Float32:
 @cached
 def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_group: int, normalise: bool):
     """-> f(logits fp32 [T, E], bias fp32 [E], topk_indices int64 [T, top_k], weights fp32 [T, top_k], scale); T > 0.
-    The last dimensions are contiguous."""
+    The last dimensions are contiguous. scale: factor of all weights."""
     tokens = cute.sym_int()
     return compile_sm90(
         MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise),

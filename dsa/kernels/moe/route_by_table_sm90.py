@@ -106,8 +106,8 @@ class RouteByTableSm90:
 
     @cute.jit
     def named(self, table: cute.Tensor, token_id: Int64, lane: Int32) -> Int32:
-        """Return the expert in column `lane` of a token's row of the table, or -1 if there is no row or no such
-        expert."""
+        """Return the expert in column `lane` of a token's row of the table, or -1 if the table has no row for the token
+        or if the number is outside [0, E)."""
         e = Int32(-1)
         if token_id >= 0 and token_id < table.shape[0]:
             number = table[token_id, lane]
