@@ -473,7 +473,8 @@ class Fp8Fp4GemmSmallMSm90:
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
         """Wait for a stage, and load its scales into `scales`."""
         pipeline.consumer_wait(state)
-        # cp.async wrote the activations through the generic proxy, but wgmma reads through the async proxy.
+        # cp.async wrote the activations through the generic proxy, but wgmma reads them through the async proxy, so a
+        # fence must come in between.
         cute.arch.fence_proxy("async.shared", space="cta")
         of_blocks = load_16(ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES)
         first = state.stage * self.columns + warp * OWN_ROWS

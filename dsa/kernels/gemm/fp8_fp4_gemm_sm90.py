@@ -118,7 +118,8 @@ class WidenedPipeline(Pipeline):
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """epilogue: computes results from the sums, and stores them."""
+    """epilogue: rounds the sums to the result's dtype, times the rows' weights if there are weights, and stores
+    them."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
@@ -324,7 +325,8 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
-                    # The stores went through the generic proxy, but wgmma reads through the async proxy.
+                    # The stores went through the generic proxy, but wgmma reads through the async proxy, so a fence
+                    # must come in between.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     widened.arrive(state.stage)

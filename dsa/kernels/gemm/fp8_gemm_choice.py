@@ -7,9 +7,9 @@ H200 for the layers of published language models. For these shapes the tile that
 the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.json contains a shape's fastest tile if the
 models' tile is more than 1% slower. The file is valid for GPUs with as many SMs as the H200; other GPUs use the cost
 models.
-ROWS lists the numbers of rows that were timed. A product with another number of rows uses the tile of the next larger
-number in ROWS, unless the cost models call that tile worse for the product's own number of rows (WORSE): a last work
-tile with few rows can make a product take three times as long.
+ROWS lists the numbers of rows that were timed. For another number of rows, the winner for the next larger number in
+ROWS is used, unless the cost models call that tile worse for the product's own number of rows (WORSE): a last work tile
+with few rows can make a product take three times as long.
 """
 
 from bisect import bisect_left

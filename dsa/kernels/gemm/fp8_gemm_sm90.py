@@ -8,8 +8,7 @@ Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
   its matrix's last row. Such rows are not stored, and a warpgroup does not multiply 64 rows that are all past the last
-  row.
-  If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
+  row. If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
   (swap_ab_tile.py). In kernels with such tiles, no tile loads a box (64 rows of `a`) that has no row of the matrix.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. The first producer warp finds the work tiles,
   passes them to the warps that work on them, and loads by TMA. If `rows` selects the rows of a, TMA loads only b and
@@ -472,7 +471,8 @@ class Fp8GemmSm90:
             for i in cutlass.range_constexpr(together):
                 pipeline.consumer_wait(state)
                 if const_expr(self.gathered):
-                    # cp.async wrote the rows of a through the generic proxy, but wgmma reads through the async proxy.
+                    # cp.async wrote the rows of a through the generic proxy, but wgmma reads them through the async
+                    # proxy, so a fence must come in between.
                     cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)

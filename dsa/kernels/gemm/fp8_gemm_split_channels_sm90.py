@@ -137,7 +137,7 @@ class Fp8GemmSplitChannelsSm90:
         scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        # The last row contains the scales of b.
+        # The last row, number `rows`, contains the scales of b.
         scales = storage.scales.get_tensor(
             cute.make_layout((self.rows + 1, MAX_SPLIT_BLOCKS), stride=(SCALE_STRIDE, 1))
         )

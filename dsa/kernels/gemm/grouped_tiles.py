@@ -9,7 +9,7 @@ The tiles of a matrix are consecutive. Small-M products use the order of `rows_f
 columns are consecutive. The other products use the order of `at`, which has bands of BAND rows. So the tiles that run
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
-same rows are consecutive. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two
+same rows are consecutive. The reason is that a matrix's last tile of rows can have few rows. If a matrix has, say, two
 tiles of rows and they alternated, a static scheduler would give all short tiles to one half of the CTAs.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 

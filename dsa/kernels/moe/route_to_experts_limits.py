@@ -1,5 +1,5 @@
 """Limits of the kernels of `route_to_experts`, as plain numbers and names of torch dtypes, for kernels, ops and tests.
-The limits of top_k and n_group are those of the gate's kernel."""
+The limits of top_k and n_group are those of the gate's kernel: MAX_TOP_K and MAX_GROUPS in limits.py."""
 
 DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
