@@ -118,8 +118,7 @@ class WidenedPipeline(Pipeline):
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """epilogue: rounds the sums to the result's dtype, times the rows' weights if there are weights, and stores
-    them."""
+    """epilogue: multiplies the sums by the rows' weights, if there are any, rounds the results and stores them."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
