@@ -5,11 +5,12 @@ A byte contains two e2m1 codes; the code of the even channel is in the low nibbl
 a scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. Let r be
 the ratio of a group's scale to the block scale. An e2m1 number times r is exactly an e4m3 number if the exponent of r
 is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the largest scale of the block's groups.
-`fp4_block_scales` refuses weights with exponents below -8, which would wrap around to other tables.
+`fp4_block_scales` refuses weights with an exponent below -8, unless all numbers of the group are zero. The kernels do
+not check it: such an exponent would select a wrong table.
 The eight e2m1 magnitudes, multiplied by r, form a table of eight bytes, and a byte permutation looks up four of them at
 a time. The tables for all exponents together are 128 bytes of shared memory; a table's index is its exponent modulo 16.
 The tables occupy different banks, so reads of different tables do not conflict. Zero is zero in every table, so a group
-of zeros may have any scale.
+of zeros can have any scale.
 
 For an operand in registers, wgmma expects that a lane has, of each 32 channels, the channels 4 q to 4 q + 3 and 16 + 4
 q to 19 + 4 q, where q = lane % 4. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one
@@ -28,7 +29,7 @@ from dsa.cute.shared_memory import load_8, store_4
 TABLE_BYTES = 128  # all tables together; they must be aligned to 8 bytes
 _MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # magnitudes of e2m1, indexed by the code without its sign
 _TABLES, _BYTES = 16, 8  # number of tables, bytes per table
-_LOWEST = -8  # the smallest exponent of the ratio of a group's scale to the block scale
+_LOWEST = -8  # the smallest allowed exponent of r, the ratio of a group's scale to the block scale
 
 
 @cute.jit
@@ -45,7 +46,8 @@ def write_tables(tables: Int32, lane):
 
 @cute.jit
 def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
-    """Return the table offsets of four groups, one byte each: the groups of 32 channels of one row in one block.
+    """Return the byte offsets of four groups' tables, one per byte of the result. The groups are the 128 channels of
+    one row in one block.
 
     scales       the groups' e8m0 bytes, four in a word; any bytes give offsets inside the tables
     block_scale  a power of two
@@ -56,8 +58,8 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """Return four table offsets, one byte each: those of group number `group` (0 to 3) of a row, in each of four
-    consecutive blocks.
+    """Return the byte offsets of four groups' tables, one per byte of the result: group number `group` (0 to 3) of a
+    row in each of four consecutive blocks.
 
     words         [4]: a word per block, the e8m0 bytes of the row's four groups
     block_scales  [4]: the scales of the blocks, powers of two
@@ -111,8 +113,8 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """Return the index at which word `word` (four channels) of a row of the other operand is stored, so that its
-    channels are in the order in which lanes have the widened channels."""
+    """Return the index at which word `word` (four channels) of a row of the other operand, the activations, is stored,
+    so that its channels are in the order in which lanes have the widened channels."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 
@@ -129,7 +131,7 @@ def gather_4(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def _four_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Return four numbers rounded to e4m3 in a word, the first in the lowest byte."""
+    """Return a word of four numbers rounded to e4m3, the first in the lowest byte."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }}",

@@ -1,13 +1,14 @@
 """Grouped product of FP8 activations with FP4 weights, for few rows per weight matrix (decode):
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b8[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
-where e is the matrix of row m, weights[m] is a factor (1 without `weights`), r = rows[m] (r = m without `rows`), and
+where e is the matrix of row m, block g is 128 channels, weights[m] is 1 without `weights`, r is rows[m] (m without
+`rows`), and
 b8[e, n, k] = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
 b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan
-- Weight rows are M of the wgmma, m64 nT k32, and T rows of the product are N (swap A/B). A consumer warpgroup computes
-  64 weight rows. Its lanes read FP4 by ldmatrix and widen it in registers (fp4_operand.py), which are the wgmma's
-  operand A. So the weights pass through shared memory only as FP4.
+- Weight rows are M of the wgmma, m64 nT k32, and T = 8, 16 or 32 rows of the product are N (swap A/B). A consumer
+  warpgroup computes 64 weight rows. Its lanes read FP4 by ldmatrix and widen it in registers (fp4_operand.py), which
+  are the wgmma's operand A. So the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
   share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
   codes by TMA, and their e8m0 scales and block scales by cp.async. It waits for nothing but empty stages, in the ring
@@ -32,8 +33,8 @@ Plan
 Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
 Registers: per consumer thread 64 for four blocks of widened weights, or 32 for two blocks where four do not fit; 2 T
 accumulators; T / 2 sums. See REGISTERS.
-Instructions: a lane issues 18 for 8 weights. 10 of them use the ALU. An SM issues 2 of these per cycle (for a whole
-warp each): 320 cycles per block of 128 x 128.
+Instructions: a lane issues 18 for 8 weights. 10 of them use the ALU. An SM issues 2 ALU instructions per cycle, each
+for a whole warp: 320 cycles per block of 128 x 128.
 Roofline: bound by memory, 8.5 KB per block of 128 x 128. At 4.2 TB/s for 132 SMs, an SM loads a block in 480 cycles.
 """
 
@@ -112,7 +113,7 @@ class Fp8Fp4GemmFewRowsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def ctas(self, multiprocessors: int) -> int:
-        """Return the grid of a launch: as many CTAs as are resident at once."""
+        """Return the number of CTAs of a launch: as many as are resident at once."""
         return self.resident * multiprocessors
 
     def fits(self) -> bool:
@@ -123,8 +124,8 @@ class Fp8Fp4GemmFewRowsConfig:
         return self.stages * stage + others <= (SHARED_BYTES + 1024) // self.resident - 1024
 
 
-# Three small CTAs per SM balance the few work tiles of a single token best. With many work tiles, two consumer
-# warpgroups are faster.
+# Three CTAs per SM with one consumer warpgroup each balance the few work tiles of a single token best. With many work
+# tiles, one CTA with two consumer warpgroups is faster.
 CONFIGS = (
     *(Fp8Fp4GemmFewRowsConfig(1, *sizes) for sizes in ((8, 3, 3), (16, 4, 2), (32, 3, 2))),
     *(Fp8Fp4GemmFewRowsConfig(2, *sizes, 1) for sizes in ((8, 5), (16, 5), (32, 4))),
@@ -137,7 +138,8 @@ class Ring(NamedTuple):
     codes       FP4 codes of the weights
     scales      e8m0 scales of the weights
     rows        rows of activations
-    row_scales  scales of the activations' rows, then the scales of the stage's four blocks
+    row_scales  fp32 scales of the activations' rows (16 bytes per row), then the weights' four fp32 block scales, one
+                per block of 128 channels of the stage
     """
 
     codes: Int32
@@ -149,8 +151,8 @@ class Ring(NamedTuple):
 class StageScales(NamedTuple):
     """The scales of a stage, in registers.
 
-    of_rows    the e8m0 bytes of a lane's two weight rows, [2, 4] words, one word per row and block
-    of_blocks  the block scales as bits of fp32, [4]
+    of_rows    the e8m0 bytes of a lane's two weight rows: [2 * 4] words, one word per row and block
+    of_blocks  the block scales as bits of fp32: [4]
     """
 
     of_rows: cute.Tensor
@@ -281,8 +283,8 @@ class Fp8Fp4GemmSmallMSm90:
         work_tiles: WorkTilePipeline,
         lane,
     ):
-        """The role of the warp that loads the codes and scales of the weights, and the block scales. It also passes the
-        work tiles to the other warps."""
+        """The role of the first producer warp: find the work tiles, pass them to the other warps, and load the codes,
+        e8m0 scales and block scales of the weights."""
         scheduler = static_persistent_scheduler()
         state, tile_state, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
@@ -327,7 +329,8 @@ class Fp8Fp4GemmSmallMSm90:
         lane,
     ):
         """The mainloop of gathering warp `number`. It copies every third row of activations, from row `number` of the
-        work tile on; each lane copies one word per block. Gathering warp 0 also copies the scales of all rows."""
+        work tile on; each lane copies one word of 4 bytes per row and block. Gathering warp 0 also copies the scales of
+        all rows."""
         scheduler = static_persistent_scheduler()
         state, tile_state = start(), start()
         sources, channels = a.shape
@@ -456,7 +459,7 @@ class Fp8Fp4GemmSmallMSm90:
                 ]
                 self.await_stage(scales, ring, pipeline, following, warp, lane)
             if const_expr(block >= self.buffers - 1):
-                # The next block's buffer is about to be overwritten: wait for the wgmma that read it.
+                # The next block is widened into a buffer that an earlier block's wgmma read: wait for these wgmma.
                 cute.nvgpu.warpgroup.wait_group(self.buffers - 1)
             at, after = (following, 0) if block == BLOCKS - 1 else (state, block + 1)
             self.widen_block(after, widened[after % self.buffers], scales, ring, tables, at, warp, lane)
@@ -470,7 +473,8 @@ class Fp8Fp4GemmSmallMSm90:
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
         """Wait for a stage, and load its scales into `scales`."""
         pipeline.consumer_wait(state)
-        # cp.async wrote the activations through the generic proxy, but wgmma reads through the async proxy.
+        # cp.async wrote the activations through the generic proxy, but wgmma reads them through the async proxy, so a
+        # fence must come in between.
         cute.arch.fence_proxy("async.shared", space="cta")
         of_blocks = load_16(ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES)
         first = state.stage * self.columns + warp * OWN_ROWS
@@ -494,7 +498,8 @@ class Fp8Fp4GemmSmallMSm90:
         lane,
     ):
         """Widen a block of a stage, for this warp's weight rows, to `widened` in wgmma's register layout."""
-        # One ldmatrix loads four matrices: 16-byte vector i of 16 rows (two matrices), then vector i + 1 of these rows.
+        # One ldmatrix loads four matrices: a 16-byte vector of each of the warp's 16 rows (two matrices), then the next
+        # vector of each of these rows.
         own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
         chunk = (lane // OWN_ROWS) ^ (lane % 8)
         of_block = scales.of_blocks[block].bitcast(Float32)
@@ -511,11 +516,11 @@ class Fp8Fp4GemmSmallMSm90:
 
 @cached
 def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
-    """-> f(a [T, K] e4m3, a_scale [T, G] fp32, rows [M] int32, or [0] if row m of the product is row m of a, b [E * N,
-    K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending, weights
-    [M] fp32, or [0] for none, out [M, N], ctas).
+    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if row m of the product is row m of a, b
+    [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
+    weights [M] fp32, or [0] for none, out [M, N] out_dtype, ctas).
 
-    E up to 1024, T and M up to 2^27; E, T, M, N, K > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a
+    E up to 1024, A and M up to 2^27; E, A, M, N, K > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a
     multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Rows of all
     tensors with two or more dimensions are aligned to 16 bytes. ctas: config.ctas(multiprocessors).
     """
@@ -537,8 +542,9 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
 
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmFewRowsConfig:
-    """Return the configuration with which the busiest SM loads the fewest bytes. `rows` is the number of rows of all
-    matrices together. The number of channels does not matter, since it is the same for all work tiles."""
+    """Return the configuration with which the busiest SM loads the fewest bytes, if each row belongs to a random
+    matrix. `rows` is the number of rows of all matrices together. The number of channels does not matter, since it is
+    the same for all work tiles."""
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)

@@ -1,31 +1,32 @@
 """Grouped product of FP8 activations with FP4 weights, for many rows per weight matrix (prefill):
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[m, k] b8[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
-where e is the matrix of row m, weights[m] is a factor (1 without `weights`), and
+where e is the matrix of row m, block g is 128 channels, weights[m] is 1 without `weights`, and
 b8[e, n, k] = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
 b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8.
 
 Plan
 - This is the FP8 product (fp8_gemm_sm90.py) with an additional warpgroup, the converters, which widen a stage's FP4 to
-  e4m3 before the consumers multiply it. Work tiles, mainloop, order of sums and epilogues are those of that kernel.
+  e4m3 before the consumers multiply it. The mainloop, the order of sums and the epilogue that stores the sums are those
+  of that kernel. Work tiles have 128 columns, and never swap A/B.
 - Warp roles: one or two consumer warpgroups, with 64 rows per wave; four converter warps; a producer warp, which finds
   the work tiles, passes them to the other warps and loads by TMA. The producer is in a separate warpgroup because of
   registers: with two consumer warpgroups, a consumer thread has 216 registers, a converter thread has 56, and a
   producer thread has 24. A warp that both loads and converts would need more than 56.
 - Pipeline: one ring of STAGES stages of 128 channels. Consumers wait for two barriers of a stage: the pipeline's full
-  barrier counts the bytes of TMA, and `widened` counts the converter warps. Consumers release the stage once.
+  barrier counts the bytes of TMA, and `widened` counts the converter warps. Only consumers release a stage.
 - Widening is in place. A converter warp widens 32 of the 128 rows of b in a stage, which are 4 KiB of e4m3; TMA writes
   their codes to the first 2 KiB. The warp widens the last rows first. When it overwrites the codes of the first rows,
-  it has already read all codes. So no further memory and no barrier with other converter warps is needed.
+  it has already read all codes. So a warp needs no further memory and no barrier with other converter warps.
 - The 16 bytes of codes that a lane reads are 32 channels of a row, which share an e8m0 scale. So one table
   (fp4_operand.py) is enough for the four words. Eight lanes read 128 contiguous bytes. Their 16-byte stores go to two
   rows, and TMA's swizzle puts them into different banks.
 - All kinds of scales are loaded for four blocks at a time, together with the first of the four blocks. Converters
   compute the offsets of the tables from the scales before they pass that block to the consumers. So when the consumers
   release that block, the converters have read the scales, and the slot of the scales is free, too.
-- Scheduler: static persistent. Dynamic scheduling is not faster here, since the converters limit the measured rate.
+- Scheduler: static persistent. Dynamic scheduling was not faster when measured, since the converters limit the rate.
 Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also the tables,
 and per slot of scales 16 bytes of e8m0 scales per row of b.
-Registers: see REGISTERS; a consumer has 64 accumulators and 64 or 128 sums.
+Registers: see REGISTERS; a consumer thread has 64 accumulators and 64 or 128 sums.
 Instructions: a converter lane issues 180 for a block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
 Roofline: 256 x 128 tiles are bound by the tensor cores and the multiply-adds, 1280 cycles per block of channels. Shared
 memory, 128 bytes per cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 with converters.
@@ -87,7 +88,7 @@ class Fp8Fp4GemmConfig(Fp8GemmConfig):
 
     @property
     def threads(self) -> int:
-        """Number of threads: the warpgroups of the consumers, of the converters and of the producer."""
+        """Number of threads: the consumer warpgroups, one warpgroup of converters, and the producer's."""
         return (self.groups + 2) * WARPGROUP
 
     def fits(self) -> bool:
@@ -104,20 +105,20 @@ CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2),
 
 @dataclass(frozen=True)
 class WidenedPipeline(Pipeline):
-    """The consumers' view of a ring whose stages are loaded and then widened."""
+    """The consumers' view of the ring, whose stages are loaded and then widened."""
 
     widened: Mbarriers | None = None
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
-        """Wait until the stage is loaded and widened. The `widened` barrier alone says nothing about `a`, because the
-        converters do not read `a`."""
+        """Wait until a and the scales of the stage are loaded (the full barrier), and b is widened (the barrier
+        `widened`)."""
         Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """epilogue: computes results from the sums, and stores them."""
+    """epilogue: multiplies the sums by the rows' weights, if there are any, rounds the results and stores them."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
@@ -316,13 +317,15 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         if const_expr(j > 0):
                             words, table = self.read_unit(read_at + offset, tables, places, j - 1, i)
                         if const_expr(j == 1):
-                            # The stores for j = 1 and j = 0 overwrite codes, so all lanes must have read all codes.
+                            # The stores for j = 1 and j = 0 overwrite codes, so all lanes must have read all of the
+                            # warp's codes.
                             cute.arch.sync_warp()
                         wide = [word for eight in own_words for word in widen(eight, *own_table)]
                         target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
-                    # The stores went through the generic proxy, but wgmma reads through the async proxy.
+                    # The stores went through the generic proxy, but wgmma reads through the async proxy, so a fence
+                    # must come in between.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     widened.arrive(state.stage)
@@ -359,12 +362,14 @@ def _operands():
 
 @cached
 def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: bool = False):
-    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale [ceil(N /
-    128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale
+    [ceil(N / 128), G, E] fp32, ends [E] int32 ascending, out [M, N] out_dtype, weights [M] fp32 if `weighted` or None,
+    ctas).
 
     E up to 1024, M up to 2^27; E, M, N, K > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a
-    multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Rows of all
-    tensors except ends and weights are aligned to 16 bytes.
+    multiple of 4. The padding of a_scale and b_scale must be finite; that of b_scale_32 may be any bytes. Dimension G
+    of b_scale is contiguous. Rows of all tensors except ends and weights are aligned to 16 bytes. ctas: number of
+    persistent CTAs, one per SM.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     return compile_sm90(

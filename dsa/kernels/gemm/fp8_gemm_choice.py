@@ -1,14 +1,15 @@
 """The choice of kernel and work tile for a product with one matrix: the measured winner if there is one, else the cost
 models' choice.
 
-All tiles of both kernels give the same bits, so any of them may be chosen. The tile that the models choose takes 1%
-longer than the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.json overrides the models. A
-search timed the tiles for shapes of published language models. The file contains a shape's fastest tile if the models'
-tile is more than 1% slower. For a shape that is not in the file, either there was no search or the models are right.
-The file is valid for GPUs with the same number of SMs; other GPUs use the cost models.
-The search covers the numbers of rows in ROWS. A tile that it found is also used for fewer rows, as long as they are
-more than the next smaller entry of ROWS. The exception is a tile that the cost models call worse for these rows: a last
-work tile with few rows can make a product take three times as long.
+The two kernels are that of fp8_gemm_sm90.py and the small-M kernel (fp8_gemm_few_rows_sm90.py, with its split-K
+variant). All their tiles give the same bits, so any of them may be chosen. `dsa tune fp8_gemm_nt` timed the tiles on an
+H200 for the layers of published language models. For these shapes the tile that the models choose takes 1% longer than
+the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.json contains a shape's fastest tile if the
+models' tile is more than 1% slower. The file is valid for GPUs with as many SMs as the H200; other GPUs use the cost
+models.
+ROWS lists the numbers of rows that were timed. For another number of rows, the winner for the next larger number in
+ROWS is used, unless the cost models call that tile worse for the product's own number of rows (WORSE): a last work tile
+with few rows can make a product take three times as long.
 """
 
 from bisect import bisect_left
@@ -19,14 +20,14 @@ from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
 
 Tile = FewRowsConfig | Fp8GemmConfig
-# The numbers of rows for which the fastest tile is searched.
+# The numbers of rows for which `dsa tune` searches the fastest tile.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
-LAUNCH = 2.8  # microseconds; the models exclude it
+LAUNCH = 2.8  # microseconds of a launch, which the models' times exclude
 # The models always choose the small-M kernel up to OWN_ROWS rows, and can choose it up to MAX_ROWS rows. The measured
 # winners do not follow this: in five classes of up to 32 rows the other kernel is faster.
 OWN_ROWS, MAX_ROWS = 32, 512
-# Let r(n) be the modelled time of a measured winner for n rows, divided by that of the models' tile for n rows. The
-# winner is used for n rows if r(n) is at most WORSE times r(the searched number of rows).
+# r(n): the modelled time of the measured winner for n rows, divided by that of the models' tile for n rows, both with
+# LAUNCH. The winner was measured for class_rows(n) rows. It is used for n rows if r(n) <= WORSE * r(class_rows(n)).
 WORSE = 1.05
 
 
@@ -47,7 +48,7 @@ def choose_for_one_matrix(rows: int, columns: int, channels: int, multiprocessor
 
 
 def _times(tile: Tile, other: Tile, *sizes: int) -> float:
-    """Return the modelled time of `tile` divided by that of `other`, both with the launch."""
+    """Return the modelled time of `tile` divided by that of `other`, both with LAUNCH."""
     return (microseconds(tile, *sizes) + LAUNCH) / (microseconds(other, *sizes) + LAUNCH)
 
 
@@ -83,9 +84,10 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time, with the
-    launch, exceeds that of the models' tile by more than half. It also skips a small-M tile that cannot run or if
-    `rows` is above MAX_ROWS, and another tile that has at least 2 * max(`rows`, 64) rows."""
+    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time exceeds
+    that of the models' tile by more than half, both with LAUNCH. It skips tiles of the small-M kernel for more than
+    MAX_ROWS rows and those that `can_run` refuses. It skips tiles of the other kernel with at least 2 * max(`rows`, 64)
+    rows."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

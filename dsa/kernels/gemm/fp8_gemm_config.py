@@ -1,6 +1,6 @@
-"""Tile configurations of the FP8 product kernel, and the cost model that chooses one for a shape.
+"""Tile configurations of the FP8 product kernel (fp8_gemm_sm90.py), and the cost models that choose one for a shape.
 
-For one matrix, fp8_gemm_choice.py makes the final choice; there dsa/tuned/sm_90/fp8_gemm_nt.json overrides the model
+For one matrix, fp8_gemm_choice.py makes the final choice; there dsa/tuned/sm_90/fp8_gemm_nt.json overrides the models
 for measured shapes.
 """
 
@@ -27,7 +27,7 @@ class Fp8GemmConfig:
     waves    number of waves: a warpgroup multiplies 64 rows per wave, one wave after the other
     columns  columns of a work tile
     stages   stages of the ring, each a block of 128 channels
-    chunks   chunks of 64 result columns that a warp has shared memory for
+    chunks   how many chunks a warp has shared memory for; a chunk is 16 rows x 64 columns of 16-bit results
     """
 
     groups: int
@@ -42,21 +42,21 @@ class Fp8GemmConfig:
 
     @property
     def has_room(self) -> bool:
-        """Whether a warp's shared memory has room for all 16-bit results that the warp computes in a work tile, in
-        whole chunks. TMA then stores these results."""
+        """Whether TMA stores 16-bit results: a warp has shared memory for all results that it computes in a work tile,
+        and the tile's columns are whole chunks."""
         return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
 
     @property
     def piece(self) -> int:
-        """The width of a piece: the epilogue divides a work tile's columns into pieces that have one scale each. Pieces
-        start at multiples of their width, so a piece never straddles two scale blocks, wherever the work tile
-        begins."""
+        """Number of columns of a piece. A piece has one scale of b, so a work tile's columns are scaled piece by piece.
+        Pieces start at multiples of their width, which divides 64. So wherever the work tile begins, no piece straddles
+        two scale blocks of 128 columns."""
         return math.gcd(self.columns, CHUNK)
 
     @property
     def together(self) -> int:
-        """How many blocks of channels are multiplied before the first of their products is added to the sums. More
-        than one hides the latency of a narrow tile's wgmma."""
+        """Number of blocks of channels whose wgmma are all issued before the first block's products are added to the
+        sums. More than one hides the latency of a narrow tile's wgmma."""
         return max(1, 128 // self.columns) if self.waves == 1 else 1
 
     @property
@@ -88,8 +88,8 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# For one matrix. There are more widths than in CONFIGS: each gives another number of work tiles, and one of them may
-# occupy SMs that the others leave idle.
+# For one matrix. They have more widths than CONFIGS, because each width gives another number of work tiles, and one
+# width can occupy SMs that the other widths leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -102,28 +102,29 @@ ONE_MATRIX_CONFIGS = (
 )
 # For SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
-# Configurations whose producer warps have enough registers to gather rows.
+# Configurations for kernels that gather the rows of a, without SwiGLU. Their producer threads have enough registers for
+# the indices of the rows that they gather.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# Up to this many rows in the result, the kernel gathers the rows of a itself. For larger results the op copies the rows
-# before the launch, because gathering costs a quarter of the kernel's time when the tensor cores are busy.
+# Up to this many expected rows of the result, the kernel gathers the rows of a itself. For more rows the op copies them
+# before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
 GATHERED_ROWS = 4096
-# Configurations with a dynamic scheduler.
+# Configurations for a dynamic scheduler, without SwiGLU.
 DYNAMIC_CONFIGS = CONFIGS[3:]
-# The configurations in DYNAMIC_CONFIGS that swap A/B for work tiles with few rows (swap_ab_tile.py). SwiGLU tiles with
-# a dynamic scheduler do so, too.
+# With a dynamic scheduler, these configurations and that of SwiGLU swap A/B for work tiles with up to SWAP_AB_ROWS rows
+# (swap_ab_tile.py).
 SWAP_AB_CONFIGS = (CONFIGS[3], CONFIGS[5])
 SWAP_AB_COUNTS = (16, 32)  # with swapped operands: rows of a per wgmma (its N)
 SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # most rows of a work tile with swapped operands
-# The cost model in cycles, measured on an H200: overhead of a work tile whose results TMA stores, overhead of a work
-# tile whose results warps store, overhead of a block of channels.
+# The cost model in cycles, measured on an H200. TMA_STORE_CLOCKS, STORE_CLOCKS: overhead of a work tile whose results
+# TMA stores, and of one whose results warps store. BLOCK_CLOCKS: overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
-SWAP_AB_CLOCKS = 300  # in a work tile with swapped operands, a block takes at least so many cycles
-# The cost model in microseconds, for products with one matrix and up to MODEL_ROWS rows, measured on an H200. This
-# model does not use BLOCK_CLOCKS. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE:
-# relative slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the end of a work tile.
-# TMA_STORE_RATE, STORE_RATE: results per microsecond of one work tile that TMA stores, and that warps store. UNSHARED:
-# additional microseconds of a block whose part of b no other work tile reads. ALONE: least microseconds of a block that
-# only one of two warpgroups multiplies.
+SWAP_AB_CLOCKS = 300  # least cycles of a block in a work tile with swapped operands, without BLOCK_CLOCKS
+# The cost model in microseconds (`microseconds_of_one`), measured on an H200. It uses none of the overheads above. It
+# chooses the configuration for one matrix and up to MODEL_ROWS rows. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes
+# per microsecond from memory. IDLE: relative slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the
+# end of a work tile, without the stores. TMA_STORE_RATE, STORE_RATE: results per microsecond of one work tile that TMA
+# stores, and that warps store. UNSHARED: additional microseconds of a block whose part of b no other work tile reads.
+# ALONE: least microseconds of a block that only one of two warpgroups multiplies.
 MODEL_ROWS = 1024
 CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
 TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55
@@ -138,19 +139,22 @@ def choose_config(
     configs: tuple[Fp8GemmConfig, ...] = CONFIGS,
 ) -> Fp8GemmConfig:
     """Return the configuration with the fewest modelled cycles for `rows` rows of all matrices together. If matrices
-    have at most 64 rows on average, only configurations with one consumer warpgroup are considered."""
+    have at most 64 rows on average, only configurations with one consumer warpgroup are considered, if there are
+    any."""
     few = rows <= 64 * max(min(rows, matrices), 1)
     narrow = [config for config in configs if config.groups == 1] if few else []
     return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_dynamic_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
-    """Return the configuration with the fewest modelled cycles for a product with a dynamic scheduler."""
+    """Return the configuration with the fewest modelled cycles for a product with a dynamic scheduler and without
+    SwiGLU."""
     return of_fewest_clocks(DYNAMIC_CONFIGS, dynamic_tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:
-    """Return the configuration with the shortest modelled time for one matrix."""
+    """Return the configuration that is modelled as the fastest for one matrix. The model in microseconds is used up to
+    MODEL_ROWS rows, and the model in cycles for more."""
     if rows > MODEL_ROWS:
         return of_fewest_clocks(ONE_MATRIX_CONFIGS, tile_clocks, rows, columns, channels, 1, multiprocessors)
     return min(
@@ -160,16 +164,16 @@ def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: i
 
 def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
     """Return the modelled time of a product with one matrix, without the launch. It is about the larger of two times:
-    that of an SM's work tiles in whole waves, and that of memory traffic. The root of the sum of fourth powers makes
-    the transition between the two times smooth."""
+    that of the busiest SM's work tiles, and that of memory traffic. The fourth root of the sum of their fourth powers
+    makes the transition between the two times smooth."""
     blocks, down = -(-channels // GROUP), -(-rows // config.rows)
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
-        # In the last row of tiles, one of the two warpgroups has no rows. Only some of an SM's work tiles are of this
-        # kind, so the additional time is divided.
+        # In the last row of tiles, one of the two warpgroups has no rows. This is so in about one of `down` work tiles
+        # of an SM, and in at least one of all `rounds`. The additional time is averaged over the SM's work tiles.
         block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
@@ -188,8 +192,9 @@ def of_fewest_clocks(
     multiprocessors: int,
 ) -> Config:
     """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
-    With one matrix, work tiles run in whole waves. With several matrices, work is assumed to be spread evenly over the
-    SMs, and the number of rows of a matrix is assumed to vary randomly about the mean."""
+    With one matrix, SMs compute work tiles in whole rounds, one tile per SM. With several matrices, the model spreads
+    the work evenly over the SMs. It assumes that half of the matrices have the mean number of rows minus its square
+    root, and half have the mean plus its square root, because routing spreads the rows at random."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used
@@ -208,7 +213,8 @@ def of_fewest_clocks(
 def _clocks_of_one(
     tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
 ) -> float:
-    """Return the modelled cycles of a product with one matrix."""
+    """Return the modelled cycles of a product with one matrix: the work divided evenly among the SMs, or whole rounds
+    of the longest work tile if they take longer."""
     across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
@@ -216,15 +222,15 @@ def _clocks_of_one(
 
 
 def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int, blocks: int) -> float:
-    """Return the modelled cycles of all work tiles with the same columns, one after the other."""
+    """Return the modelled cycles of a matrix's work tiles with the same columns, one after the other."""
     full, left = divmod(rows, config.rows)
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
 
 def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
     """Return the modelled cycles of a work tile with `rows` rows, for a dynamic scheduler. With a configuration of
-    SWAP_AB_CONFIGS, a tile with up to SWAP_AB_ROWS rows swaps A/B. The blocks of such a tile are bound by shared memory
-    or by the latency of a warpgroup."""
+    SWAP_AB_CONFIGS, a tile with up to SWAP_AB_ROWS rows swaps A/B. The blocks of such a tile are bound by shared
+    memory, or by the latency of a warpgroup (SWAP_AB_CLOCKS)."""
     if rows > SWAP_AB_ROWS or config not in SWAP_AB_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns
@@ -238,10 +244,11 @@ def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 
 
 def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
-    """Return the modelled cycles of a block of 128 channels, without overhead: the largest of three times. (1) The
-    tensor cores plus the multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per
-    cycle: each wgmma reads 64 rows of a and all columns of b, and before that a and b are written; writing b takes
-    `b_moves` cycles. (3) The latency of one warpgroup, which waits for each product."""
+    """Return the modelled cycles of a block of 128 channels of a work tile with `rows` rows, without overhead: the
+    largest of three times. (1) The tensor cores plus the multiply-adds, which compete for the registers. (2) Shared
+    memory, which moves 128 bytes per cycle: each wgmma reads 64 rows of a and all columns of b, and before that a and b
+    are written; writing b takes `b_moves` cycles. (3) One warpgroup alone, which multiplies, then waits: `latency`
+    cycles per `config.together` blocks."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + b_moves

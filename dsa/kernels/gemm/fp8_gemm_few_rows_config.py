@@ -1,4 +1,5 @@
-"""Tile configurations of the small-M FP8 product kernels, and the cost model that chooses one for a shape.
+"""Tile configurations of the small-M FP8 product kernels (fp8_gemm_few_rows_sm90.py, and split-K in
+fp8_gemm_split_channels_sm90.py), and the cost model that chooses one for a shape.
 
 For one matrix, fp8_gemm_choice.py makes the final choice; there dsa/tuned/sm_90/fp8_gemm_nt.json overrides the model
 for measured shapes.
@@ -16,7 +17,7 @@ SCALES = 4  # blocks of channels whose scales are loaded together: 16 bytes, the
 CONSUMER_WARPS = 4
 SPLIT_SPAN = 2  # blocks of channels per stage in split-K clusters
 SM_BYTES = 233472  # shared memory of an SM; a CTA occupies 1 KiB more than it requests
-MAX_SPLIT_BLOCKS = 64  # most blocks of channels with split-K: their products must fit in shared memory
+MAX_SPLIT_BLOCKS = 64  # most blocks of channels with split-K: the products of all blocks must fit in shared memory
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class FewRowsConfig:
     rows     rows of a work tile: 8, 16, 32 or 64
     stages   stages of the ring
     ctas     CTAs of the cluster that splits the channels of a work tile: 1 (no split-K), 2, 4 or 8
-    columns  columns of a work tile: 32 or 64
+    columns  columns of a work tile: 32 or 64; with split-K always 64
     """
 
     rows: int
@@ -40,7 +41,7 @@ class FewRowsConfig:
         return SCALES if self.ctas == 1 else SPLIT_SPAN
 
     def shared_bytes(self) -> int:
-        """Return the bytes of shared memory of a CTA, with room for alignment."""
+        """Return the bytes of shared memory of a CTA, including room for alignment."""
         ring = self.stages * (self.span * (COLUMNS + self.rows) * GROUP + 16)
         if self.ctas == 1:
             scales, results = self.stages * SCALES * 4 * (self.rows + 1), CONSUMER_WARPS * self.rows * 32
@@ -68,7 +69,7 @@ SPLIT_CONFIGS = (
     *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
 )
 CONFIGS = WHOLE_CONFIGS + SPLIT_CONFIGS
-GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for grouped products
+GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for products with several matrices
 # The cost model, measured on an H200. BLOCK: microseconds per block of channels, plus ROW per row of the tile.
 # TILE_END: microseconds at a work tile's end. Bytes per microsecond: MEMORY_RATE from memory, SM_RATE to one SM,
 # SEND_RATE of partial products to one CTA. BARRIERS: microseconds of the cluster barriers.
@@ -87,7 +88,7 @@ def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) 
 
 
 def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether this tile is possible. It must not have more rows than the smallest tile that has room for `rows` rows.
+    """Whether this tile can be chosen. It must not have more rows than the smallest tile with room for `rows` rows.
     With split-K, shared memory must also have room for all blocks, and all clusters must be resident at once."""
     heights = sorted({config.rows for config in CONFIGS})
     if config.rows > min((height for height in heights if rows <= height), default=heights[-1]):
@@ -113,11 +114,11 @@ def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
 
 
 def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """Return the modelled time without the launch. It combines the time of an SM and the time of memory. An SM computes
-    work tiles in whole waves. Each block of channels takes the time of the mainloop or that of the SM's loads,
-    whichever is longer. Without split-K, each work tile also has an epilogue. Memory delivers all operands once. The
-    two times overlap, but not completely, so the result is the root of the sum of their squares. With split-K, the
-    exchange of partial products is added."""
+    """Return the modelled time without the launch. It combines the time of an SM and the time of memory. CTAs run in
+    whole rounds: one per SM, and with split-K only on a fraction ROOM of the SMs. Each block of channels takes the time
+    of the mainloop or that of the SM's loads, whichever is longer. Without split-K, each work tile also has an
+    epilogue. Memory delivers all operands once. The two times overlap, but not completely, so the result is the root of
+    the sum of their squares. With split-K, the exchange of partial products is added."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
     rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))

@@ -1,14 +1,16 @@
-"""Small-M products with one block-scaled FP8 matrix, or with several, where e is the matrix of row m:
+"""Small-M products with one block-scaled FP8 matrix, or with several, where e is the matrix of row m, and block g is
+128 channels:
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g].
 
 Plan
 - The rows of b are M of the wgmma, and the rows of a are N (swap A/B): a work tile is 64 columns of the result by 8 to
-  64 rows. In `fp8_gemm_sm90` the rows of a are M, at least 64. So for a single row, which needs a tile of 8 rows, this
-  kernel multiplies an eighth as much. The order of a sum is the same as in that kernel, so the bits are equal.
-- Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the M rows of their wgmma
-  are then unused. If there are more rows than one tile has, the tiles with the same columns are consecutive, so that b
-  is read from memory once. The time of a block of channels grows with the rows of the tile. The cost model in
-  fp8_gemm_few_rows_config.py chooses the rows and columns of tiles.
+  64 rows. In fp8_gemm_sm90.py the rows of a are M, at least 64. So for a single row, which needs a tile of 8 rows, this
+  kernel multiplies an eighth as much as that kernel. The order of a sum is the same in both kernels, so the bits are
+  equal.
+- Work tiles have 64 columns. With one matrix, tiles of 32 columns are used where they occupy more SMs; half of the M
+  rows of their wgmma are unused. If there are more rows than one tile has, the tiles with the same columns are
+  consecutive, so that b is read from memory once. The time of a block of channels grows with the rows of the tile. The
+  tile is chosen by fp8_gemm_choice.py for one matrix, and by fp8_gemm_few_rows_config.py for several.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
   registers without setmaxnreg.
 - Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. The ring
@@ -17,20 +19,20 @@ Plan
   scales are read while the wgmma run. Then the blocks are scaled and added in order. With one block at a time, every
   block would expose the latency of wgmma, of the wait and of the scales' loads.
 - Before a CTA waits for the previous kernel, it prefetches b of the first work tile to L2: the first blocks, as many as
-  fit in the ring. The CTA does not read b, since the previous kernel may write b. Grouped products skip the prefetch,
-  because the matrix is not known yet.
+  fit in the ring. The CTA does not load b yet, since the previous kernel may write b. Grouped products skip the
+  prefetch, because the work tile's matrix depends on `ends`, which the CTA cannot read yet.
 - Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results, 16 columns per warp,
   which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
   of a row.
 - Scheduler: static persistent. Grouped products find their work tiles by prefix sums (grouped_tiles.py).
-- A matrix with few columns has fewer work tiles than there are SMs. For such a matrix split-K can be faster
-  (`fp8_gemm_split_channels_sm90`); fp8_gemm_few_rows_config.py decides.
+- A matrix with few columns has fewer work tiles than there are SMs. For one such matrix split-K can be faster
+  (fp8_gemm_split_channels_sm90.py). It is used if the chosen tile has `ctas` > 1.
 Shared memory: barriers; prefix sums with several matrices; 32 bytes per row and warp for results; stages x SCALES x
 ((64 + rows) x 128 + 4 x (rows + 1)) bytes.
 Registers: SCALES x rows / 2 accumulators, rows / 2 sums and `rows` scales per consumer thread.
 Roofline: bound by memory if the work tiles occupy all SMs: b is read once. Otherwise bound by the SM: the mainloop
-takes about 80 cycles per block of channels, and 3.4 more per row of the tile. With 8 rows, an SM's loads take longer:
-(64 + 8) x 128 bytes per block at about 75 bytes per cycle.
+takes about 80 cycles per block of channels, and 3.4 more per row of the tile. With 8 rows, an SM's loads take longer
+than the mainloop: (64 + 8) x 128 bytes per block at about 75 bytes per cycle.
 """
 
 from typing import Any
@@ -90,7 +92,8 @@ class GroupedFp8GemmSmallMSm90:
         a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages)
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
-        # With 32 columns, only half of the wgmma's 64 rows are loaded. The other half has unused results.
+        # With 32 columns, only half of the 64 rows of b in each block of a stage are loaded. The results of the other
+        # half are not used.
         b_box = b_layout if self.columns == COLUMNS else k_major_layout(Float8E4M3FN, self.columns, GROUP, 1)
         b_atom, b_tma = tile_load(b, b_box, (self.columns, GROUP))
         s_atom, s_tma = tile_load(a_scale, s_layout, (self.rows, SCALES))
@@ -166,7 +169,8 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def prefetch(self, b_atom, mb, tiles: OneMatrixTiles, groups, sb, lane):
-        """Prefetch the first blocks of b to L2, as many as fit in the ring. The producer warp calls this."""
+        """Prefetch b of this CTA's first work tile to L2: the first blocks, as many as fit in the ring. The producer
+        warp calls this."""
         column = tiles.rows_first(static_persistent_scheduler().first, Int32(0), lane).column
         _, tbg = tiles_of(b_atom, self.filled(sb), mb, (self.columns, GROUP), column)
         prefetch_blocks(b_atom, tbg, 0, cutlass.min(groups, self.stages), 1, SCALES)
@@ -181,7 +185,7 @@ class GroupedFp8GemmSmallMSm90:
         state, e = start(), Int32(0)
         matrix_rows = mb.shape[0] // b_scale.shape[0]
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            # Consecutive tiles have the same columns, so b is read from memory once.
+            # Consecutive tiles of a matrix have the same columns, so b is read from memory once.
             e, row, _, column = tiles.rows_first(index, e, lane)
             tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), row)
             tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), row)
@@ -222,7 +226,7 @@ class GroupedFp8GemmSmallMSm90:
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
-            # With 32 columns, two of the warps have no results.
+            # With 32 columns, two of the four warps have no results.
             if warp * 16 < self.columns:
                 store_swap_ab(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
 
@@ -268,10 +272,12 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
 
 @cached
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [N, K] e4m3, b_scale [1, ceil(N / 128), G] fp32, out [M, N], ctas).
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [N, K] e4m3, b_scale [1, ceil(N / 128), G] fp32, out [M, N] out_dtype,
+    ctas).
 
     M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4, and at most 64 with
-    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes.
+    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes. ctas: most CTAs, one per SM;
+    split-K launches one cluster per work tile instead.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())

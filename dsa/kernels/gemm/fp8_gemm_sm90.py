@@ -1,42 +1,45 @@
 """Products with one block-scaled FP8 matrix or several:
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g],
-where e is the matrix of row m, and r = rows[m]. Without `rows`, r = m; without `weights`, the factor weights[m] is 1.
-With the SwiGLU epilogue (swiglu_epilogue.py), the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums.
+where e is the matrix of row m, block g is 128 channels, and r = rows[m]. Without `rows`, r = m; without `weights`, the
+factor weights[m] is 1. With the SwiGLU epilogue (swiglu_epilogue.py), the kernel stores SwiGLU of the sums, cast to
+FP8, instead of the sums.
 
 Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
-  the end of its matrix; they are not stored, and a warpgroup whose 64 rows are all past the end multiplies nothing.
-  If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
+  its matrix's last row. Such rows are not stored, and a warpgroup does not multiply 64 rows that are all past the last
+  row. If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
   (swap_ab_tile.py). In kernels with such tiles, no tile loads a box (64 rows of `a`) that has no row of the matrix.
-- Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them to the other warps and loads by
-  TMA. If `rows` selects the rows of a, TMA loads only b and its scales, and all four producer warps gather a and its
-  scales by cp.async, 16 bytes per lane. A consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two
-  waves.
+- Warp roles: a producer warpgroup, and one or two consumer warpgroups. The first producer warp finds the work tiles,
+  passes them to the warps that work on them, and loads by TMA. If `rows` selects the rows of a, TMA loads only b and
+  its scales, and all four producer warps gather a and its scales by cp.async, 16 bytes per lane; otherwise three
+  producer warps do nothing. A consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves; if
+  A/B are swapped, it computes 64 columns of each part.
 - Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
-  Scales are loaded for four blocks at a time, with every fourth block: four scales are 16 contiguous bytes per row,
+  Scales are loaded for four blocks at a time, with every fourth block: four scales of a row are 16 contiguous bytes,
   while a single scale is an eighth of a 32-byte sector.
-- Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32;
-  a second consumer warpgroup uses the tensor cores meanwhile. The tensor cores' accumulation keeps about 14 bits, so it
-  is limited to 128 channels.
+- Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32.
+  Meanwhile the other consumer warpgroup, if there is one, uses the tensor cores. The tensor cores' accumulation keeps
+  about 14 bits, so it is limited to 128 channels.
 - For many rows, work tiles are 256 x 128, 128 x 192 or 128 x 128. For 256 x 128, a warpgroup has registers for the sums
   of 128 x 128 and the products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 64
   or 128 rows by 128 columns of gate and 128 of up: two parts, which are multiplied one after the other. For few rows,
-  work tiles are narrow, so that there are enough of them to keep all SMs loading weights; 48-, 96- and 192-wide tiles
-  can straddle two scale blocks. The order of a sum is the same for all tiles.
-- Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has shared memory for all results
-  of the 16 rows that it computes, TMA stores them while the next work tile is multiplied. Otherwise the warps store
-  them, as for 256 x 128, whose stages leave too little shared memory.
+  work tiles are narrow, so that there are enough of them to keep all SMs loading weights. Tiles of 48, 96 or 192
+  columns can straddle two scale blocks of b. The order of a sum is the same for all tiles, so the bits are equal.
+- Epilogue: 16-bit results pass through shared memory (result_epilogue.py); fp32 results are stored from registers. If
+  the tile's columns are a multiple of 64, and a warp has shared memory for all results that it computes in a tile, TMA
+  stores them while the next work tile is multiplied. Otherwise the warps store them: for 256 x 128, the stages leave
+  too little shared memory.
 - Scheduler: static persistent; dynamic for several matrices with many rows, whose work tiles take different times
-  (grouped_tiles.py).
+  (grouped_tiles.py), unless the kernel gathers rows.
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp CHUNKS x 2 KiB of results;
-STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes.
+STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes of operands. Names in capitals are fields of Fp8GemmConfig.
 Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 48 to 96 accumulators; 24 per producer
 thread. A gathering producer thread has 40 with two consumer warpgroups, which leaves 232 for a consumer thread; with
 one consumer warpgroup it has 56.
 Roofline: many rows are bound by the tensor cores and the multiply-adds, which compete for the registers: 1024 + 256
-cycles per block of channels of a 256 x 128 tile. Shared memory (128 bytes per cycle) is busy for 1152 of these cycles.
-Few rows are bound by memory: b is read once.
+cycles per block of channels of a 256 x 128 tile. Shared memory (128 bytes per cycle) is busy for 1152 of these 1280
+cycles. Few rows are bound by memory: b is read once.
 """
 
 import itertools
@@ -78,14 +81,14 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 SCALE_BYTES = 4 * SCALES
 # Scale blocks of b that a work tile reads: that of its first column and the next; with SwiGLU, that of gate and of up.
 SCALE_BLOCKS = 2
-LOADING_REGISTERS = 240, 24  # of a consumer and a producer thread, if TMA loads a
+LOADING_REGISTERS = 240, 24  # per consumer and per producer thread, if TMA loads a
 VECTORS = GROUP // 16  # lanes that gather one block of a row
 BOX_ROWS = 64  # rows of a per TMA load if boxes without rows of the matrix are skipped
 
 
 class Fp8GemmSm90:
     """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of a.
-    swap_ab: work tiles with few rows swap A/B."""
+    swap_ab: work tiles with up to SWAP_AB_ROWS rows swap A/B."""
 
     def __init__(
         self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, swap_ab: bool = False
@@ -256,8 +259,9 @@ class Fp8GemmSm90:
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            # If TMA loads a, this warp finds the next tile after the first group. A warp that gathers a lacks the
-            # registers to keep the next tile during the mainloop, so it finds the next tile after the last group.
+            # If TMA loads a, this warp finds the next tile after the first group of SCALES blocks. If this warp also
+            # gathers rows of a, it lacks the registers to keep the next tile during the mainloop, so it finds that tile
+            # after the last group.
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -303,7 +307,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def gather_only(self, gather, blocks, sa, sas, pipeline: Pipeline, work_tiles: WorkTilePipeline):
-        """The role of the other three producer warps if rows are gathered."""
+        """The role of the second to fourth producer warps if rows are gathered."""
         state, tile_state, slot = start(), start(), Int32(0)
         info = work_tiles.current(tile_state)
         while info.end > 0:
@@ -320,9 +324,9 @@ class Fp8GemmSm90:
 
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
-        """Return the rows of a that this thread gathers, -1 for none. Entry i is for row thread // 8 + 16 i of the work
-        tile; the thread gathers 16 bytes of it per block. The last entry is for row `thread` of the work tile, whose
-        scales the thread gathers."""
+        """Return the rows of a that this thread gathers; a negative number means no row. Entry i is for row thread // 8
+        + 16 i of the work tile; the thread gathers 16 bytes of it per block. The last entry is for row `thread` of the
+        work tile, whose scales the thread gathers."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):
@@ -330,15 +334,15 @@ class Fp8GemmSm90:
             source = Int32(-1)
             if row < info.end:
                 source = rows[row]
-                # An index past the rows of a counts as no row.
+                # An index past the last row of a means no row, as a negative index does.
                 source = source if source < a.shape[0] else Int32(-1)
             found.append(source)
         return found
 
     @cute.jit
     def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
-        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy the scales of one
-        row for the group's blocks to a slot."""
+        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy one row's scales of
+        the SCALES blocks of group `group` to slot `slot`."""
         a, a_scale, _, thread = gather
         vector, first = thread % VECTORS, thread // VECTORS
         channel = block * GROUP + vector * 16
@@ -431,8 +435,8 @@ class Fp8GemmSm90:
 
     @cute.jit
     def swap_ab_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
-        """Compute and store a work tile with few rows, with swapped operands. -> (pipeline state, scale slot) after
-        it."""
+        """Compute and store a work tile of up to SWAP_AB_ROWS rows with swapped operands (swap A/B). -> (pipeline
+        state, scale slot) after it."""
         sa, sas, sb, sbs = memory
         count = info.end - info.row
         operands = sa, sb, group
@@ -455,7 +459,8 @@ class Fp8GemmSm90:
         """Add SCALES blocks of channels to the sums of the first `products` products. -> (pipeline state, scale slot)
         after them."""
         acc, ra, rb = operands
-        # Each branch of the kernel makes its own wgmma object, because `multiply` sets a field of it.
+        # `multiply` sets a field of the wgmma object, and an object that one branch of the kernel changed cannot be
+        # used in another branch. So each call makes an object.
         mma = tiled_mma(self.groups, 64, self.width)
         together = self.config.together
         # For each product: (its wave of rows of a, its part of b).
@@ -466,7 +471,8 @@ class Fp8GemmSm90:
             for i in cutlass.range_constexpr(together):
                 pipeline.consumer_wait(state)
                 if const_expr(self.gathered):
-                    # cp.async wrote the rows of a through the generic proxy, but wgmma reads through the async proxy.
+                    # cp.async wrote the rows of a through the generic proxy, but wgmma reads them through the async
+                    # proxy, so a fence must come in between.
                     cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)
@@ -508,13 +514,14 @@ class Fp8GemmOneMatrixSm90(Fp8GemmSm90):
 @cute.jit
 def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
     """sums[first + i] += products[i] * the scale of the product's row. Products are pairs of adjacent columns,
-    alternately of a row (scale of_row) and of the row 8 below that row (scale of_row_8)."""
+    alternately of a row r (scale of_row) and of row r + 8 (scale of_row_8)."""
     for i in cutlass.range_constexpr(cute.size(products)):
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
 
 def _operands(gathered: bool, matrices: Any):
-    """Return fake a, a_scale, rows, b and b_scale with dynamic sizes."""
+    """Return fake a, a_scale, rows (None unless `gathered`), b and b_scale. All sizes are dynamic, but `matrices` can
+    be an int."""
     channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
     row, matrix = strides(2, SCALES)
     return (
@@ -534,8 +541,9 @@ def _grouped_operands(gathered: bool):
 
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [N, K] e4m3, b_scale [ceil(N / 128), G, 1] fp32, out [M, N], ctas),
-    with the rules of `compile_grouped_fp8_gemm`. All rows belong to one matrix."""
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [N, K] e4m3, b_scale [ceil(N / 128), G, 1] fp32, out [M, N] out_dtype,
+    ctas), with the rules of `compile_grouped_fp8_gemm`. All rows belong to one matrix. There are at most as many CTAs
+    as work tiles."""
     out_type = cute_dtype(out_dtype)
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
     return compile_sm90(
@@ -550,13 +558,13 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
 def compile_grouped_fp8_gemm(
     out_dtype: str, config: Fp8GemmConfig, gathered: bool = False, weighted: bool = False, dynamic: bool = False
 ):
-    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale [ceil(N
-    / 128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, None (SwiGLU's
-    limit), a tile counter (dsa/cute/tile_counter.py) if `dynamic` or None, ctas).
+    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale
+    [ceil(N / 128), G, E] fp32, ends [E] int32 ascending, out [M, N] out_dtype, weights [M] fp32 if `weighted` or None,
+    None (SwiGLU's limit), a tile counter (dsa/cute/tile_counter.py) if `dynamic` or None, ctas).
 
     E up to 1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8. G is ceil(K / 128),
-    rounded up to a multiple of 4; the padding of the scales must be finite. Rows of all tensors except ends, rows and
-    weights are aligned to 16 bytes.
+    rounded up to a multiple of 4; the padding of the scales must be finite. Dimension G of b_scale is contiguous. Rows
+    of all tensors except ends, rows and weights are aligned to 16 bytes. ctas: number of persistent CTAs, one per SM.
     """
     out_type, rows = cute_dtype(out_dtype), cute.sym_int()
     swap_ab = dynamic and config in SWAP_AB_CONFIGS
@@ -576,9 +584,10 @@ def compile_grouped_fp8_gemm(
 def compile_fp8_gemm_swiglu(
     dtype: str, use_ue8m0: bool, limited: bool, config: Fp8GemmConfig, gathered: bool = False, dynamic: bool = False
 ):
-    """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128], limit
-    if `limited` or None, counter if `dynamic` or None, ctas). Dtypes, rules and all other arguments are those of
-    `compile_grouped_fp8_gemm`. I and the row stride of q are multiples of 128; rows of scale need no alignment."""
+    """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128] fp32,
+    limit if `limited` or None, counter if `dynamic` or None, ctas). All other arguments, their dtypes and the rules are
+    those of `compile_grouped_fp8_gemm`. dtype: gate, up and h are rounded to it (swiglu_epilogue.py). I and the row
+    stride of q are multiples of 128; rows of scale need no alignment."""
     rows = cute.sym_int()
     return compile_sm90(
         Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), swap_ab=dynamic),

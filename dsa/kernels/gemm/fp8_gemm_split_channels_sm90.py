@@ -1,4 +1,5 @@
-"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels:
+"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels. With
+blocks g of 128 channels:
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
 
 Plan
@@ -14,8 +15,8 @@ Plan
 - Pipeline: a ring of stages, each with SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so most
   of them are in flight at once. There are two cluster barriers. The first comes before the first product is sent: all
   CTAs must have started. The second comes after the last product is sent: all products have then arrived.
-- Before a CTA waits for the previous kernel, it prefetches its blocks of b to L2. The CTA does not read them, since the
-  previous kernel may write b.
+- Before a CTA waits for the previous kernel, it prefetches its blocks of b to L2. The CTA does not load them yet, since
+  the previous kernel may write b.
 - Epilogue: a warp adds and stores slabs of 8 columns by 8 rows. A lane has two rows of one column.
 - Scheduler: one cluster per work tile.
 Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes of operands; MAX_SPLIT_BLOCKS x 256 x rows / C
@@ -51,7 +52,7 @@ from dsa.kernels.gemm.operand_loads import (
     tiles_of,
 )
 
-SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # stride between the scales of two rows: it puts 8 rows into different banks
+SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # fp32 scales from one row to the next; it puts 8 rows into different banks
 
 
 @cute.jit
@@ -136,7 +137,7 @@ class Fp8GemmSplitChannelsSm90:
         scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        # The last row contains the scales of b.
+        # The last row, number `rows`, contains the scales of b.
         scales = storage.scales.get_tensor(
             cute.make_layout((self.rows + 1, MAX_SPLIT_BLOCKS), stride=(SCALE_STRIDE, 1))
         )
@@ -223,8 +224,8 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def add_blocks(self, blocks, products, scales, out, first_row, column, slab, lane):
-        """For one slab, scale the products of all blocks, add them in order, and store the sums. first_row: the work
-        tile's first row. column: the first column that this CTA owns."""
+        """For slab `slab` of this CTA (8 columns by 8 rows), scale the products of all blocks, add them in order, and
+        store the sums. first_row: the work tile's first row. column: the first column that this CTA owns."""
         row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
         sums = [Float32(0.0) for _ in range(2)]
         of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]

@@ -1,21 +1,22 @@
-"""Work tiles of a grouped product, computed on the device. A tile has rows of one matrix only.
+"""Work tiles of a product with one or several matrices, computed on the device. A tile has rows of one matrix only.
 
-The rows of matrix e of the product are [ends[e - 1], ends[e]), without padding, and the host does not read `ends`. Rows
-after the last matrix's rows belong to no work tile, because tiles are counted per matrix, and a tile stores only rows
-of its matrix. If no matrix has rows, there is no tile and every CTA exits at once.
+Rows ends[e - 1] to ends[e] - 1 of the product belong to matrix e (from row 0 on for e = 0). Matrices have no padding
+between them, and the host does not read `ends`. Rows after the last matrix's rows belong to no work tile, because tiles
+are counted per matrix, and a tile stores only rows of its matrix. If no matrix has rows, there is no tile and every CTA
+exits at once.
 
 The tiles of a matrix are consecutive. Small-M products use the order of `rows_first`, in which tiles with the same
 columns are consecutive. The other products use the order of `at`, which has bands of BAND rows. So the tiles that run
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
-same rows are consecutive. The reason is that a matrix's last tile of rows may have few rows. If a matrix has, say, two
+same rows are consecutive. The reason is that a matrix's last tile of rows can have few rows. If a matrix has, say, two
 tiles of rows and they alternated, a static scheduler would give all short tiles to one half of the CTAs.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
-With static scheduling, CTA i of n computes the tiles i, i + n and so on. If work tiles take different times, as with
-matrices that have few rows, CTAs get ahead of one another. Weights that several tiles read are then no longer in the L2
-cache when the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes free, so
-consecutive tiles are computed at about the same time.
+With static scheduling, CTA i of n computes the tiles i, i + n and so on. If work tiles take different times, because
+the last tile of a matrix can have few rows, CTAs get ahead of one another. Then weights that two tiles read can have
+left the L2 cache before the second tile reads them. With dynamic scheduling a CTA gets the next tile when it becomes
+free, so consecutive tiles are computed at about the same time.
 """
 
 import math
@@ -64,8 +65,8 @@ class GroupedTiles:
     ends    [matrices]: end of each matrix's rows
     rows    rows of the result, including those after the last matrix
     across  number of tiles per row of tiles
-    sums    [32] in shared memory, for the block scan
-    prefix  [PREFIX_SUMS] in shared memory
+    sums    int32 [32] in shared memory, for the block scan
+    prefix  int32 [PREFIX_SUMS] in shared memory
     height  rows of a tile
     width   columns of a tile
     """
@@ -112,9 +113,9 @@ class GroupedTiles:
 
     @cute.jit
     def bounds(self, e):
-        """-> (begin, end) of the rows of matrix e. They are within the rows of the result, whatever `ends` contains. A
-        matrix with decreasing ends or ends out of range gets no rows, and the rows of other matrices do not change. The
-        last matrix's end may exceed the rows of the result; it is clamped."""
+        """-> (begin, end) of the rows of matrix e. They are within the rows of the result, whatever `ends` contains. If
+        the begin is negative or after the end, or if the end is past the last row, the matrix gets no rows; other
+        matrices are not affected. Only the last matrix's end is clamped to the number of rows."""
         begin, end = Int32(0), self.ends[e]
         if e > 0:
             begin = self.ends[e - 1]
@@ -126,8 +127,8 @@ class GroupedTiles:
 
     @cute.jit
     def matrix_of(self, index, e, lane) -> Int32:
-        """Return the matrix of work tile `index`, which must exist. The search starts at matrix e, which must not come
-        after the result."""
+        """Return the number of the matrix that has work tile `index`. The tile must exist. The search starts at matrix
+        e, so e must be at most the result. One warp calls this."""
         steps = Int32(32)
         while steps == 32:
             # Count how many of the 32 matrices after e begin at this tile or before it.
@@ -147,8 +148,8 @@ class GroupedTiles:
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Return work tile `index` of `total`, or a WorkTileInfo with end = 0 if there is none. The tile's matrix must
-        not come before matrix e."""
+        """Return work tile `index` of `total` in the order with bands, or a WorkTileInfo with end = 0 if there is none.
+        The tile's matrix must not come before matrix e."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             e = self.matrix_of(index, e, lane)
@@ -228,7 +229,8 @@ def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: i
 @cute.jit
 def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane) -> Int32:
     """Return the index of this CTA's next tile after tile `index`, in all lanes. `step` is the number of CTAs. Without
-    a tile counter the scheduler is static. One warp calls this."""
+    a tile counter the scheduler is static. With a tile counter, the CTA takes the first tile that no CTA has taken; CTA
+    i starts with tile i without the counter. One warp calls this."""
     following = index + step
     if cutlass.const_expr(tile_counter is not None):
         following = step + draw(tile_counter, lane)
@@ -237,8 +239,9 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
     """Return the expected number of tiles per matrix, where a tile has `each` rows and each of `rows` rows belongs to a
-    random matrix. This is the sum over j of P(a matrix has more than j * `each` rows), with a Poisson distribution. For
-    one matrix, and for many rows per matrix, return the number of tiles for the mean number of rows."""
+    random matrix. This is the sum over j >= 0 of P(a matrix has more than j * `each` rows), with a Poisson
+    distribution. For one matrix, and if the mean number of rows exceeds 8 * `each`, return the number of tiles for the
+    mean number of rows."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

@@ -1,4 +1,4 @@
-"""Limits of the `linear_fp32` kernel, as plain numbers and names of torch dtypes. The kernel, the bridge and tests read
+"""Limits of the `linear_fp32` kernel, as plain numbers and names of torch dtypes. The kernel, the op and tests read
 them."""
 
 DTYPES = ("bfloat16", "float16")
@@ -7,8 +7,8 @@ MAX_TOKENS = 64
 TILE_TOKENS = (8, 16, 32)  # tokens per tile: the smallest number that is enough for all tokens, else the largest
 ROWS = 16  # rows of the matrix per tile
 MAX_ROWS = 65535 * ROWS  # 65535 is the limit of a grid's second dimension
-# Up to this many tiles, a cluster computes each tile (30 clusters are resident at once). If there are more tiles, and
-# the matrix has at least LEAST_CHANNELS channels, one CTA computes each tile.
+# Up to this many tiles, a cluster of 8 CTAs computes each tile (30 clusters are resident at once). If there are more
+# tiles, and the matrix has at least LEAST_CHANNELS channels, one CTA computes each tile.
 CLUSTERS = 32
 LEAST_CHANNELS = 2048  # fewest channels of a tile that one CTA computes
 

@@ -15,7 +15,7 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 @cached
 def compile_linear_fp32(dtype: str, config: tuple[int, int]):
-    """-> f(x [T, I], weight [O, I], y fp32 [T, O], scale, scaled_from).
+    """-> f(x [T, I] dtype, weight [O, I] dtype, y fp32 [T, O], scale, scaled_from), which computes y = x weight^T.
 
     config: (tokens per tile, CTAs per tile). T, O > 0; I is a multiple of 32, and at least 2048 with one CTA per tile.
     Rows of x and weight are aligned to 16 bytes; y is contiguous. Columns of y from `scaled_from` on are multiplied by

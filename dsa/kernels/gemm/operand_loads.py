@@ -34,7 +34,8 @@ def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e
 
 
 def tiled_mma(warpgroups: int, rows: int, columns: int, a_in_registers: bool = False) -> cute.TiledMma:
-    """Return the e4m3 wgmma of M = `rows` by N = `columns` per warpgroup, with K-major operands."""
+    """Return the e4m3 wgmma of M = `rows` by N = `columns` per warpgroup, with K-major operands and fp32
+    accumulators."""
     major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
     shape = (warpgroups, 1, 1), (rows, columns), sources.RMEM if a_in_registers else sources.SMEM
     return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, *shape)
@@ -66,6 +67,6 @@ def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.C
 
 @cute.jit
 def load_blocks(atom, source: cute.Tensor, target: cute.Tensor, group, stage, span: cutlass.Constexpr, barrier):
-    """Load a group, which is `span` blocks of channels, to a stage."""
+    """Load group number `group`, which is `span` blocks of channels, to a stage. `barrier` counts the bytes."""
     for i in cutlass.range_constexpr(span):
         cute.copy(atom, source[None, span * group + i], target[None, span * stage + i], tma_bar_ptr=barrier)

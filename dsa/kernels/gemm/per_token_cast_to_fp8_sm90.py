@@ -1,13 +1,14 @@
 """Cast to FP8 e4m3 with one scale per token and 128 channels, optionally after a 128-point Hadamard transform.
 
 Plan
-- 128 / V lanes of one warp process a group of 128 channels, V consecutive channels per lane, in registers.
+- 128 / V lanes of one warp process a group of 128 channels, V consecutive channels per lane, in registers. V and U are
+  fields of CastConfig.
 - A thread has channels of U groups. It issues the loads for all of them first, so that enough bytes are in flight to
   saturate HBM.
 - Hadamard butterflies with strides below V stay in registers. The others take one shuffle per element and stride. The
   order of the strides and the fp32 arithmetic are those of the reference, so results agree bit for bit.
-- A tree of shuffles with NaN-propagating maxima gives amax. Scales, NaN and infinity follow the reference's rules
-  exactly.
+- A tree of shuffles with NaN-propagating maxima gives amax, the largest absolute value of a group. Scales, NaN and
+  infinity follow the reference's rules exactly.
 - Group g of the [T, K / 128] grid is in row g // (K / 128); the division uses precomputed numbers. Rows may be strided;
   offsets have 64 bits.
 - Scattered variant: each group of a token is stored in every row of the results that `places` lists for the token.
@@ -134,7 +135,8 @@ def compile_per_token_cast_to_fp8(
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
     """Return the shipped configuration. Short inputs use one group per thread, so that there are more CTAs. For long
-    inputs a thread has 64 bytes of loads in flight (measured: docs/explanation/kernels.md)."""
+    inputs a thread has 64 bytes of loads in flight: channels of two groups of a 16-bit input, or of one group of an
+    fp32 input (measured: docs/explanation/kernels.md)."""
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 

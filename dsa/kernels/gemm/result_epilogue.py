@@ -1,12 +1,12 @@
-"""The epilogue of a product: multiplies the sums by the weight of their row, if there are weights, rounds them once and
-stores them.
+"""The epilogue of the products in fp8_gemm_sm90.py and fp8_fp4_gemm_sm90.py: it multiplies the sums by the weight of
+their row, if there are weights, rounds the results once and stores them.
 
 A warp writes its 16 rows of 16-bit results to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
 last chunk can be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r is at index c ^ (r % 8).
-If a warp has shared memory for all chunks of the 16 rows, and all 16 rows belong to the matrix, TMA stores the chunks.
-The warp waits for TMA's reads only before it writes this memory again, in the next work tile, and before it exits.
-Otherwise the warp itself stores the chunks, 128 bytes per row. fp32 results are stored from registers as pairs of
-columns, 32 contiguous bytes per row.
+TMA stores the chunks if the warp has shared memory for all chunks of a work tile, every chunk has 64 columns, and all
+16 rows belong to the matrix. Otherwise the warp itself stores the chunks, 128 bytes per row. After a store by TMA, the
+warp waits for TMA's reads only before it writes this memory again, in the next work tile, and before it exits. fp32
+results are stored from registers as pairs of columns, 32 contiguous bytes per row.
 """
 
 import cutlass
@@ -24,7 +24,8 @@ from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
-    """The epilogue that stores the sums. In its methods `results` is (out [M, N], weights [M] or None, None)."""
+    """The epilogue that stores the sums. In its methods `results` is (out [M, N] out_dtype, weights [M] fp32 or None,
+    None for SwiGLU's limit)."""
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns
@@ -37,7 +38,7 @@ class ResultEpilogue:
     parts = 1
 
     def columns_of_parts(self, column, b_rows):
-        """Return the first row of b in the work tile, for each part."""
+        """Return the row of the matrix b at which each part of the work tile begins. The tile has one part."""
         return (column,)
 
     def scale_blocks(self, column, b_rows):
@@ -49,13 +50,14 @@ class ResultEpilogue:
         """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after that
         of the first piece."""
         before = column // self.piece % self.pieces
-        # `before` is the index of the tile's first piece within that piece's block. Piece j of the tile is in the next
-        # block if before + j reaches the number of pieces of a block.
+        # `before` is the index of the tile's first piece within that piece's scale block. Piece j of the tile is in the
+        # next block if before + j reaches the number of pieces of a block.
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
     def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, in_next_block):
-        """Return the scale of piece j of the work tile's columns."""
+        """Return the scale of piece j of the work tile's columns. of_blocks: the scales of the tile's first scale block
+        and, if the tile can touch a second one, of that. in_next_block: the result of `pieces_in_next_block`."""
         of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
         if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
             of = of_blocks[1] if in_next_block[j - 1] else of_blocks[0]
@@ -75,7 +77,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Store the sums of a warp's 16 rows from `row` on."""
+        """Store the results of a warp's 16 rows from `row` on."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -109,7 +111,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Store the transposed sums of a warp's 16 columns, for all rows of the work tile."""
+        """Store the results of a warp's 16 columns from their transposed sums (swap_ab_tile.py), for all rows of the
+        work tile."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -131,7 +134,7 @@ class ResultEpilogue:
 
     @cute.jit
     def stage(self, sums, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """Write chunk `chunk` of the sums to the warp's chunk slot `place` in shared memory."""
+        """Round chunk `chunk` of the sums to 16 bits and write it to the warp's chunk slot `place` in shared memory."""
         own = lane % WARP_ROWS
         for pair in cutlass.range_constexpr(min(4, (self.tile_columns - CHUNK * chunk) // 16)):
             places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
@@ -161,8 +164,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """Store chunk `chunk`, which is in the warp's chunk slot `place`, 16 bytes per lane. Rows from `end` on are not
-        stored."""
+        """Copy chunk `chunk` from the warp's chunk slot `place` to global memory, 16 bytes per lane. Rows from `end` on
+        are not stored."""
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector
@@ -175,7 +178,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_pairs(self, sums, out, row, end, column):
-        """Store the sums of rows `row` and `row` + 8 as pairs of columns. The pairs of a lane are 8 columns apart."""
+        """Store a lane's fp32 results in rows `row` and `row` + 8, from column `column` on, as pairs of columns. The
+        pairs are 8 columns apart."""
         pair = cute.make_rmem_tensor((2,), self.out_dtype)
         for half in cutlass.range_constexpr(2):
             if row + 8 * half < end:
@@ -188,8 +192,8 @@ class ResultEpilogue:
 
 
 class LateResultEpilogue(ResultEpilogue):
-    """ResultEpilogue with addresses that ptxas must compute when results are stored. If it kept them across work tiles,
-    they would take registers that the sums need."""
+    """ResultEpilogue with addresses that ptxas must compute when results are stored. If ptxas kept the addresses across
+    work tiles, they would occupy registers that the sums need."""
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):

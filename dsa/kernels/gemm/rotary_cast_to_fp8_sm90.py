@@ -5,8 +5,8 @@ Plan
 - 16 lanes of one warp process 128 channels of a head, eight consecutive channels per lane, which stay in registers from
   the load to the store. The two channels of a rotary pair are adjacent, so a lane has both. The lane loads its cosines
   and sines together with its channels.
-- Rotated channels are rounded to x's dtype before the cast, and products are rounded before they are added. So the bits
-  are those of `rotary_sm90` followed by `per_token_cast_to_fp8_sm90`.
+- Rotated channels are rounded to x's dtype before the cast, and the rotation's products are rounded to fp32 before they
+  are added. So the bits are those of `rotary_sm90` followed by `per_token_cast_to_fp8_sm90`.
 - The divisions that give the token, head and group of heads use precomputed numbers; offsets have 64 bits.
 Shared memory: none.
 Constraints: d a multiple of 128, R (the number of rotated channels, the last of a head) a multiple of 8, rows aligned

@@ -2,13 +2,14 @@
 are N.
 
 The last work tile of a matrix has the remaining rows. For 1 to 32 rows a wgmma without swapped operands would still
-multiply 64 rows, and one warpgroup would do all the work. With swapped operands, each of two warpgroups multiplies 64
-of the 128 rows of a part of b by 16 or 32 rows of a. A work tile has one part; with SwiGLU it has two, gate and up. The
-order of a sum does not change, so the bits are equal. Both operands have the same layout in shared memory as without
-swapping; only the number of loaded rows of a differs. For more than 32 rows, swapping saves no time: both warpgroups
-then read all rows of a, and together they read more from shared memory than one warpgroup does without swapping.
-The sums are transposed: four consecutive sums of a thread are two rows of the result in one column, then the same two
-rows in the column 8 further on.
+multiply 64 rows, and one of the two warpgroups would do all the work. With swapped operands, each of two warpgroups
+multiplies 64 of the 128 rows of a part of b by 16 or 32 rows of a. A work tile has one part; with SwiGLU it has two,
+gate and up. The order of a sum is the same with and without swapping, so the bits are equal. Both operands have the
+same layout in shared memory as without swapping; only the number of loaded rows of a differs. For more than 32 rows,
+swapping saves no time: both warpgroups then read all rows of a, and together they read more from shared memory than one
+warpgroup does without swapping.
+The sums are transposed: four consecutive sums of a thread are two adjacent rows of the result in column c, then the
+same two rows in column c + 8.
 """
 
 import cutlass
@@ -34,7 +35,7 @@ def swap_ab_blocks(
     """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> (pipeline state, scale slot) after
     the tile's blocks.
 
-    operands  (a [rows, 128, stages] in shared memory, b likewise, index of this warpgroup)
+    operands  (a [rows, 128, stages] and b [columns, 128, stages] in shared memory, index of this warpgroup)
     scales    (of_a, of_b, a_slot, b_slot, b_part). of_a: shared address, in slot 0, of the scales of this lane's first
               row of a. of_b: the same for the scales of b's first part. a_slot, b_slot: bytes of a slot with scales of
               a and of b. b_part: bytes from the scales of a part of b to those of the next part
@@ -77,8 +78,8 @@ def swap_ab_blocks(
 
 @cute.jit
 def add_scaled(sums, acc, scales):
-    """sums += acc, scaled per row of the result. Four consecutive accumulators are two rows in one column, then the
-    same rows in the column 8 further on."""
+    """sums += acc, scaled per row of the result. Four consecutive accumulators are two adjacent rows in column c, then
+    the same rows in column c + 8. scales: one factor per row of this thread."""
     products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     for i in cutlass.range_constexpr(cute.size(acc)):
         sums[i] += products[i] * scales[i // 4 * 2 + i % 2]

@@ -1,6 +1,8 @@
 """SwiGLU and the cast of its result to FP8 e4m3 with one scale per token and 128 channels, in one pass.
 
 h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e-4) / 448;   q = e4m3(h * (1 / scale))
+With `limit`, gate and up are clamped first (swiglu_epilogue.py). With `use_ue8m0`, scale is rounded up to a power of
+two.
 
 Plan
 - 8 lanes of one warp process a group of 128 channels, 16 consecutive channels of gate and of up per lane. The compiler
@@ -9,14 +11,14 @@ Plan
 - exp is the accurate version (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product.
   The relative error of h before rounding is at most 2^-20. The rest of the arithmetic is that of
   per_token_cast_to_fp8_sm90, bit for bit.
-- NaN stays NaN in the clamps, as in PyTorch's clamp. silu(-inf) is NaN, because -inf * 0 is NaN.
+- NaN stays NaN in the clamps of `limit`, as in PyTorch's clamp. silu(-inf) is NaN, because -inf * 0 is NaN.
 - Group g of the [T, ceil(I / 128)] grid is in row g // ceil(I / 128); the division uses precomputed numbers. Rows may
   be strided.
 - If the last group of a row has fewer than 128 channels, a variant of the kernel with vectors of 8 channels is used.
   Channels past the end are zeros and are not stored.
-- For the rows of a grouped product there is another variant, since rows after the last matrix's rows must be skipped.
-  The grid then has as many CTAs as are resident at once. The CTAs read the end of the last matrix's rows, and loop over
-  the groups before it.
+- Another variant, for the rows of a grouped product, skips rows after the last matrix's rows; only the device knows
+  their number. Its grid has as many CTAs as are resident at once. The CTAs read the end of the last matrix's rows, and
+  loop over the groups before it.
 Shared memory: none.
 Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
 Roofline: bound by memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 bytes are written. A channel takes

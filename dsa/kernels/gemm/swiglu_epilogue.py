@@ -1,10 +1,10 @@
 """The epilogue of an expert's first product: h = silu(gate) * up, cast to FP8 with one scale per 128 channels.
 
 A work tile has 128 channels of h. Part 0 is the 128 columns of gate; part 1 is the 128 columns of up. In b, the rows of
-up come after all rows of gate. gate, up and then h are rounded to `dtype`, so that the FP8 bytes are those of the
-product followed by `swiglu_cast_to_fp8`. A quad of lanes has the 128 channels of a row, 32 per lane. The FP8 bytes of a
-warp's 16 rows pass through the warp's part of shared memory, 128 bytes per row, where the 16-byte vector c of row r is
-at index c ^ (r % 8).
+up come after all rows of gate. gate, up and then h are rounded to `dtype`, so that the FP8 bytes are those of a product
+with results of this dtype, followed by `swiglu_cast_to_fp8`. A quad of lanes has the 128 channels of a row, 32 per
+lane. The FP8 bytes of a warp's 16 rows pass through the warp's part of shared memory, 128 bytes per row, where the
+16-byte vector c of row r is at index c ^ (r % 8).
 
 In a work tile with swapped operands (swap_ab_tile.py), the channels of a row are spread over all eight warps, 16 per
 warp. The warps exchange the maximum of each row through shared memory. Then they write the rows' bytes to shared
@@ -27,7 +27,8 @@ WARPS = 8  # consumer warps of a work tile with swapped operands
 
 @cute.jit
 def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
-    """Return silu(gate) * up. The separate cast and this epilogue share the formula, so they give the same bits.
+    """Return silu(gate) * up. The separate cast (swiglu_cast_sm90.py) and this epilogue share the formula, so they give
+    the same bits.
 
     The formula is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The relative error is at most
     2^-20, or the absolute error is at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
@@ -52,7 +53,7 @@ class SwigluEpilogue:
         self.dtype, self.use_ue8m0 = dtype, use_ue8m0
 
     def columns_of_parts(self, column, b_rows):
-        """Return the first row of b in the work tile, for each part: gate, up."""
+        """Return the row of the matrix b at which each part of the work tile (gate, up) begins."""
         return column, b_rows // 2 + column
 
     def scale_blocks(self, column, b_rows):
@@ -63,7 +64,7 @@ class SwigluEpilogue:
         return None
 
     def scale_of(self, part, j, of_blocks, in_next_block):
-        """Return the scale of a part's columns."""
+        """Return the scale of part `part`: all its columns are in one scale block."""
         return of_blocks[part]
 
     def tma_stores(self, results):
@@ -71,7 +72,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Compute and store h for a warp's 16 rows from `row` on."""
+        """Compute h for a warp's 16 rows from `row` on, and store its FP8 numbers and scales."""
         q, scale, limit = results
         for half in cutlass.range_constexpr(2):
             operands = cute.make_rmem_tensor((2 * OWN,), Float32)
@@ -88,7 +89,8 @@ class SwigluEpilogue:
             if lane % 4 == 0 and row + r < info.end:
                 scale[row + r, info.column // GROUP] = own_scale
             for i in cutlass.range_constexpr(0, OWN, 2):
-                # Store columns 4 i + 2 (lane % 4) and the next, which are in the 16-byte vector i / 4.
+                # Write columns 4 i + 2 (lane % 4) and the next, which are in the 16-byte vector i // 4, to shared
+                # memory.
                 at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
                 store_pair(Int32(staged + at), h[i], h[i + 1])
         cute.arch.sync_warp()
@@ -107,8 +109,9 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Compute and store h from the transposed sums of gate and up. A warp has 16 channels of all rows of the work
-        tile. The rows' maxima and bytes pass through the shared memory of all warps."""
+        """Compute h from the transposed sums of gate and up, and store its FP8 numbers and scales. A warp has 16
+        channels of all rows of the work tile. The rows' maxima and bytes pass through the shared memory of all
+        warps."""
         q, scale, limit = results
         count = cute.size(sums[0])
         for part in cutlass.range_constexpr(2):
@@ -121,7 +124,8 @@ class SwigluEpilogue:
         maxima = all_staged + SWAP_AB_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
         of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index in h of the first of a row's two channels
-        # If K is small, a warp can get here while another warp still stores the previous work tile from shared memory.
+        # If the ring has room for all blocks of a work tile (small K), a warp can get here while another warp still
+        # stores the previous work tile from shared memory.
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)
@@ -150,7 +154,7 @@ class SwigluEpilogue:
             store_bytes(*places, h[i], h[i + 1])
         self.wait_for_all()
         for first in cutlass.range_constexpr(0, 2 * count, WARPS * 4):
-            # Each warp stores four rows.
+            # Each warp stores four rows to global memory.
             own = first + warp * 4
             if own < 2 * count:
                 self.store_rows(q, own, 4, info.row, info.end, info.column, all_staged, lane)

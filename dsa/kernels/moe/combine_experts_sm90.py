@@ -1,7 +1,8 @@
 """The weighted sum of the rows that a token's experts computed, plus the shared expert's row.
 
-out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without `weights`, every weight is 1. With a residual,
-this rounded sum is added to residual[t], and out[t] is the result, rounded again.
+out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without `weights`, every weight is 1. A row index
+outside y adds nothing, and without `shared` that term is left out. With a residual, this rounded sum is added to
+residual[t], and out[t] is the result, rounded again.
 
 Plan
 - A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA computes THREADS
@@ -11,8 +12,8 @@ Plan
   and issues all these copies at once by cp.async (dsa/cute/weighted_rows.py), so it has 128 bytes in flight. This
   repeats for the next BATCH rows.
 - The vectors of shared and residual are loaded at the start.
-- Products are rounded and then added in the order of j, and `shared` is added last, so the result has the reference's
-  bits.
+- Products are rounded to fp32 and then added in the order of j, and `shared` is added last, so the result has the
+  reference's bits.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
 16 bytes.
 Roofline: bound by memory, (k + 1) H elements per token, plus H each for shared and residual. Arithmetic is not the
@@ -94,8 +95,8 @@ class CombineExpertsSm90:
 @cached
 def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared: bool, residual: bool):
     """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32 or None, shared and residual [T, H] dtype or
-    None, out [T, H]). T, H, M and T * ceil(H / (THREADS * channels in 16 bytes)) are from 1 to 2^31 - 1. Rows of H
-    elements are aligned to 16 bytes."""
+    None, out [T, H] dtype). T, H, M and T * ceil(H / (THREADS * channels in 16 bytes)) are from 1 to 2^31 - 1. Rows of
+    H elements are aligned to 16 bytes."""
     element = cute_dtype(dtype)
     index = cute_dtype(index_dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)

@@ -18,7 +18,7 @@ from dsa.kernels.moe.moe_gate_sm90 import LAST
 from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
 
 WARPS = 16
-CTAS = 8  # per cluster: 128 warps for up to 64 tokens, because the additional warps speed up the counting
+CTAS = 8  # per cluster: 128 warps, although there are at most 64 tokens, because all warps count keys
 BATCH = 4  # entries or experts per warp and pass over the keys
 ENTRY_BITS = 16  # bits of a key for the entry's index
 
@@ -41,7 +41,8 @@ class EntryOrder:
     def write(
         self, keys: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, entries, rank, warp, lane
     ):
-        """Wait until all warps have sent their keys, and write `order`, `rows` and `ends`. All threads call this."""
+        """Wait until all warps have sent their keys, and write `order`, `rows` and `ends` (see
+        `compile_route_by_table`). All threads call this."""
         if const_expr(self.ctas > 1):
             cluster_sync()
         else:
@@ -67,7 +68,8 @@ class EntryOrder:
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
         """Count the keys below BATCH bounds, and write the results for the indices `begin` to `begin` + BATCH - 1.
-        Index i < `entries` stands for entry i, index `entries` + e for expert e. One warp calls this."""
+        Index i < `entries` stands for entry i, whose bound is its key. Index `entries` + e stands for expert e, whose
+        bound is the lowest key that expert e + 1 can have. One warp calls this."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = filled((BATCH,), 0, Int32)

@@ -1,11 +1,12 @@
-"""The gate of a mixture of experts: scores, the best groups, the best experts in these groups, and their weights.
+"""The gate of a mixture of experts: scores (sigmoid or sqrt(softplus) of the logits), the best groups, the best experts
+in these groups, and their weights.
 
 Plan
-- One warp per token. Lane l has the experts l, l + 32, ...: for each, the score, and the order of the biased score, an
-  integer that sorts like the biased score (`order_of`). So one redux instruction finds the largest order. A second one
-  finds the lowest expert with this order (ties go to the lowest index).
-- If n_group > topk_group, the warp finds the two best experts of each group, and every lane then knows which groups
-  stay. Then the warp selects the best remaining expert top_k times. Lane k keeps the k-th expert.
+- One warp per token. Lane l has the experts l, l + 32, ...: for each, the score, and the order of the biased score
+  (score + bias), an integer that sorts like the biased score (`order_of`). So one redux instruction finds the largest
+  order. A second one finds the lowest expert with this order (ties go to the lowest index).
+- If n_group > topk_group, the warp finds the two best experts of each group, and the topk_group groups in which the sum
+  of the two is largest. Then the warp selects the best remaining expert top_k times. Lane k keeps the k-th expert.
 Shared memory: none. Registers per thread: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up
 to 32.
 Roofline: bound by latency, about 60 instructions per selected expert. Memory: 4 E bytes per token.
@@ -79,8 +80,8 @@ class MoeGateSm90:
 
     @cute.jit
     def keep_best_groups(self, order, lane):
-        """Keep the `topk_group` groups in which the sum of the two best experts is largest, ties by lowest index. Set
-        the orders of all other groups' experts to the order of -inf."""
+        """Keep the `topk_group` groups in which the sum of the two largest biased scores is largest; ties go to the
+        lowest index. Set the orders of all other groups' experts to the order of -inf."""
         of_group = cute.make_rmem_tensor((self.n_group,), Int32)
         for g in cutlass.range_constexpr(self.n_group):
             best, second = Int32(LOWEST), Int32(LOWEST)
@@ -94,8 +95,9 @@ class MoeGateSm90:
             total = number_of(first)
             if const_expr(self.group > 1):
                 holders = cute.arch.vote_ballot_sync(best == first)
-                # The first lane with the group's best score contributes the second best score that it has in the group.
-                # Each other lane contributes its best. The largest contribution is the group's second best score.
+                # The first lane with the group's best score contributes the second best score among its experts of the
+                # group. Each other lane contributes the best score among its experts. The largest contribution is the
+                # group's second best score.
                 mine = holders & ((1 << lane) - 1) == 0 and best == first
                 total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
             of_group[g] = order_of(total)
@@ -167,7 +169,7 @@ def number_of(order: Int32) -> Float32:
 @cached
 def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_group: int, normalise: bool):
     """-> f(logits fp32 [T, E], bias fp32 [E], topk_indices int64 [T, top_k], weights fp32 [T, top_k], scale); T > 0.
-    The last dimensions are contiguous."""
+    The last dimensions are contiguous. scale: factor of all weights."""
     tokens = cute.sym_int()
     return compile_sm90(
         MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise),

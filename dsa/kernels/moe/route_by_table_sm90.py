@@ -7,7 +7,7 @@ Plan
   them. One warp per token, one expert per lane: a lane reads its column of the token's row of the table, then that
   expert's logit. Scores (sqrtsoftplus) and weights come from the code of moe_gate_sm90.py, so they have the bits of
   that kernel. Then entry_order.py sorts.
-- A token without a row in the table, or a number in the table that is not an expert, gives expert -1 with weight 0.
+- A token without a row in the table, or a number in the table outside [0, E), gives expert -1 with weight 0.
 Shared memory: 4 bytes per entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
 Roofline: the logits are bound by memory: the matrix is read once. The second kernel is bound by the latency of three
 dependent loads: token id, table entry, logit.
@@ -106,8 +106,8 @@ class RouteByTableSm90:
 
     @cute.jit
     def named(self, table: cute.Tensor, token_id: Int64, lane: Int32) -> Int32:
-        """Return the expert in column `lane` of a token's row of the table, or -1 if there is no row or no such
-        expert."""
+        """Return the expert in column `lane` of a token's row of the table, or -1 if the table has no row for the token
+        or if the number is outside [0, E)."""
         e = Int32(-1)
         if token_id >= 0 and token_id < table.shape[0]:
             number = table[token_id, lane]
@@ -118,15 +118,15 @@ class RouteByTableSm90:
 
 @cached
 def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: int):
-    """-> f(x [T, H], weight [E, H], table int64 [V, top_k], token_ids int64 [T], logits fp32 [T, E], experts int64
-    [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale).
-    T > 0, and at most FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32,
-    count > 0. Rows of x and weight are aligned to 16 bytes, and all other tensors are contiguous.
+    """-> f(x [T, H] dtype, weight [E, H] dtype, table int64 [V, top_k], token_ids int64 [T], logits fp32 [T, E],
+    experts int64 [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count],
+    first, scale). T > 0, and at most FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a
+    multiple of 32, count > 0. Rows of x and weight are aligned to 16 bytes, and all other tensors are contiguous.
 
     f writes `logits`, `experts`, `weights`, `order`, `rows` and `ends`. This process has `count` experts, from expert
     `first` on. Entry t * top_k + j is the j-th expert of token t. order[r] is the entry in row r. rows[i] is the row of
-    entry i, or -1 if another process has the expert. ends[e] is the end of the rows of expert `first` + e. scale:
-    factor of all weights."""
+    entry i, or -1 if the entry's expert is -1 or another process has it. ends[e] is the end of the rows of expert
+    `first` + e. scale: factor of all weights."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(

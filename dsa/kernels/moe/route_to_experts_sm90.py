@@ -1,9 +1,9 @@
 """Router, gate and sort for a few tokens. From x [T, H], a matrix [E, H] and a bias [E], the kernels compute the
-experts of each token, their weights, and the order of (token, expert) entries by expert.
+experts of each token, the weights of these experts, and the order of (token, expert) entries by expert.
 
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
-  (SmallMProduct), because it is bound by loading the matrix. The second computes everything else and is bound by
+  (SmallMProduct), because this is bound by loading the matrix. The second computes everything else and is bound by
   latency. A single kernel would have to be one cluster, so it would run on 8 SMs. Loading the matrix with these would
   take longer than the start of a second kernel.
 - The second kernel is one CTA for up to 8 tokens, otherwise a cluster of 8 CTAs. One warp per token runs the code of
@@ -100,8 +100,8 @@ class RouteToExpertsSm90:
             e = cutlass.min(lane + 32 * i, self.gate.experts - 1)
             own[i], own_bias[i] = logits[cutlass.min(token, tokens - 1), e], bias[e]
         self.entries.fill_up(keys, entries, tid)
-        # The barrier keeps the loads together: the compiler would compute scores between them, but it moves no load
-        # across a barrier.
+        # The barrier keeps the loads together: without it, the compiler would compute scores between the loads, but it
+        # moves no load across a barrier.
         cute.arch.sync_threads()
         if token < tokens:
             self.choose(own, own_bias, chosen[None, warp], weights, token, scale, lane)
@@ -141,12 +141,12 @@ def compile_route_to_experts(
     topk_group: int,
     normalise: bool,
 ):
-    """-> f(x [T, H], weight [E, H], bias fp32 [E], logits fp32 [T, E], topk_indices int64 [T, top_k], weights fp32
-    [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale). T > 0, and at most
-    FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32, count > 0. Rows of x
-    and weight start at multiples of 16 bytes, and all other tensors are contiguous. f writes `logits`, `topk_indices`,
-    `weights`, `order`, `rows` and `ends`. This process has `count` experts, from expert `first` on. `order`, `rows` and
-    `ends` are as in `compile_route_by_table`."""
+    """-> f(x [T, H] dtype, weight [E, H] dtype, bias fp32 [E], logits fp32 [T, E], topk_indices int64 [T, top_k],
+    weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale). T > 0, and
+    at most FEW_TOKENS if tile_tokens is FEW_TOKENS, otherwise at most MAX_TOKENS. H is a multiple of 32, count > 0.
+    Rows of x and weight start at multiples of 16 bytes, and all other tensors are contiguous. f writes `logits`,
+    `topk_indices`, `weights`, `order`, `rows` and `ends`. This process has `count` experts, from expert `first` on.
+    `order`, `rows` and `ends` are as in `compile_route_by_table`. scale: factor of all weights."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
     return compile_sm90(

@@ -1,2 +1,2 @@
-"""Kernels for several GPUs of one machine. Each GPU writes to the memory of the other GPUs, and reads only its own
+"""Kernels for several GPUs of one machine. Each GPU writes its data to the memory of all GPUs, and reads only its own
 memory."""

@@ -1,13 +1,14 @@
 """Weighted sums of the experts' rows for a few tokens, and their all-reduce. Each GPU computes the weighted sums of its
 experts' rows, as combine_experts_sm90.py does; then the sums are sent and added as in one_shot_sum_sm90.py:
-out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]))
+out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[rows[t, j]] + shared[t])),
+where weights, rows, y and shared (0 if None) are those of the rank.
 
 Plan
 - The plan of one_shot_sum_sm90.py, but a thread computes the places (8 bytes each) of this rank's part instead of
-  loading them. This saves a kernel, and the part does not pass through memory.
+  loading them. This saves the kernel combine_experts_sm90.py, and the part does not pass through global memory.
 - For each place, a thread reads the row indices and weights, then issues the copies of BATCH rows at once by cp.async
   (dsa/cute/weighted_rows.py). This repeats for the next BATCH rows.
-- Products are rounded and added in the order of j, and `shared` is added last. So a part has the bits of
+- Products are rounded to fp32 and added in the order of j, and `shared` is added last. So a part has the bits of
   combine_experts_sm90.py.
 Constraints: those of one_shot_sum_sm90.py; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
 Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
@@ -70,9 +71,9 @@ class ExpertsSumSm90(OneShotSumSm90):
 
 @cached
 def compile_experts_sum(dtype: str, ranks: int, shared: bool):
-    """-> f(y [M, H], rows [T, k] int32, weights [T, k] fp32, shared [T, H] or None, out [T * H], then `memory` and all
-    later arguments of `compile_one_shot_sum`). H is a multiple of 8, M > 0; rows of y and shared start at multiples of
-    16 bytes."""
+    """-> f(y [M, H] dtype, rows [T, k] int32, weights [T, k] fp32, shared [T, H] dtype or None, out [T * H] dtype, then
+    `memory` and all later arguments of `compile_one_shot_sum`). H is a multiple of 8, M > 0; rows of y and shared start
+    at multiples of 16 bytes."""
     kind = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 

@@ -3,23 +3,23 @@ A rank's part is its summand, a tensor. A place is 8 bytes of a tensor.
 
 Plan
 - A thread sends a place of a part as a packet of 16 bytes: four bytes and the turn, then the other four bytes and again
-  the turn. The turn is the number of the sum. GPUs write and read 8 bytes atomically, so a reader that finds the
-  current turn next to four bytes has valid data. There is no other signal and no barrier: a sum waits for one trip over
+  the turn. The turn is the number of the sum. GPUs write and read 8 bytes atomically, so if a reader finds the current
+  turn next to four bytes, these bytes are valid. There is no other signal and no barrier: a sum waits for one trip over
   NVLink only.
 - Consecutive sums alternate between two buffers, so a GPU writes to the same buffer in sums n and n + 2. Before it
-  writes for sum n + 2, it has received a packet of sum n + 1 from every other GPU. Each of them sent that packet after
-  it had finished sum n. So no part is overwritten while it is read.
+  writes for sum n + 2, it has received the packets of sum n + 1 from every other GPU. A GPU sends these after it has
+  finished sum n. So no part is overwritten while it is read.
 - A thread writes its places of this rank's part to all GPUs, including its own GPU. Then it adds the ranks' parts at
   the same places in fp32, in the order of the ranks, and rounds once. So all GPUs get the same bits.
-- The turn is in device memory, so that each replay of a CUDA graph has a new turn. First, all threads read the turn.
-  The last CTA that has read it stores the new turn. This happens while packets are in flight, so that it does not delay
-  the kernel's end.
-- A thread loads its next place before it sends the current one. It loads its first place together with the turn.
+- The turn is in device memory, so that each replay of a CUDA graph has a new turn. All threads of the kernel read the
+  number of the last sum. The last CTA to do so stores the new turn. This happens while packets are in flight, so that
+  it does not delay the kernel's end.
+- A thread loads its first place together with the turn, and each further place after it has sent the one before.
 - A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes 1 + the rank that
   it waited for to `lost`, an address in host memory, and sets turns[2]. All other threads of this GPU and all later
   sums then stop waiting as well. The result of such a sum is undefined.
 Constraints: all ranks compute the same sums in the same order, one at a time. Turns have 32 bits, so a turn repeats
-after 2^32 sums. Data that was never overwritten in the meantime would then be mistaken for new data.
+after 2^32 sums. A packet that no sum has overwritten since would then be mistaken for a new one.
 Shared memory: none. Registers: few.
 Roofline: small tensors are bound by latency: a load, a trip over NVLink, and the load that receives the packet. Large
 tensors are bound by NVLink: a GPU sends twice its part's bytes to each of the other GPUs.
@@ -69,8 +69,8 @@ class Patience(NamedTuple):
 
 @cute.jit
 def _look(address: Int64, turn: Uint32, gave_up: Int64):
-    """-> (the packet's first word of data, its second word, whether both have this turn, whether a thread of this GPU
-    has stopped waiting)"""
+    """-> (the packet's first word of data, its second word, whether this turn is next to both words, whether a thread
+    of this GPU has stopped waiting)"""
     first, one, second, other, stopped = cute.arch.inline_ptx(
         "ld.volatile.global.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}]; "
         "ld.volatile.global.b32 {$w4}, [{$r1}];",
@@ -83,7 +83,7 @@ def _look(address: Int64, turn: Uint32, gave_up: Int64):
 @cute.jit
 def _receive(address: Int64, turn: Uint32, rank: cutlass.Constexpr, patience: Patience):
     """Wait for a rank's packet of this turn, and return its two words of data. If the wait exceeds `patience`, or if
-    another thread of this GPU has stopped waiting, report the rank and return what memory contains."""
+    another thread of this GPU has stopped waiting, report the rank and return the two words that memory contains."""
     began = cute.arch.clock64()
     first, second, arrived, stopped = _look(address, turn, patience.gave_up)
     while not (arrived or stopped):
@@ -177,7 +177,7 @@ class OneShotSumSm90:
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
-        """Return this thread's shared-memory address for `load`, which needs none here."""
+        """Return 0: `load` needs no shared memory here. In ExpertsSumSm90 this is an address."""
         return Int32(0)
 
     @cute.jit
@@ -188,10 +188,11 @@ class OneShotSumSm90:
 
 @cached
 def compile_one_shot_sum(dtype: str, ranks: int):
-    """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [3] int32, rank, ctas,
-    patience, lost); x has a whole number of places, more than 0, and y gets the sum. All tensors except turns start at
-    multiples of 16 bytes, and all CTAs must be resident at once. memory and turns are 0 on all ranks before the first
-    sum. lost: address of 4 bytes in host memory that the GPU can write to."""
+    """-> f(x [n] dtype, y [n] dtype, memory [2, ranks, places, 4] int32, a list of all ranks' `memory`, turns [3]
+    int32, rank, ctas, patience in cycles, lost). y gets the sum of the ranks' x. x has a whole number of places, more
+    than 0 and at most `places`. All tensors except turns start at multiples of 16 bytes, and all CTAs must be resident
+    at once. memory and turns are 0 on all ranks before the first sum. lost: address of 4 bytes in host memory that the
+    GPU can write to."""
     kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
     x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
     return compile_sm90(OneShotSumSm90(kind, ranks), x, y, *fake_memory(ranks), *fake_numbers(), fake_stream())
