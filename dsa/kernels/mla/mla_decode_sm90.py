@@ -309,8 +309,9 @@ def compile_mla_decode(dtype: str, box: int, cluster: int):
     fixed_splits).
 
     B, s_q, pages, max_pages > 0; h_k divides h_q; rows = s_q * h_q / h_k; P is a multiple of `box`; the number of row
-    tiles is a multiple of `cluster`. out has q's dtype; lse and partial results are fp32; the other tensors are int32. Rows of q and of the cache start at multiples of 16 bytes. For plan, num_splits, capacity and
-    fixed_splits see `DecodeScheduler`; for causal see `DecodeQTile`.
+    tiles is a multiple of `cluster`. out has q's dtype; lse and partial results are fp32; the other tensors are int32.
+    Rows of q and of the cache start at multiples of 16 bytes. For plan, num_splits, capacity and fixed_splits see
+    `DecodeScheduler`; for causal see `DecodeQTile`.
     """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits = (cute.sym_int() for _ in range(5))

@@ -12,7 +12,8 @@ Two more variants compute the items of a queue (tile_scheduler.py), for up to 16
 Work: a CTA computes `head_tile` heads of several queries, one query after the other, in tiles of TILE_N keys. For a
 group of queries, the CTA computes `head_tile` rows, which are the queries x heads of the group.
 Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries come
-first. The queries after them can be split among CTAs; then mla_combine_sm90.py combines the partial results. The CTAs of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
+first. The queries after them can be split among CTAs; then mla_combine_sm90.py combines the partial results. The CTAs
+of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
 Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume work tiles,
 Q and keys, and produce P. The output warpgroups consume work tiles, keys and P.
@@ -53,9 +54,9 @@ class SparseMlaKernel:
     h].
 
     If bit i of `counted` is set, query t uses only the first counts[i][t // s_q] of its indices in list i, and n is T /
-    s_q. Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the caches
-    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the number
-    of partial results, is 2 * split_workers (StreamKScheduler). With max_logits no query may be split.
+    s_q. Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the
+    caches start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the
+    number of partial results, is 2 * split_workers (StreamKScheduler). With max_logits no query may be split.
 
     kv               stages of keys, and how they are loaded
     exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups

@@ -55,8 +55,7 @@ class SparseQTile(QTile):
 
 
 class SparseMlaSm90(MlaAttention, SparseMlaKernel):
-    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in `epilogue.dtype`.
-    """
+    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in `epilogue.dtype`."""
 
     q_in_ring = True
 

@@ -1,8 +1,8 @@
 """The producer of sparse MLA attention over 16-bit keys: the load warpgroup, which gathers selected keys.
 
 A query has one or two lists of keys. The query's tiles are the first list in steps of 64 keys, then the second list in
-steps of 64 keys. The scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and
-clears the key's bit in the valid mask.
+steps of 64 keys. The scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup
+writes zeros and clears the key's bit in the valid mask.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
 the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
