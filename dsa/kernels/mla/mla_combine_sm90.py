@@ -381,7 +381,8 @@ def choose_config(splits: int, rows: int) -> MlaCombineConfig:
     """Choose the configuration that gives about two CTAs per SM, which is fastest.
 
     splits  estimated number of splits of a sequence or query
-    rows    number of rows (query tokens x heads) of all split sequences or queries together
+    rows    number of rows (query tokens x heads) per KV head that the launch can have to combine; in batch-invariant
+            decoding those of one sequence
     """
     if splits < 8 or rows > 512:
         return FEW
