@@ -57,9 +57,10 @@ def power_of_two(exponent: Int32) -> Float32:
 
 @cute.jit
 def spread_key(row):
-    """Return the index, among eight keys, of the key that is row `row` of the wgmma operand.
+    """Return the index, among eight adjacent keys, of the key that is row `row` of the wgmma operand K in S^T = K Q^T.
 
-    Rows 2 i and 2 i + 1 are keys i and i + 4, whose bytes are in different banks (fp8_kv_gather.py).
+    Rows 2 i and 2 i + 1, which a warp reads at the same time, are keys i and i + 4: their bytes are in different banks
+    (fp8_kv_gather.py).
     """
     return (row >> 1) + ((row & 1) << 2)
 
@@ -82,8 +83,8 @@ class SwapAbAttention(SparseMlaKernel):
     with_max_logits  also write the maximum logits; not for an FP8 cache
 
     With an FP8 cache (`fp8_kv`) there are three differences. Each key has a power of two (ScaleTable), which multiplies
-    P but not row_sum. Each eight adjacent keys are in the order of `spread_key` in the wgmma operands. O is also
-    divided by 2^F16_ROOM.
+    P but not row_sum. In the rows of the wgmma operand K and of S^T, each eight adjacent keys are in the order of
+    `spread_key`. O is also divided by 2^F16_ROOM.
 
     A kernel defines how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
 
@@ -120,7 +121,7 @@ class SwapAbAttention(SparseMlaKernel):
         self.columns, self.raised = head_tile // 4, RAISED if self.fp8_kv else 0.0  # columns (heads) per lane
 
     def key_of(self, row):
-        """Return the index, among eight adjacent keys, of the key that is row `row` of the wgmma operand."""
+        """Return the index, among eight adjacent keys, of the key that is row `row` of K and of S^T."""
         return spread_key(row) if self.fp8_kv else row
 
     def number(self, thread: Thread):
@@ -293,7 +294,7 @@ class SwapAbAttention(SparseMlaKernel):
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
         """Set row_max to the tile's true maximum minus `raised` in the columns where this raises row_max by more than
-        RESCALE_THRESHOLD. Write the rescale factors of all columns, 1 in the other columns.
+        RESCALE_THRESHOLD. Write the rescale factors of all columns; they are 1 where row_max stays.
         """
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
@@ -401,7 +402,8 @@ class SwapAbAttention(SparseMlaKernel):
     def element(self, column: int, j: int) -> int:
         """Return the index in `flat` of the lane's j-th channel in a column of O^T.
 
-        A lane has eight channels per column: two for each 64 rows of a wgmma, of which the warpgroup has 256.
+        The warpgroup's 256 channels are rows of its wgmmas. A lane has two of each 64 rows, so eight channels per
+        column.
         """
         return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
 

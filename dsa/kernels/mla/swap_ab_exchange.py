@@ -90,8 +90,7 @@ class SwapAbExchangeMemory:
     """The layout of a SwapAbExchange in shared memory.
 
     dtype             dtype of Q and P. None for an FP8 cache: P is f16; Q is f16 in the channels where keys are e4m3,
-    and
-                      bf16 in the keys' 64 bf16 channels
+                      and bf16 in the 64 channels where they are bf16
     head_dim          channels of a head's query
     head_tile         heads per CTA
     score_warpgroups  number of score warpgroups
