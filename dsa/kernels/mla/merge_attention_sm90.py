@@ -6,8 +6,8 @@ out_i and lse_i are the result of branch i; the sums run over the N branches.
 
 Work
 - A warp merges a row of D channels, chunk by chunk. In a chunk a lane has `unroll` vectors of 16 bytes of every branch,
-  so up to 8 loads per lane are in flight. The vectors stay in registers from load to store: each branch
-  is read once and the result is written once.
+  so up to 8 loads per lane are in flight. The vectors stay in registers from load to store: each branch is read once
+  and the result is written once.
 - While the first chunk loads, every lane computes all N weights of the row: N exponentials cost less than
   shuffles. Weights are relative to the largest LSE. So if only one branch has keys, and without a sink, that
   branch's weight is exactly 1.

@@ -31,9 +31,9 @@ Epilogue: O goes through shared memory, so that rows are stored 128 contiguous b
 (mha_consumer.py).
 Shared memory: q_stages x rows x D elements of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
 per consumer warp for the epilogue, barriers.
-Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two
-consumer warpgroups and 160 with three. For D = 192, Q is in registers, too (q_rmem): wgmma then reads less shared
-memory, and the consumers release the only stage of Q after the work tile's first block.
+Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two consumer
+warpgroups and 160 with three. For D = 192, Q is in registers, too (q_rmem): wgmma then reads less shared memory, and
+the consumers release the only stage of Q after the work tile's first block.
 Roofline: bound by power. At 4096 FLOP per cycle and SM an H200 lowers its clock to 1.5 GHz. cuBLAS has the same limit,
 and this kernel reaches 90% of the rate of cuBLAS's bf16 GEMM. Shared memory delivers 112 of at most 128 bytes per cycle
 (D = DV = 128).
@@ -417,8 +417,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         """Overwrite the scores of a block, whose first key is `key`, with P, and update row_max and row_sum.
 
         Set `factor` to the factors by which O must be multiplied, and return whether a factor of any lane is not 1.
-        With
-        `selected`, `words` has the selection bits of the lane's two rows.
+        With `selected`, `words` has the selection bits of the lane's two rows.
         """
         rose = raise_row_max(row_max, row_sum, factor, [value * scale for value in self.maxima(s, words)])
         if const_expr(self.selected):

@@ -7,10 +7,10 @@ W_UK[h] [nope, 512] is the first `nope` rows of head h in kv_b.
 - Tiles: a CTA computes 128 of the 512 latent channels of one head. A warp has 32 of the head's nope
   channels, which are rows of W_UK: a block of 32 x 128 weights with one scale. The 128 heads of V3.2 make 512
   CTAs, four per SM, in one wave.
-- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A
-  lane loads 16 adjacent latent channels of 8 rows. So a load instruction of the warp reads 128 bytes of each of four
-  rows, which are whole cache lines. The rows are input channels (K) of an mma, whose operands have pairs of them in a
-  register. So the lane interleaves the weights of two rows, scales them and rounds them to bf16 (up_projection.py).
+- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A lane loads 16
+  adjacent latent channels of 8 rows. So a load instruction of the warp reads 128 bytes of each of four rows, which are
+  whole cache lines. The rows are input channels (K) of an mma, whose operands have pairs of them in a register. So the
+  lane interleaves the weights of two rows, scales them and rounds them to bf16 (up_projection.py).
 - Products: tokens are N of the mma, eight (an octet) at a time. A lane then has sums for 16 latent channels of two
   tokens. The warps' sums, each over 32 nope channels, are added in a fixed order through shared memory. So the bits of
   a token do not depend on the other tokens.

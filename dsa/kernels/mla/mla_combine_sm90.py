@@ -5,10 +5,10 @@ lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^s
 out_i and lse_i are the partial results of a row's splits i. The sums run over all splits of the row, in a fixed order.
 Without a sink the last factor is 1.
 
-Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse)
-and KV head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on, in this order. With
-more than one warp per row, the row's warp 0 then adds the warps' sums in the order of the warps, through shared memory.
-A warp reads all LSEs of its row while the first values of out_i are in flight.
+Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse) and KV
+head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on, in this order. With more
+than one warp per row, the row's warp 0 then adds the warps' sums in the order of the warps, through shared memory. A
+warp reads all LSEs of its row while the first values of out_i are in flight.
 Splits: each set of `row_blocks` adjacent CTAs combines one sequence or query, for one KV head. In dense decoding with a
 plan, set i combines the i-th split sequence of the plan; in batch-invariant decoding it combines sequence i. In sparse
 attention set i combines the i-th query after the full waves, whose splits follow from the StreamKScheduler.

@@ -4,10 +4,10 @@ o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  where r is a row of one
 
 q and k have 576 channels.
 
-Work: a CTA computes TILE_M rows, a row tile. Its work tiles are sequences or splits of sequences
-(decode_producer.py), which the CTA computes in tiles of TILE_N keys. If `cluster` is 2, two CTAs with adjacent row
-tiles form a cluster; the number of row tiles is then even. The two CTAs need the same keys, so each CTA loads half of
-the keys' bytes and multicasts that half to both.
+Work: a CTA computes TILE_M rows, a row tile. Its work tiles are sequences or splits of sequences (decode_producer.py),
+which the CTA computes in tiles of TILE_N keys. If `cluster` is 2, two CTAs with adjacent row tiles form a cluster; the
+number of row tiles is then even. The two CTAs need the same keys, so each CTA loads half of the keys' bytes and
+multicasts that half to both.
 Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
 by TMA (decode_producer.py). The score warpgroup loads Q itself.
 Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). With a plan,

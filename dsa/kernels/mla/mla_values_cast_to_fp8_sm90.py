@@ -201,8 +201,8 @@ def compile_mla_values_cast_to_fp8(use_ue8m0: bool):
     fp32, values [T, H * V] e4m3, scale [T, H * V / 128] fp32).
 
     weight is kv_b with R rows per head; the last V of them are W_UV. A scale is for 128 x 128 weights. T, H > 0; V is a
-    multiple of 128; R is a multiple of 32 and at least V. weight is contiguous. Rows of all
-    but the fp32 tensors start at multiples of 16 bytes.
+    multiple of 128; R is a multiple of 32 and at least V. weight is contiguous. Rows of all but the fp32 tensors start
+    at multiples of 16 bytes.
     """
     tokens, heads = cute.sym_int(), cute.sym_int()
     return compile_sm90(

@@ -13,9 +13,9 @@ Warp roles
   P^T to shared memory (fp8_kv_scores.py).
 - Output (two warpgroups): each accumulates 256 channels x `head_tile` of O^T (fp8_kv_values.py).
 Score and output warpgroups both read and convert the FP8 bytes.
-Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two
-values. Scales multiply the products of S in fp32. They multiply V in f16, as factors: with 576 channels a factor is a
-sum of two f16, and with 512 channels it is a power of two (ScaleTable in swap_ab_exchange.py).
+Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two values.
+Scales multiply the products of S in fp32. They multiply V in f16, as factors: with 576 channels a factor is a sum of
+two f16, and with 512 channels it is a power of two (ScaleTable in swap_ab_exchange.py).
 Shared memory: Q, two stages of P^T and of ScaleTables, STAGES tiles of FP8 bytes.
 Registers, summed over one thread per warpgroup: 512 for 64 heads, with four warpgroups; 472 and 480 for 16
 and 32 heads, with five.

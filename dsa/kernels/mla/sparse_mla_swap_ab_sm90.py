@@ -15,8 +15,7 @@ Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane /
 O^T through shared memory, so that a lane stores 16 bytes of a head's O at a time. They store partial results directly
 to global memory, one fp32 channel at a time.
 Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and, for 576 channels, a ring of 8 KiB rope parts. The
-rings have room for two to
-three tiles of keys.
+rings have room for two to three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: bound by shared memory. Per tile of 576 channels, shared memory receives 72 KiB and delivers 136 KiB of keys
 and, for 16 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to
