@@ -42,8 +42,9 @@ class PlanColumn(IntEnum):
     """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
 
     Row i describes part i: the keys from tile FIRST_TILE of sequence FIRST_SEQUENCE to the tile before tile END_TILE of
-    sequence LAST_SEQUENCE. Column SPLIT_SEQUENCE does not belong to the parts. It is a list for the combine kernel:
-    entry i is the i-th sequence that is split, or -1 after the last one.
+    sequence LAST_SEQUENCE; nothing if LAST_SEQUENCE is below FIRST_SEQUENCE. Column SPLIT_SEQUENCE does not belong to
+    the parts. It is a list for the combine kernel: entry i is the i-th sequence that is split, or -1 after the last
+    one.
     """
 
     FIRST_SEQUENCE = 0
@@ -112,7 +113,8 @@ class DecodeScheduler:
         """Return (first tile, end tile, split_idx, empty) of the next work tile.
 
         split_idx is the index of the partial result to write, or -1 if the work tile has all keys of the sequence.
-        `empty` is True if fixed_splits > 0 and the sequence has fewer splits. Then the caller must skip the work tile.
+        `empty` is True if fixed_splits > 0 and the sequence is too short to have this split. Then the caller must skip
+        it.
 
         tiles     number of tiles of the sequence
         part      index of the part

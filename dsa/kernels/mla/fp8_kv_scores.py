@@ -135,7 +135,7 @@ class Fp8KvScores(SwapAbAttention):
         pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
         rows, lane = coord.heads - coord.first_head, opaque(thread.lane)
         chunk = thread.side * self.sharers + thread.warp // self.octets
-        first = thread.warp % self.octets * 8  # first of the warp's heads; the next eight are 32 further
+        first = thread.warp % self.octets * 8  # the warp's first head in each stage of Q
         own, sources = first + (lane >> 2), []
         by_word = [Uint32(0)] * 4  # four running maxima, for a shorter dependency chain
         for i in cutlass.range_constexpr(self.kv.q_stages):

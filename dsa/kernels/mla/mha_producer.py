@@ -98,8 +98,8 @@ class MhaPipelines:
     q           Q of a work tile
     k, v        a block of K, a block of V
     v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence's end: TMA counts bytes there
-                and not at v's full barrier. When it completes, CLEAR zero-fills these rows and arrives at v's full
-                barrier
+                and not at v's full barrier. When the load is complete, CLEAR zero-fills these rows and arrives at v's
+                full barrier
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the

@@ -25,7 +25,7 @@ from dsa.kernels.mla.limits import TILE_M, TILE_N
 
 P_STAGES, P_PARTS = 2, 2
 RESCALE_THRESHOLD = 8.0  # the true maximum can exceed row_max by this much, in log2
-NO_MAX = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
+NO_MAX = -3e38  # initial row_max; finite, so that -inf (a masked score) minus row_max is not NaN
 HALF = TILE_N // 4  # scores per lane, of two rows, in one half of the keys
 
 

@@ -50,8 +50,8 @@ class SparseMlaKernel:
 
     caches, indices and counts are Python lists with one or two elements, one per list of keys; K can differ. T, h,
     pages > 0. lse, partial results, max_logits and sink are fp32; indices and counts are int32. With max_logits, the
-    layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h, 512], lse [T,
-    h].
+    layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h, 512],
+    lse [T, h].
 
     If bit i of `counted` is set, query t uses only the first counts[i][t // s_q] of its indices in list i, and n is T /
     s_q. Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the

@@ -9,7 +9,7 @@ Consumers: mla_attention.py.
 Producer: the load warpgroup gathers keys by cp.async, 16 bytes per lane. It loads a tile's indices while it requests
 the keys of the previous tile (topk_gather.py). For an invalid index it writes zeros and clears the key's bit in the
 valid mask, so that the key's scores become -inf. Q comes through the same stages, as one tile before the keys of each
-work tile. So the load warps can load the next work tile's Q and keys before the previous one is done.
+work tile. So the load warps can load the next work tile's Q and keys before the current work tile is done.
 Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of 16 KiB v chunks and, for 576
 channels, a ring of 8 KiB rope parts. The rings have room for about two and a half tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.

@@ -200,8 +200,8 @@ class TopkGather(KvStages):
         """Turn one address per lane, where lane i < 16 has the address of key i, into addresses for 8 lanes per key, 16
         bytes apart.
 
-        A lane copies a part of four keys. Return two lists: the lane's address in each of these keys, and whether each
-        of these keys is valid.
+        A lane copies 16 bytes of each of four keys. Return two lists: the lane's address in each of these keys, and
+        whether each of these keys is valid.
         """
         sources, valid = [], []
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)

@@ -17,7 +17,8 @@ Work
 - Positions and slots are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot
   that does not fit in int32 becomes -1.
 Warp roles: none, all warps do the same. Shared memory: none.
-Constraints: at most MAX_WINDOW queries, columns and keys per page; rings with at most 2^31 slots in total.
+Constraints: at most MAX_WINDOW queries, MAX_WINDOW columns and MAX_WINDOW keys per page; rings with at most 2^31 slots
+in total.
 Launch: programmatic dependent launch.
 Roofline: bound by memory, 4 bytes per entry of the result; for few queries, as in decoding, bound by latency.
 """
