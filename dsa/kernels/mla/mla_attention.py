@@ -15,8 +15,8 @@ Pipelines
   (mla_tiles.py).
 - P passes from the score warps to the output warps, in two halves of 32 keys (mla_softmax.py).
 Overlap: during the softmax of a tile, the score warpgroup computes no S, and the tile's P does not exist yet. To keep
-the tensor cores busy in this time, an output warpgroup delays O += P V of the previous tile, for half of its channels,
-until S of this tile is done.
+the tensor cores busy in this time, an output warpgroup delays half of O += P V of the previous tile (128 of 256
+channels) until S of this tile is done.
 Registers: the numbers per score, output and load thread satisfy score + 2 x output + load = 512, the register file
 (65536) divided by 128 threads per warpgroup. A score thread needs 32 for S and 16 per k chunk of Q in registers. An
 output thread needs 128 for O. A wgmma with 256 columns does not compile in a CTA of 512 threads, so O += P V runs in v

@@ -8,7 +8,7 @@ Without a sink the last factor is 1.
 Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse) and KV
 head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on, in this order. With more
 than one warp per row, the row's warp 0 then adds the warps' sums in the order of the warps, through shared memory. A
-warp reads all LSEs of its row while the first values of out_i are in flight.
+warp reads all LSEs of the row while the first values of out_i are in flight.
 Splits: each set of `row_blocks` adjacent CTAs combines one sequence or query, for one KV head. In dense decoding with a
 plan, set i combines the i-th split sequence of the plan; in batch-invariant decoding it combines sequence i. In sparse
 attention set i combines the i-th query after the full waves, whose splits follow from the StreamKScheduler.

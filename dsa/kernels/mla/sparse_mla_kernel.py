@@ -50,13 +50,13 @@ class SparseMlaKernel:
 
     caches, indices and counts are Python lists with one or two elements, one per list of keys; K can differ. T, h,
     pages > 0. lse, partial results, max_logits and sink are fp32; indices and counts are int32. With max_logits, the
-    layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h, 512],
-    lse [T, h].
+    layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h, 512], lse
+    [T, h].
 
-    If bit i of `counted` is set, query t uses only the first counts[i][t // s_q] of its indices in list i, and n is T /
-    s_q. Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the
-    caches start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the
-    number of partial results, is 2 * split_workers (StreamKScheduler). With max_logits no query may be split.
+    If bit i of `counted` is set, query t uses only its first counts[i][t // s_q] indices in list i, and n is T / s_q.
+    Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the caches
+    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the number
+    of partial results, is 2 * split_workers (StreamKScheduler). With max_logits no query may be split.
 
     kv               stages of keys, and how they are loaded
     exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups
@@ -92,7 +92,7 @@ class SparseMlaKernel:
         return first_head + row
 
     def thread(self, warp, lane) -> Thread | None:
-        """Return `Coord.thread`, the thread's position in its warp role. If a variant returns None, its roles compute
+        """Return `Coord.thread`, the thread's position in the warp role. If a variant returns None, its roles compute
         the position themselves.
 
         The kernel calls this before it branches by role, so that ptxas keeps the position in uniform registers.

@@ -1,8 +1,8 @@
 """Sparse MLA prefill with up to 16 heads over selected 16-bit keys, for a queue of single queries.
 
 This is sparse_mla_swap_ab_sm90.py, except that a queue lists the queries to compute. These are the queries of groups
-that share too few keys (selection_union_sm90.py), and of groups for which sparse_mla_union_sm90.py got a NaN or an
-infinity in O.
+that share too few keys or list a key twice (selection_union_sm90.py), and of groups for which sparse_mla_union_sm90.py
+got a NaN or an infinity in O.
 """
 
 from collections.abc import Callable

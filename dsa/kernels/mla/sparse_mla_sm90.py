@@ -143,7 +143,7 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         cute.autovec_copy(shared.pipeline.valid_mask[None, state.rope.stage], mask)
         if mask[0] & mask[1] & mask[2] & mask[3] != 0xFFFF:
             for i in cutlass.range_constexpr(TILE_N // 2):
-                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # among 16 keys
+                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # index among 16 keys
                 if (mask[i // 8] >> column) & 1 == 0:
                     scores[i] = -cutlass.Float32(float("inf"))
 

@@ -225,7 +225,7 @@ class SparseMlaUnionSm90(SparseMlaSm90):
                 for i in cutlass.range_constexpr(MASK_WORDS):
                     mask[i] >>= Uint32(lane % 4 * 2)
             for i in cutlass.range_constexpr(TILE_N // 4):
-                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, minus the lane's first column
+                column = i // 2 % 2 * 8 + i % 2  # index among 16 keys, minus the lane's first column
                 if (mask[i // 4] >> column) & 1 == 0:
                     scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
 

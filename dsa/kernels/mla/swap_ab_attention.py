@@ -402,8 +402,8 @@ class SwapAbAttention(SparseMlaKernel):
     def element(self, column: int, j: int) -> int:
         """Return the index in `flat` of the lane's j-th channel in a column of O^T.
 
-        The warpgroup's 256 channels are rows of its wgmmas. A lane has two of each 64 rows, so eight channels per
-        column.
+        The warpgroup's 256 channels are the rows of four 64-row blocks of wgmmas. A lane has two rows of each block, so
+        eight channels per column.
         """
         return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
 

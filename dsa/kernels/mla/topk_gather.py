@@ -45,7 +45,7 @@ class Selection:
 
     cache       [pages, P, d]
     indices     [T, K] int32: page * P + offset in the page; an index that is negative or beyond the cache is invalid
-    counts      [T / s_q] int32: a query of sequence b uses only the first counts[b] of its K indices
+    counts      [T / s_q] int32: a query of sequence b uses only the first counts[b] of the K indices
     has_counts  > 0: `counts` is used. Otherwise queries use all K indices
     page_size   P as a divisor
     """
@@ -282,7 +282,7 @@ class TopkGather(KvStages):
         k chunks of all stages."""
         target = Int32(stages.iterator.toint()) + 2 * K_CHUNK * (place * TILE_N + warp * WARP_KEYS + lane // 8)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
-            row = 4 * (i % 2) + lane // 8  # among 8 rows, the swizzle's period
+            row = 4 * (i % 2) + lane // 8  # index among 8 rows, the swizzle's period
             gather_16(
                 target + 2 * (4 * i * K_CHUNK + (lane % 8 ^ row) * 8), sources[i] + 2 * K_CHUNK * k_chunk, keep[i]
             )

@@ -2,8 +2,9 @@
 
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
-The query is at position p of a sequence whose first key is k0; a sequence's last query is at the position of its last
-key. It is query t of packed sequences (indices), or query i of sequence b (slots). Columns after the last key are -1.
+The query is at position p of a sequence whose first key is k0; the last query of a sequence is at the position of the
+last key. For `indices` it is query t of packed sequences, for `slots` it is query i of sequence b. Columns after the
+last key are -1.
 
 The cache is paged with a block table, or it is a ring. In a ring, page b belongs to sequence b, and position p is at
 offset p modulo the page size.
@@ -140,8 +141,8 @@ class WindowSlotsSm90:
 
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
-        """Return the cache slot of the window's key number `column`, or -1 if there is no such key or the key has no
-        page."""
+        """Return the cache slot of the window's key number `column`, or -1 if the window has fewer keys or the key has
+        no page."""
         # For columns past the last key, use the last key's position again, or 0 if the window has no keys. So the load
         # of the page number below needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
