@@ -59,8 +59,8 @@ class Epilogue:
         tile_row,
         lane,
     ):
-        """Write LSE of row `tile_row`, the lane's r-th row, and the row's maximum logit if `with_max_logits`. Write the
-        factor by which the output warpgroups multiply O to `Exchange.inverse`.
+        """Write LSE of row `tile_row`, the lane's r-th row, and the row's maximum logit if `with_max_logits`. Also
+        write `Exchange.inverse`, the factor by which the output warpgroups multiply O.
 
         LSE is a natural logarithm and does not include the attention sink. The LSE of a row without keys is +inf. In a
         split it is -inf, so that the combine kernel gives the split weight 0.

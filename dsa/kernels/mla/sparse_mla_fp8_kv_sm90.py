@@ -4,8 +4,9 @@ o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels.
 
-Swap A/B: S^T = K Q^T and O^T += V^T P^T. So keys are operand A of both wgmma products, which can be in registers. A
-lane reads FP8 bytes from shared memory and converts them in registers. No 16-bit copy of the keys is ever stored.
+Swap A/B: S^T = K Q^T and O^T += V^T P^T. So keys are operand A of both wgmma products, and operand A can be in
+registers: a lane reads FP8 bytes from shared memory and converts them in registers. No 16-bit copy of the keys is ever
+stored.
 Work, scheduler, launch: sparse_mla_kernel.py; 16, 32 or 64 heads per CTA.
 Warp roles
 - Load (one warpgroup): gathers the FP8 bytes (fp8_kv_gather.py).

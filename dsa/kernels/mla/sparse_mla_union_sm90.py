@@ -271,7 +271,7 @@ class SparseMlaUnionSm90(SparseMlaSm90):
 
 @cached
 def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
-    """Compile f, see `SparseMlaUnionSm90`."""
+    """Compile f, see `SparseMlaUnionSm90`, for groups of `size` queries."""
     kind = cute_dtype(dtype)
     (q, [kv], _, _, _, *sinks), results = queued_arguments(kind, head_dim)
     groups = cute.sym_int()
