@@ -1,9 +1,10 @@
 """The producer of dense MLA decoding: one warp that computes its CTA's work tiles and loads their keys by TMA.
 
-A CTA computes one part of the keys, for one row tile and one KV head. A row tile is TILE_M of the rows of q (query
-tokens x heads) that a sequence has per KV head. With the plan of mla_plan_sm90.py a part is a range of sequences,
-of which the first and the last can be split between parts. In batch-invariant decoding a part is one split of one
-sequence, and the length of a sequence's splits depends only on the sequence's length.
+A CTA computes one part of the work, for one row tile and one KV head. A sequence has s_q * h_q / h_k rows (query tokens
+x query heads) per KV head; a row tile is TILE_M of these rows. With a plan (mla_plan_sm90.py) a part is a range of
+sequences. The range can begin or end inside a sequence. Such a sequence is split: other parts compute the rest of the
+sequence. In batch-invariant decoding there are no plans: a part is one split of one sequence, and the length of a
+sequence's splits depends only on the sequence's length.
 """
 
 from dataclasses import dataclass
@@ -40,24 +41,26 @@ MAX_TILES = 2**31 // TILE_N
 class PlanColumn(IntEnum):
     """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
 
-    Row i describes part i, except in column SPLIT_SEQUENCE. That column is a list for the combine kernel: entry i is
-    the i-th sequence that is split, or -1 after the last one.
+    Row i describes part i: the keys from tile FIRST_TILE of sequence FIRST_SEQUENCE to the tile before tile END_TILE of
+    sequence LAST_SEQUENCE; nothing if LAST_SEQUENCE is below FIRST_SEQUENCE. Column SPLIT_SEQUENCE does not belong to
+    the parts. It is a list for the combine kernel: entry i is the i-th sequence that is split, or -1 after the last
+    one.
     """
 
     FIRST_SEQUENCE = 0
     FIRST_TILE = 1
     LAST_SEQUENCE = 2
     END_TILE = 3
-    FIRST_SPLIT = 4  # index, among the splits of FIRST_SEQUENCE, of the split that this part computes
+    FIRST_SPLIT = 4  # index of this part's split among the splits of FIRST_SEQUENCE; 0 if that is not split
     SPLIT_SEQUENCE = 5
 
 
 class DecodeState(NamedTuple):
-    """Position in a part: the next work tile, and where the part ends.
+    """Position in a part: the next work tile, and the end of the part.
 
     sequence  sequence of the next work tile
     tile      first tile of the next work tile in `sequence`
-    split     index of the next work tile among the splits of `sequence`
+    split     index of the next work tile among the splits of `sequence`; 0 if it is not split
     last      last sequence of the part
     end_tile  in sequence `last`, the part ends before this tile
     """
@@ -73,10 +76,11 @@ class DecodeState(NamedTuple):
 class DecodeScheduler:
     """Computes the work tiles of a part (see the docstring of this file).
 
-    lengths       [B]: number of keys per sequence
-    plan          [parts, 8], see PlanColumn
-    num_splits    [B + 1]: entry b is the number of partial results of sequences 0 to b - 1
-    capacity      number of keys that a row of the block table has room for
+    lengths       [B] int32: number of keys per sequence
+    plan          [parts, 8] int32, see PlanColumn; not read if fixed_splits > 0
+    num_splits    [B + 1] int32: entry b is the number of partial results of sequences 0 to b - 1; not read if
+                  fixed_splits > 0
+    capacity      number of keys for which a row of the block table has pages; further keys are ignored
     fixed_splits  0: work tiles come from the plan. Otherwise (batch-invariant decoding) part i is split
                   i % fixed_splits of sequence i // fixed_splits. A short sequence has fewer splits, so some parts
                   have no work tile
@@ -108,11 +112,14 @@ class DecodeScheduler:
     def work_tile(self, state: DecodeState, tiles, part, partials):
         """Return (first tile, end tile, split_idx, empty) of the next work tile.
 
-        `empty` is True if the split has no tiles. Then the caller must skip the work tile.
+        split_idx is the index of the partial result to write, or -1 if the work tile has all keys of the sequence.
+        `empty` is True if fixed_splits > 0 and the sequence is too short to have this split. Then the caller must skip
+        it.
 
         tiles     number of tiles of the sequence
         part      index of the part
-        partials  number of partial results for which there is memory
+        partials  number of partial results for which there is memory: split_idx stays below it even if num_splits is
+                  wrong
         """
         first, end, split_idx, empty = Int32(0), tiles, Int32(-1), False
         if self.fixed_splits > 0:
@@ -140,9 +147,9 @@ class Pages:
 
     @cute.jit
     def find(self, sequence, box):
-        """Return (page, index of the box in the page) of the sequence's box of keys number `box`.
+        """Return (page number, index of the box in this page) of the box-th TMA box of the sequence's keys.
 
-        The page is -1 if the block table does not cover the box.
+        The page number is -1 if the block table does not cover the box.
         """
         number, place = divmod(box, self.boxes)
         page = Int32(-1)
@@ -165,7 +172,8 @@ def announced_work_tile_storage() -> type:
 
 @dataclass(frozen=True)
 class AnnouncedWorkTilePipeline(WorkTilePipeline):
-    """A WorkTilePipeline whose producer announces batch_idx before the rest, so that Q loads early.
+    """A WorkTilePipeline whose producer announces batch_idx before it publishes the WorkTileInfo, so that the score
+    warps can load Q early.
 
     batch_known  one mbarrier per stage, which completes when batch_idx is written
     batch_idx    [stages], in shared memory
@@ -194,7 +202,7 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
     def announce(self, state: PipelineState, batch_idx):
         """Wait for an empty stage and publish the next work tile's batch_idx.
 
-        Called by one warp, which then publishes the rest by `commit`.
+        Called by one warp, which then publishes the WorkTileInfo by `commit`.
         """
         self.pipeline.producer_wait(state)
         with cute.arch.elect_one():
@@ -211,8 +219,8 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 class PagedLoad(KvStages):
     """Load tiles of consecutive keys by TMA.
 
-    box      keys per TMA box, 16, 32 or 64; a box lies in one page
-    cluster  CTAs that share the loads by multicast
+    box      keys per TMA box, 16, 32 or 64; it divides the page size, so a box lies in one page
+    cluster  CTAs per cluster, 1 or 2; the CTAs of a cluster share the loads by multicast
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], box: int, v_stages: int, rope_stages: int, cluster: int = 1):
@@ -226,8 +234,8 @@ class PagedLoad(KvStages):
         return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
-        """Return the shared-memory layout [box, K_CHUNK, boxes] of `k_chunks` k chunks. The boxes of a k chunk are
-        adjacent."""
+        """Return the shared-memory layout [box, K_CHUNK, n] of the n = `k_chunks` * TILE_N / box TMA boxes of
+        `k_chunks` k chunks. The boxes of a k chunk are adjacent."""
         tile = self.box, self.box, K_CHUNK
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
@@ -268,8 +276,8 @@ class PagedLoad(KvStages):
         while work.sequence <= work.last:
             if scheduler.fixed_splits == 0:
                 pipeline.work.announce(work_state, work.sequence)
-            # Load the first page numbers at the same time as the length. Before the length is known, the work tile's
-            # first tile can only be guessed; `first` below is the right one.
+            # Load the first page numbers at the same time as the sequence's length. Before the length is known, the
+            # work tile's first tile can only be guessed. `first` below is the true first tile.
             guess = work.tile + work.split * FIXED_SPLIT_TILES if scheduler.fixed_splits > 0 else work.tile
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
             seen = scheduler.lengths[work.sequence]
@@ -382,8 +390,8 @@ def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
     first   the tile's first v stage
     stages  number of v stages in the ring
 
-    The rows are keys past the end of the sequence. P of such a key is 0, but the key's values can be NaN, and 0 * NaN
-    is NaN.
+    The rows are keys past the end of the sequence. TMA has loaded those that share a box with valid keys. P of such a
+    key is 0, but the key's values can be NaN, and 0 * NaN is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)
     zeros.fill(0.0)

@@ -1,4 +1,4 @@
-"""Conversions from an FP8 cache's e4m3 and bf16 values, and from FP8 weights, to f16."""
+"""Conversions of an FP8 cache's e4m3 and bf16 values, and of FP8 weights, to f16; conversions of FP8 caches' scales."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
@@ -6,7 +6,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 @cute.jit
 def four_halves(word: Uint32):
-    """Convert four e4m3 values to two words of two f16, exactly."""
+    """Convert four e4m3 values to two words of two f16 each, without rounding."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }}",
         write_only_types=[Uint32, Uint32],
@@ -16,11 +16,11 @@ def four_halves(word: Uint32):
 
 @cute.jit
 def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
-    """Return two bf16. Each is the value with the larger magnitude of two: of the lower halves of a and b, and of the
-    upper halves.
+    """Return two bf16: the larger magnitude of the lower halves of a and b, and the larger magnitude of their upper
+    halves.
 
-    The sign of a result is not that of the value, so the caller must ignore it. If one value is NaN, the result is the
-    other value.
+    The signs of the results are arbitrary, so the caller must ignore them. If one of two values is NaN, the result is
+    the other value.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.xorsign.abs.bf16x2 {$w0}, x, y; }}",
@@ -40,10 +40,10 @@ def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uin
 
 @cute.jit
 def halves_of_two(low: Uint32, high: Uint32):
-    """Convert four e4m3 values of each of two rows (keys, or rows of weights) to f16, exactly.
+    """Convert four e4m3 values of each of two rows (keys, or rows of weights) to f16, without rounding.
 
-    `low` and `high` are the rows. Return four words: word i has the i-th value of `low` in the lower half and the i-th
-    value of `high` in the upper half.
+    `low` and `high` have the four values of one row each. Return four words: word i has the i-th value of `low` in the
+    lower half and the i-th value of `high` in the upper half.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b16 p, q, r, s; .reg .b32 m, n; "
@@ -76,7 +76,7 @@ def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
 
 @cute.jit
 def store_split(address: Int32, x: Float32):
-    """Store x as a sum of two f16: x rounded to f16, and 4 bytes further the rounding error."""
+    """Store x to shared memory as a sum of two f16: x rounded to f16, and 4 bytes further the rounding error."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b; .reg .f32 y; cvt.rn.f16.f32 a, {$r1}; cvt.f32.f16 y, a; sub.f32 y, {$r1}, y; "
         "cvt.rn.f16.f32 b, y; st.shared.b16 [{$r0}], a; st.shared.b16 [{$r0} + 4], b; }}",
@@ -86,7 +86,8 @@ def store_split(address: Int32, x: Float32):
 
 @cute.jit
 def store_half(address: Int32, x: Float32, as_bf16: Boolean):
-    """Store x in 16 bits: rounded to f16 or, if `as_bf16`, truncated to bf16 (the upper 16 bits of x)."""
+    """Store x to shared memory in 16 bits: rounded to f16 or, if `as_bf16`, truncated to bf16 (the upper 16 bits of
+    x)."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b, c; .reg .pred p; cvt.rn.f16.f32 a, {$r1}; mov.b32 {b, c}, {$r1}; setp.ne.s32 p, {$r2}, 0; "
         "selp.b16 a, c, a, p; st.shared.b16 [{$r0}], a; }}",
@@ -96,8 +97,7 @@ def store_half(address: Int32, x: Float32, as_bf16: Boolean):
 
 @cute.jit
 def interleave(low: Uint32, high: Uint32):
-    """Each argument has two 16-bit values. Return a word of the two lower values, and a word of the two upper
-    values."""
+    """Return a word of the lower 16-bit halves of `low` and `high`, and a word of their upper halves."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7632;",
         write_only_types=[Uint32, Uint32],
@@ -107,7 +107,7 @@ def interleave(low: Uint32, high: Uint32):
 
 @cute.jit
 def ue8m0_scale(exponent: Uint32) -> Float32:
-    """Return 2^(exponent - 127), or NaN for exponent 255. For exponent 0, the result is a denormal number."""
+    """Return the value of a ue8m0 scale: 2^(exponent - 127), or NaN for exponent 255. 2^-127 is a denormal number."""
     bits = exponent << 23
     if exponent == 0:
         bits = Uint32(0x00400000)

@@ -1,16 +1,16 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-The warpgroup gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. With d = 512,
-the key's scales are elsewhere in the page, and cp.async loads them. To issue a bulk copy costs a warp 30 cycles, so
-each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes zeros, including a scale of zero,
-and clears the key's bit in the valid mask.
+The warpgroup gathers selected keys as FP8 bytes into a ring of stages, one whole tile per stage. One bulk copy loads a
+key. With d = 512, the key's scales are elsewhere in the page, and cp.async loads them. To issue a bulk copy costs a
+warp 30 cycles, so each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes zeros in place
+of the key and its scales, and clears the key's bit in the valid mask.
 
 Layout of a key in the cache
-- d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
-- d = 512: a page has P x (448 e4m3 | 64 bf16), then P x 8 bytes with 7 ue8m0 scales, one per 64 channels.
+- d = 576: a key has 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
+- d = 512: a page has P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7 ue8m0 scales, one per 64 channels, and a pad byte.
 A stage of shared memory has the same order, with the tile's 64 keys instead of a page's P keys.
-Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart differ by 8 banks, and
-keys four apart differ by 16 banks. So the channels that a warp reads together are in different banks.
+Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart begin 8 banks apart, and
+keys four apart begin 16 banks apart. So the channels that a warp reads together are in different banks.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
 from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
-V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key for d = 576; for d = 512, without the key's scales
+V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key for d = 576 with scales; for d = 512 without
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Fp8KvPipeline:
     """The barriers of the ring of tiles, and the valid masks and work tiles that the load warps write.
 
     kv          ring of tiles
-    valid_mask  [4, stages]: which keys of the tile are valid; one bit per key, 16 bits per word
+    valid_mask  [4, stages] uint32: which keys of the tile are valid. The lower 16 bits of word i have one bit for each
+                key that load warp i gathers
     work        pipeline of work tiles
     """
 
@@ -58,7 +59,7 @@ class Fp8TopkGather(TopkGather):
     def __init__(self, head_dim: int, head_tile: int, stages: int, score_warpgroups: int):
         super().__init__(BFloat16, head_dim, stages, stages)
         self.head_tile, self.stages, self.score_warpgroups = head_tile, stages, score_warpgroups
-        # The load warps put a query's Q into the same stages as the keys, before the keys.
+        # The load warps put a query's Q into one or two stages of the ring, before the query's keys.
         self.q_rows = min(head_tile, TILE_N // 2)  # rows of Q per stage
         self.q_stages = head_tile // self.q_rows
         self.q_pitch = 2 * head_dim + 16  # in bytes; padded, so that rows that a warp reads together differ in banks
@@ -123,10 +124,10 @@ class Fp8TopkGather(TopkGather):
         lane,
         state: PipelineState,
     ) -> PipelineState:
-        """Load the query's rows of Q and then the work tile's keys into the ring of stages at address `raw`. Return the
-        state after the work tile.
+        """Load the query's Q and then the work tile's keys into the ring of stages at shared-memory address `raw`.
+        Return the state after the work tile.
 
-        Rows past the last head are not loaded.
+        Q is the rows (heads) from `first_row` on. Rows past the last head are not loaded.
         """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
@@ -171,7 +172,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load one stage of Q, `q_rows` rows, from the query's row `first_row` on."""
+        """Load the `q_rows` rows of Q from the query's row (head) `first_row` on into one stage, a quarter per warp."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]

@@ -1,14 +1,15 @@
 """The score warpgroups for an FP8 cache, with swap A/B: S^T = K Q^T, softmax, P^T.
 
-There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of
-channels that share a scale is a separate f16 product, and the scale multiplies this product in fp32. A key's last 64
-channels are a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P of a key is multiplied by a
-power of two, whose exponent is the exponent of the key's largest scale (ScaleTable in swap_ab_exchange.py).
+There are one or two score warpgroups; two take the tiles in turns. e4m3 values are exact in f16. So each group of a
+key's e4m3 channels that share a scale gives a separate f16 product with Q, and the scale multiplies this product in
+fp32. A key's last 64 channels give a bf16 product. A lane reads 16 consecutive e4m3 channels of a key at once. P of a
+key is multiplied by 2^e, where e is the exponent of the key's largest scale, and V is divided by 2^e (ScaleTable in
+swap_ab_exchange.py).
 
 The score warpgroups copy Q from the key stages, where it arrives, to the memory of Q. The part of Q that multiplies the
 keys' e4m3 channels is stored as f16, after a division by a power of two that makes the largest magnitude about 2^14.
-The order of channels in a wgmma step of 16 is free, as long as keys and Q agree: Q is stored in the order in which a
-lane reads a key's channels.
+The order of the 64 channels of a chunk in the four wgmma steps of 16 channels is free, as long as keys and Q agree: Q
+is stored in the order in which a lane reads a key's channels.
 """
 
 from typing import NamedTuple
@@ -35,20 +36,20 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Bounds of e, where P of a key is multiplied by the power of two 2^e. row_sum adds P without this power. The bounds
-# keep row_sum in the range of fp32.
+# Bounds of e, where P of a key is multiplied by 2^e. row_max is a maximum of scores with this factor (e is added in
+# log2), but row_sum adds P without it. The bounds keep row_sum in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
-AHEAD = 1  # chunks of Q that a warp loads ahead of the chunk that it stores; the compiler keeps this order
+AHEAD = 1  # a warp loads this many chunks of Q before it stores a chunk; the compiler keeps this order
 
 
 class ScoreOperands(NamedTuple):
     """Tiled MMAs, operands and accumulators of the scores.
 
     mmas    tiled MMAs for keys in bf16 and in f16
-    q       Q in shared memory, as bf16 and as f16
-    k_rmem  a lane's part of two chunks of keys in registers (two buffers)
-    acc     accumulator over all groups of channels that share a scale
-    sums    accumulator of one group
+    q       Q in shared memory as wgmma operand, viewed as bf16 and as f16
+    k_rmem  two buffers in registers, each for a lane's part of a 64-channel chunk of keys
+    acc     accumulator of S^T: the sum of the groups' products, times their scales
+    sums    accumulator of one group of channels that share a scale
     """
 
     mmas: tuple[cute.TiledMma, cute.TiledMma]
@@ -59,12 +60,12 @@ class ScoreOperands(NamedTuple):
 
 
 class Fp8KvScores(SwapAbAttention):
-    """Scores for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
+    """The score warpgroups for keys in the stages `kv`, and for `head_tile` heads of a query, 16, 32 or 64."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int, registers: RoleRegisters):
         super().__init__(kv, None, head_tile, kv.score_warpgroups, registers)
         self.head_dim, self.q_stages = kv.head_dim, kv.q_stages
-        # Number of e4m3 chunks of 64 channels per key. One more chunk is bf16. In keys of 512 channels the bf16
+        # Number of 64-channel chunks of a key that are e4m3. The last chunk is bf16. In keys of 512 channels the bf16
         # chunk is part of the value.
         self.fp8_chunks = self.head_dim // K_CHUNK - 1
         # How `load_q` divides Q among warps. A stage of Q has `octets` octets of heads. In a warpgroup, `sharers` warps
@@ -121,19 +122,20 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> Float32:
-        """Copy a work tile's Q from its stages to the memory of Q, with zeros after the last head.
+        """Copy a work tile's Q from stage number `ring` on of the ring of keys to the memory of Q, with zeros after the
+        last head.
 
-        Each chunk is stored in the order in which lanes read the keys' channels. The part that multiplies
-        e4m3 keys is converted to f16, divided by a power of two so that its largest magnitude is about 2^14.
-        Return that power of two.
+        Each chunk is stored in the order in which lanes read the keys' channels. The chunks that multiply e4m3 channels
+        are divided by a power of two, so that their largest magnitude is about 2^14, and converted to f16. Return that
+        power of two.
 
-        A warp copies eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
-        for stmatrix. Warpgroups, and warps with the same heads, take chunks in turns.
+        A warp copies eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix for
+        stmatrix. The score warpgroups, and the warps of a warpgroup that have the same heads, take chunks in turns.
         """
         pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
         rows, lane = coord.heads - coord.first_head, opaque(thread.lane)
         chunk = thread.side * self.sharers + thread.warp // self.octets
-        first = thread.warp % self.octets * 8  # first of the warp's heads; the next eight are 32 further
+        first = thread.warp % self.octets * 8  # the warp's first head in each stage of Q
         own, sources = first + (lane >> 2), []
         by_word = [Uint32(0)] * 4  # four running maxima, for a shorter dependency chain
         for i in cutlass.range_constexpr(self.kv.q_stages):
@@ -157,7 +159,8 @@ class Fp8KvScores(SwapAbAttention):
         exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
         exponent = cutlass.max(cutlass.min(exponent - 127 - 14, 100), -100)
         power, inverse = power_of_two(exponent), power_of_two(-exponent)
-        # For stmatrix, lane 8 i + r addresses row r of matrix i. This row is 16-byte vector i of a chunk of head r.
+        # For stmatrix, lane 8 i + r addresses row r of matrix i. This row is 16-byte vector i of a chunk of the warp's
+        # r-th head. `place ^ 64` below is the address of vector i + 4.
         row = lane & 7
         target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * (first + row) + 16 * ((lane >> 3) ^ row)
         parts = [(i, n) for i in range(self.kv.q_stages) for n in range(self.turns)]
@@ -206,7 +209,7 @@ class Fp8KvScores(SwapAbAttention):
         which Q was divided.
 
         Return one word per key of the lane (two keys). For keys of 512 channels, the word has two bf16: the largest
-        magnitudes among the bf16 values that this lane has read in the even and in the odd channels. For keys of 576
+        magnitudes among the key's bf16 values that this lane has read, in even and in odd channels. For keys of 576
         channels the words are 0.
         """
         (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
@@ -257,7 +260,8 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """Add `sums` of a group, times each key's scale of this group and times `power`, to acc."""
+        """Add `sums`, the products of group `group`, to acc, times each key's scale of this group and times `power`.
+        With d = 576, `scales` already includes `power`."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):
@@ -286,8 +290,8 @@ class Fp8KvScores(SwapAbAttention):
         """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
         `p_stage` of P.
 
-        Return (exponents of the powers of two of the lane's two keys, the same exponents as Float32). The Float32 is
-        NaN for a key with a NaN scale.
+        largest: the result of `multiply`. Return two lists with an element for each of the lane's two keys: e as Int32,
+        where P of the key is multiplied by 2^e; and e as Float32, or NaN for a key with a NaN scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

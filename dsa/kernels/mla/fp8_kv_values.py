@@ -32,8 +32,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @property
     def ahead(self) -> bool:
-        """Whether to load values and factors one step ahead. This is only done for keys of 576 channels, and for fewer
-        than 32 heads, because more heads leave no registers for it.
+        """Whether to load the values and factors of a step during the previous step. This is only done for keys of 576
+        channels and CTAs of 16 heads, because more heads leave no registers for it.
         """
         return self.kv.has_rope and self.head_tile < 32
 
@@ -43,7 +43,7 @@ class Fp8KvValues(SwapAbAttention):
     @cute.jit
     def output(self, results: Results, shared: MlaShared, mmas, group, coord: Coord):
         thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
-        # Two buffers, each with the operands of two products of 16 keys.
+        # V^T in registers: two buffers, each with the operands of two wgmma products over 16 keys.
         v = cute.make_rmem_tensor((*mmas[1].get_slice(thread.tid).partition_shape_A((TILE_N, K16)), 2, 2), Float16)
         self.output_mainloop(results, mmas[1], v, shared, start(), group, coord._replace(thread=thread))
 
@@ -109,7 +109,8 @@ class Fp8KvValues(SwapAbAttention):
     def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, coord: Coord):
         """Write O to the `rows` [heads, 512] of a query or split.
 
-        The rows are contiguous, so a lane's elements are at constant offsets from the lane's first element.
+        The rows of adjacent heads are adjacent, so a lane's elements are at constant offsets from the lane's first
+        element.
         """
         lane = opaque(coord.thread.lane)
         channel = self.chunk_of(coord.thread) * K_CHUNK + (lane >> 2) * 4
@@ -129,14 +130,14 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def add(self, operands: ValueOperands, first, scales, numbers, p_stage, chunk, lane):
-        """Issue O^T += V^T P^T of a tile. At the return the lane has read the tile's bytes, but the last products
-        can still be in flight.
+        """Issue O^T += V^T P^T of a tile. At the return the lane has read the tile's bytes, but the last products can
+        still be in flight.
 
         first    address of the lane's first key in the tile, at the lane's first channel
-        scales   address of the scale factors of the lane's first keys
-        numbers  `numbers_of` the first step, if `ahead`; otherwise None
+        scales   address of the scale factors of the lane's first pair of keys
+        numbers  if `ahead`: the result of `numbers_of` for the first step and half; otherwise None
         """
-        # [2 channels of a product, 2 halves of 16 keys, 2 products, 2 buffers]
+        # The layout of `words`: [2 channels of a product, 2 halves of 16 keys, 2 products, 2 buffers].
         words = cute.make_tensor(cute.recast_ptr(operands.v.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
         factors = self.factors_of(scales, 0) if self.ahead else None
         for s in cutlass.range_constexpr(TILE_N // K16):
@@ -173,7 +174,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def from_bytes(self, words, numbers, factors, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Write the operands of two products of 16 keys to `words`, from e4m3 values times their scale factors."""
+        """Write V^T operands of two products over the 16 keys of step s to `words`: e4m3 values times their scale
+        factors."""
         multiply = times_split if self.table.split else times
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
@@ -184,7 +186,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def from_numbers(self, words, first, scales, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Write the operands of two products of 16 keys to `words`, from bf16 values times their scale factors."""
+        """Write V^T operands of two products over the 16 keys of step s to `words`: bf16 values times their scale
+        factors. Only for keys of 512 channels."""
         numbers = [load_8(first + self.row(i, s) + 64 * half) for i in range(4)]
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
@@ -198,7 +201,7 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Issue two of the four products for the 16 keys of step s: those for half `half` of the lanes' eight
+        """Issue two of the four products over the 16 keys of step s: those for half `half` of the lanes' eight
         channels."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
@@ -208,7 +211,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def store(self, four, part):
-        """Store four adjacent channels of a row, as bf16 or fp32."""
+        """Store the fp32 values `four` to four adjacent channels of a row, in the row's dtype: bf16 (out) or fp32
+        (partial results)."""
         if const_expr(part.element_type is BFloat16):
             words = cute.make_rmem_tensor((2,), Uint32)
             words[0], words[1] = pack(four[0], four[1], BFloat16), pack(four[2], four[3], BFloat16)

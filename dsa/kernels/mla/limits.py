@@ -3,26 +3,27 @@
 This module does not import CUTLASS, so ops can check their arguments without it.
 """
 
-DTYPES = ("bfloat16", "float16")  # dtypes of q, of a 16-bit cache and of out
+DTYPES = ("bfloat16", "float16")  # dtypes of q and of a 16-bit cache
 
-# Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM channels has 64 rope
-# channels after the value. A key of HEAD_DIM_V channels has none: the whole key is the value.
+# Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM channels has 64 rope channels
+# after the value. A key of HEAD_DIM_V channels (DeepSeek-V4) ends with the value: the whole key is the value.
 HEAD_DIM, HEAD_DIM_V = 576, 512
 ROTATED_BACK = 64  # DeepSeek-V4 rotates this many last channels of a head's result back after attention
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
-FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # bytes of a key in an FP8 cache, by head dim
+FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # bytes of a key and its scales in an FP8 cache, by head dim
 
 TILE_N = 64  # keys per tile; a mainloop computes one tile per step
-TILE_M = 64  # rows (query tokens x heads) per CTA
+TILE_M = 64  # rows (query tokens x heads) per CTA without swap A/B
 SWAP_AB_HEADS = (16, 32)  # heads per CTA of the swap A/B kernel for 16-bit caches
 FP8_KV_HEADS = (16, 32, 64)  # heads per CTA of the kernel for FP8 caches
 
 PAGE_MULTIPLE = 16  # page sizes of a dense cache are multiples of this
-MAX_BATCH = 32768  # sequences per plan
+MAX_BATCH = 32768  # largest number of sequences of a plan
 PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # a plan has 8 columns, as in FlashMLA; the first 6 are used, the others are 0
 MAX_PARTS = 160  # largest number of parts of a plan (decode_producer.py), and so of splits of a sequence
-# In batch-invariant decoding a sequence's splits depend only on the sequence's length. A split has at least
-# FIXED_SPLIT_TILES tiles, unless the sequence ends earlier. A sequence has at most MAX_FIXED_SPLITS splits.
+# In batch-invariant dense decoding the splits of a sequence depend only on the sequence's length. All splits but the
+# last have the same number of tiles, which is at least FIXED_SPLIT_TILES. A sequence has at most MAX_FIXED_SPLITS
+# splits.
 FIXED_SPLIT_TILES, MAX_FIXED_SPLITS = 64, 32
 
 MERGE_DTYPES = (*DTYPES, "float32")
@@ -35,22 +36,22 @@ MAX_MERGE_ROWS = 2**31 - 8
 MAX_WINDOW = 2**30
 
 # Multi-head attention
-MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # (d, dv) of a head
-ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels of a key, which all heads can share in a separate tensor
-# Bits of selected keys (selection_bits_sm90.py): keys per block, and 32-bit words per block
+MHA_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)  # supported (channels of q and k, channels of v) of a head
+ROPE_DIMS = {(192, 128): 64, (256, 256): 64}  # rope channels of a key, if all heads share them in a separate tensor
+# Bits of selected keys (selection_bits_sm90.py): keys per block, and 32-bit words that a query has per block
 SELECTION_KEYS, SELECTION_WORDS = 128, 4
 
 # Groups of queries that share keys, for models with few heads (selection_union_sm90.py)
 # {largest number of heads: queries per group}. A group has at most TILE_M rows (queries x heads).
 GROUP_SIZES = {8: 8, 16: 4}
 MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, bit 24 + m says whether query m selected the key
-# (numerator, denominator) of a fraction. A group is computed together if the union of the queries' selections has at
-# most this fraction of the keys that the selections have in total. The fraction is below 1 because a tile of a group
-# takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
+# (numerator, denominator) of a fraction. A group is computed together only if the number of distinct keys that the
+# group's queries selected is at most this fraction of the number of keys that they selected in total. The fraction is
+# below 1 because a tile of a group takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
 MOST_UNION = (7, 10)
 
 # The products with kv_b in FP8
 ABSORBED_NOPE = (128, 192)  # supported numbers of non-rope channels of a head's q: V3.2, GLM-5
-UP_PROJECTION_ROWS = 32  # rows of kv_b per head are a multiple of this
-MAX_UP_PROJECTION_ROWS = 2**22 - 1  # largest number of rows of kv_b, so that offsets fit in int32
+UP_PROJECTION_ROWS = 32  # the number of kv_b's rows per head is a multiple of this
+MAX_UP_PROJECTION_ROWS = 2**22 - 1  # largest number of rows of kv_b, so that offsets in kv_b fit in int32
 VALUE_GROUP = 128  # adjacent channels of a head's FP8 values that share a scale

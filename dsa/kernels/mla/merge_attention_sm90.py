@@ -2,23 +2,24 @@
 
 lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
 
-The sums run over the N branches i.
+out_i and lse_i are the result of branch i; the sums run over the N branches.
 
 Work
-- A warp merges a row of D channels, chunk by chunk. In a chunk a lane has `unroll` vectors of 16 bytes of
-  every branch, so up to 8 loads are in flight. The vectors stay in registers from load to store: each branch
-  is read once and the result is written once.
+- A warp merges a row of D channels, chunk by chunk. In a chunk a lane has `unroll` vectors of 16 bytes of every branch,
+  so up to 8 loads per lane are in flight. The vectors stay in registers from load to store: each branch is read once
+  and the result is written once.
 - While the first chunk loads, every lane computes all N weights of the row: N exponentials cost less than
   shuffles. Weights are relative to the largest LSE. So if only one branch has keys, and without a sink, that
   branch's weight is exactly 1.
 - The lanes load the values of a branch without keys (infinite LSE), too, because the LSE arrives no sooner than the
   values. They replace these values by zeros, because the values can be NaN.
-- Tensors are [A, B, H, D], LSEs [A, B, H], with any strides, because decoding stores its LSEs as [B, H, s_q].
+- Results are [A, B, H, D] with contiguous rows, LSEs [A, B, H]. The other strides are arbitrary, because decoding
+  stores LSEs as [B, H, s_q].
 - A warp computes its row's coordinates (a, b, h) once, by divisors that the host precomputes. Offsets are 64-bit.
 Warp roles: none, all warps do the same. Shared memory: none.
 Constraints: 1 to MAX_BRANCHES branches of one dtype; rows start at multiples of 16 bytes.
 Launch: programmatic dependent launch.
-Roofline: bound by memory, (N + 1) * D elements per row.
+Roofline: bound by memory: N * D elements read and D elements written per row.
 """
 
 from collections.abc import Callable
@@ -109,7 +110,8 @@ class MergeAttentionSm90:
 
     @cute.jit
     def read(self, raw, outs, a, b, h, start, vectors):
-        """Load the lane's vectors of a chunk, of all branches. `start`: the lane's first vector of the chunk."""
+        """Load the lane's vectors of a chunk of the row, from all branches. `start`: index in the row of the lane's
+        first vector."""
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end, load the last vector again.
             vector = cutlass.min(start + WARP * u, vectors - 1)
@@ -119,9 +121,10 @@ class MergeAttentionSm90:
 
     @cute.jit
     def weigh(self, weights, logs, sink):
-        """Set `weights` to the branches' weights in the row. Return the merged LSE, +inf if all branches are empty.
+        """Set `weights` to the branches' weights in the row. Return the merged LSE, +inf if no branch has keys.
 
-        A branch without keys gets weight 0, and its LSE in `logs` becomes -inf.
+        logs: the branches' LSEs. A branch without keys has LSE +inf or -inf. It gets weight 0, and its element of
+        `logs` becomes -inf. sink: the sink of the row's head, or None.
         """
         max_lse, lse_sum = -Float32(INFINITY), Float32(0.0)
         for n in cutlass.range_constexpr(self.branches):
@@ -143,7 +146,8 @@ class MergeAttentionSm90:
 
     @cute.jit
     def add(self, raw, logs, weights):
-        """Return the weighted sum over the branches of `raw` [width, branches], in `dtype`."""
+        """Return the sum of `raw` [width, branches] over the branches, weighted and rounded to `dtype`. Branches
+        without keys count as zeros."""
         acc = cute.make_rmem_tensor((self.width,), Float32)
         acc.fill(0.0)
         for n in cutlass.range_constexpr(self.branches):
@@ -163,8 +167,8 @@ class MergeAttentionSm90:
 def compile_merge_attention(dtype: str, branches: int, sink: bool):
     """Compile f(outs, lses, attn_sink [H] fp32 or None, out [A, B, H, D], lse [A, B, H]).
 
-    outs and lses are lists of `branches` tensors: [A, B, H, D] in dtype and [A, B, H] in fp32. A * B * H is 1
-    to 2^31 - 8; D > 0. Rows of D start at multiples of 16 bytes.
+    outs and lses are lists of `branches` tensors: [A, B, H, D] in dtype and [A, B, H] in fp32; out has `dtype`, lse is
+    fp32. A * B * H is 1 to 2^31 - 8; D is a positive multiple of 8. Rows of D start at multiples of 16 bytes.
     """
     element = cute_dtype(dtype)
     outer, dim = [cute.sym_int() for _ in range(3)], cute.sym_int(divisibility=MERGE_CHANNEL_MULTIPLE)

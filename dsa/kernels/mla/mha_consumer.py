@@ -1,10 +1,10 @@
-"""Parts of the consumer warpgroups of multi-head attention: selection bits, and the epilogue.
+"""Parts of the consumer warpgroups of multi-head attention (mha_varlen_fwd_sm90.py): selection bits, and the epilogue.
 
-Selection: one bit per key says whether the key is selected (selection_bits_sm90.py). To mask scores by separate
-instructions would cost one instruction per score, in the pipe that the maxima also use. Here the max instructions
-are predicated by the bits, so the mask costs nothing in the maxima. ptxas extracts seven predicates from a word with
-one instruction (R2P) if adjacent bits are used consecutively. So a row's scores are processed eight at a time, one
-byte of the word.
+Selection: one bit per key says whether the key is selected (selection_bits_sm90.py). To set the scores of unselected
+keys to -inf before the maxima would cost one instruction per score, in the pipe that computes the maxima. Instead the
+max instructions are predicated by the bits. ptxas extracts seven predicates from a word with one instruction (R2P) if
+adjacent bits are used one after the other. So a row's scores are processed in the order of their bits, one byte of the
+word (eight scores) at a time.
 
 Epilogue: O goes through shared memory. A warp has 16 rows and stages OUT_COLUMNS channels at a time, so that it writes
 128 contiguous bytes of each row to global memory. The 16-byte chunk c of row r is at position c ^ (r % 8),
@@ -35,7 +35,8 @@ def bit_mask(byte: int, bit: int) -> int:
 
 
 def load_word(address: Int64, key: Int32, known: Int32, bits: int) -> Int32:
-    """Load a word of `bits` bits, 16 or 32, from global memory if 0 <= key < known; otherwise return -1.
+    """Load a selection word of `bits` bits, 16 or 32, from global memory if 0 <= key < known; otherwise return -1, in
+    which all bits are set.
 
     The load is predicated, not branched, so that ptxas can place it between other instructions. It is not
     ld.global.nc, which ptxas would move over barriers, down to the first use of the word.
@@ -49,15 +50,15 @@ def load_word(address: Int64, key: Int32, known: Int32, bits: int) -> Int32:
 
 
 def low_bits(count: Int32) -> Int32:
-    """Return a word whose lowest `count` bits are set; all bits if count exceeds 31."""
+    """Return a word whose lowest `count` bits are set; all 32 bits if count is above 31."""
     return cute.arch.inline_ptx(
         "shl.b32 {$w0}, 1, {$r0}; sub.s32 {$w0}, {$w0}, 1;", write_only_types=[Int32], read_only_args=[count]
     )
 
 
 def after(word: Int32, x: Float32, zero: Int32) -> Int32:
-    """Return `word` as word + (bits of x) * zero, which makes it depend on x. `zero` is 0, but ptxas does not know
-    this."""
+    """Return `word`, computed as word + (bits of x) * zero, so that ptxas cannot use it before x is known. `zero` is 0,
+    but ptxas does not know this."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 t; mov.b32 t, {$r1}; mad.lo.s32 {$w0}, t, {$r2}, {$r0}; }",
         write_only_types=[Int32],
@@ -66,8 +67,8 @@ def after(word: Int32, x: Float32, zero: Int32) -> Int32:
 
 
 def max_all(before: tuple[Float32, ...], eight: list[Float32]) -> tuple[Float32, Float32]:
-    """Return (maximum of the even elements, maximum of the odd elements) of eight scores. If `before` is given, each
-    maximum includes the corresponding one of `before`.
+    """Return (maximum of the even elements, maximum of the odd elements) of the scores `eight`, of one row. before: (),
+    or the result for earlier scores of the row, which the maxima then include.
     """
     even, odd = ([*before[i : i + 1], *eight[i::2]] for i in range(2))
     return functools.reduce(cute.arch.fmax, even), functools.reduce(cute.arch.fmax, odd)
@@ -104,12 +105,13 @@ def store_rows(
     lane: Int32,
     few_registers: cutlass.Constexpr,
 ):
-    """Write LSE and O of the warp's rows.
+    """Write LSE, and O divided by the sum of P, of those of the warp's 16 rows that exist. For a row without keys LSE
+    is +inf and O is 0.
 
     staged         address of the warp's staging buffer in shared memory
     own_row        the lane's first row in the work tile; its second row is 8 further
-    few_registers  recompute values derived from the lane here, instead of keeping them in registers through
-                   the mainloop
+    few_registers  recompute addresses that depend on the lane here, so that they are not kept in registers through the
+                   mainloop
     """
     query, row_count, head, dtype = work_tile.query, work_tile.row_count, work_tile.head, out.element_type
     if const_expr(few_registers):
@@ -129,7 +131,7 @@ def store_rows(
         for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
             columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
             words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], dtype) for i in columns]
-            # Lanes 0 to 15 address the rows of the even chunk, and lanes 16 to 31 address the rows of the odd chunk.
+            # Lanes 0 to 15 address the 16 rows of 16-byte chunk 2 `pair`, lanes 16 to 31 those of chunk 2 `pair` + 1.
             store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, OUT_ROWS * OUT_COLUMNS // 8, 32):

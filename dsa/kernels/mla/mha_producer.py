@@ -2,9 +2,9 @@
 
 The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past the end of a sequence.
 
-The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with
-all KV blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by
-groups of heads. In a group, row tiles run from the last rows, which see the most keys, to the first rows, and
+The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with all KV
+blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by groups of heads.
+In a group, row tiles run from the last rows, which see the most keys if attention is causal, to the first rows, and
 heads vary fastest. A CTA's first work tile has the CTA's index as its number. The number of each further work tile is
 the number of CTAs plus a value that the SCHEDULE warp takes from a tile counter in global memory
 (dsa/cute/tile_counter.py). The SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage
@@ -69,9 +69,10 @@ class WorkTileInfo(NamedTuple):
     head, kv_head  query head, and the KV head that it reads
     key            first key of the sequence, among the keys of all sequences
     key_count      number of keys of the sequence
-    first          number of keys that the first query row sees; each further row sees one more, up to key_count
-    value_rows     number of V rows that the sequence has from the start of the last block on, or 0 if the work
-                   tile sees no key. CLEAR zero-fills the block's rows after these
+    first          number of keys that the first query row sees; each further row sees one more, up to key_count. Can be
+                   negative if attention is causal
+    value_rows     number of V rows that the sequence has from the start of the work tile's last block on, or 0 if the
+                   work tile sees no key. CLEAR zero-fills the rows of this block from row value_rows on
     """
 
     blocks: Int32
@@ -96,8 +97,9 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence's end. It completes when
-                the TMA load is complete. Then CLEAR zero-fills these rows and arrives at the full barrier of v
+    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence's end: TMA counts bytes there
+                and not at v's full barrier. When the load is complete, CLEAR zero-fills these rows and arrives at v's
+                full barrier
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the
@@ -123,7 +125,7 @@ class MhaPipelines:
 
     @cute.jit
     def init(self, consumer_warps: cutlass.Constexpr):
-        """Initialize the barriers; called by one thread. LOAD and CLEAR also read work tiles, hence + 2."""
+        """Initialize the barriers; called by one thread. LOAD and CLEAR read work tiles, too, hence the 2."""
         for pipeline in (self.q, self.k, self.v):
             pipeline.init(consumer_warps)
         self.v_loaded.init(1)
@@ -196,7 +198,7 @@ class MhaProducer:
     def clear(self, storage, values: cute.Tensor, lane):
         """Run the CLEAR warp: in the last V block of each work tile, zero-fill the rows past the sequence's end.
 
-        P of these rows is 0, but the rows can contain NaN, and 0 * NaN is NaN.
+        These rows belong to the next sequence. P of their keys is 0, but the rows can contain NaN, and 0 * NaN is NaN.
         """
         pipelines = MhaPipelines.of(storage, self.cfg.q_stages)
         # count: number of V blocks so far. phases: one phase bit per stage of v_loaded. The phases cannot be computed
@@ -219,9 +221,9 @@ class MhaProducer:
 
     @cute.jit
     def clear_values(self, values: cute.Tensor, stage, first, lane):
-        """Zero-fill rows `first` and above of a V stage; called by a warp.
+        """Zero-fill the rows of a V stage from row `first` on; called by a warp.
 
-        A stage consists of blocks of 64 columns, in which a row is 128 contiguous bytes.
+        A stage consists of blocks of 64 channels. In a block, a row is 128 contiguous bytes.
         """
         start = Int32(values.iterator.toint()) + stage * (self.keys * self.value_dim * 2)
         for block in cutlass.range_constexpr(self.value_dim // 64):
@@ -231,9 +233,10 @@ class MhaProducer:
 
 @cute.jit
 def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, head, shape: cutlass.Constexpr):
-    """Return the partitions of a TMA load: shared memory [., stage], and global memory [., n].
+    """Return the partitions of a TMA load of blocks of `shape` (rows, channels): shared memory [., stage], and global
+    memory [., n].
 
-    Block n of global memory has rows `row` + n * shape[0] on of head `head`.
+    Block n of global memory has shape[0] rows of head `head`, from row `row` + n * shape[0] on.
     """
     blocks = cute.local_tile(cute.domain_offset((row, 0), x[None, None, head]), shape, (None, 0))
     return cute.nvgpu.cpasync.tma_partition(
@@ -248,9 +251,10 @@ class MhaScheduler:
     cu_q, cu_k        [B + 1] int32: first row of each sequence in Q and in K, then the total
     tile_counter      [1] int32, 0 at launch
     heads             number of query heads
-    group             query heads per group
+    group             query heads per group, whose work tiles are adjacent
     ratio             query heads per KV head
-    causal            > 0: a row sees keys up to its position, with queries aligned to the end of the keys
+    causal            > 0: the last row of a sequence sees all keys, and each row one key less than the next row.
+                      Otherwise all rows see all keys
     queries, kv_rows  numbers of rows of Q and of K, over all sequences
     rows, keys        number of query rows of a work tile, number of keys of a KV block
     """
@@ -300,7 +304,7 @@ class MhaScheduler:
 
     @cute.jit
     def work_tile(self, sequence, local) -> WorkTileInfo:
-        """Return work tile number `local` of the sequence `sequence`."""
+        """Return the work tile number `local`, from 0 on, of sequence `sequence`."""
         query, queries = span(self.cu_q, sequence, self.queries)
         key, keys = span(self.cu_k, sequence, self.kv_rows)
         tiles = (queries + self.rows - 1) // self.rows

@@ -2,14 +2,16 @@
 
 out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'],  h' = h // (H / Hk)
 
-The sum runs over the keys j that query t sees; with a selection, only over those that are also selected.
+The sum runs over the keys j that query t sees; with a selection, only over those of them that are selected. H is the
+number of query heads, Hk that of KV heads.
 
 Warp roles
 - Two or three consumer warpgroups. Each computes 64 query rows of the work tile, for one head.
 - Three producer warps (mha_producer.py). LOAD loads Q, K and V by TMA. SCHEDULE computes work tiles. CLEAR
   zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
-Scheduler: dynamic persistent (mha_producer.py). The heads of a group have adjacent work tiles, so that the group's
-K and V stay in the L2 cache. In a sequence, the longest work tiles of a group come first.
+Scheduler: dynamic persistent (mha_producer.py). The `group` query heads of a group have adjacent work tiles, so that
+the K and V of their KV heads stay in the L2 cache. Of a sequence and group, the work tiles with the most keys come
+first.
 Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
 Mainloop
 - A consumer warpgroup walks the KV blocks from last to first, so that the blocks that need a mask come
@@ -17,10 +19,10 @@ Mainloop
 - It issues S = Q K^T of a block together with O += P V of the previous block. The softmax of the block
   overlaps with that O += P V.
 - Consumer warpgroups issue their wgmmas in turns, ordered by named barriers.
-- The last O += P V of a work tile is issued together with the first S = Q K^T of the next work tile, so
-  that the tensor cores do not idle in between.
-- The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2 (a factor of 2^8). O and row_sum are
-  rescaled only beyond this limit.
+- The last O += P V of a work tile is issued together with the first S = Q K^T of the next work tile, so that the tensor
+  cores do not idle between work tiles.
+- The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2 (a factor of 2^8). O and row_sum are rescaled
+  only if the true maximum exceeds row_max by more.
 Selection: one bit per key (selection_bits_sm90.py). In a block of 128 keys a lane has 32 scores of a row, whose bits
 are one word; in a block of 64 keys it has 16 scores, whose bits are half a word. ptxas can place the load of the next
 block's word between the exponentials of the current block. The bits become predicates, seven at a time, for the
@@ -29,11 +31,11 @@ Epilogue: O goes through shared memory, so that rows are stored 128 contiguous b
 (mha_consumer.py).
 Shared memory: q_stages x rows x D elements of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
 per consumer warp for the epilogue, barriers.
-Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two
-consumer warpgroups and 160 with three. For D = 192, Q is in registers too (q_rmem): wgmma then reads less
-shared memory, and the stage of Q is released early.
-Roofline: bound by power. At 4096 FLOP per cycle and SM an H200 lowers its clock to 1.5 GHz. cuBLAS has the same
-limit, and this kernel reaches 90% of cuBLAS's rate. Shared memory delivers 112 of at most 128 bytes per cycle
+Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two consumer
+warpgroups and 160 with three. For D = 192, Q is in registers, too (q_rmem): wgmma then reads less shared memory, and
+the consumers release the only stage of Q after the work tile's first block.
+Roofline: bound by power. At 4096 FLOP per cycle and SM an H200 lowers its clock to 1.5 GHz. cuBLAS has the same limit,
+and this kernel reaches 90% of the rate of cuBLAS's bf16 GEMM. Shared memory delivers 112 of at most 128 bytes per cycle
 (D = DV = 128).
 """
 
@@ -264,7 +266,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
         cute.nvgpu.warpgroup.wait_group(0)
         while blocks > 0:
-            # S of this work tile's first block is complete.
+            # Here S of this work tile's first block is complete.
             keys.consumer_release(k_state)
             k_state = keys.advance(k_state)
             if self.cfg.q_rmem or blocks == 1:
@@ -327,7 +329,7 @@ class MhaVarlenFwdSm90(MhaProducer):
             )
             self.load_q(rq, sq, q_state.stage, warp, lane)
             self.take_turn(warpgroup)
-            # After the last work tile this computes S from stale shared memory. That S is never read.
+            # After the last work tile, S is computed from stale shared memory and is never read.
             self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
             self.pass_turn(warpgroup)
             cute.nvgpu.warpgroup.wait_group(0)
@@ -414,8 +416,8 @@ class MhaVarlenFwdSm90(MhaProducer):
     def softmax(self, s, row_max, row_sum, factor, key, scale, words):
         """Overwrite the scores of a block, whose first key is `key`, with P, and update row_max and row_sum.
 
-        Set `factor`, and return whether O must be multiplied by it. With `selected`, `words` has the selection bits of
-        the lane's two rows.
+        Set `factor` to the factors by which O must be multiplied, and return whether a factor of any lane is not 1.
+        With `selected`, `words` has the selection bits of the lane's two rows.
         """
         rose = raise_row_max(row_max, row_sum, factor, [value * scale for value in self.maxima(s, words)])
         if const_expr(self.selected):
@@ -442,10 +444,11 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def selected_powers(self, s, row_max, row_sum, scale, words, zero):
-        """Compute P, 0 for unselected keys, and add it to row_sum.
+        """Overwrite the scores `s` with P, which is 0 for unselected keys, and add P to row_sum. zero: 0, unknown to
+        ptxas.
 
-        `after` adds a data dependency through a zero that ptxas cannot fold. Without it ptxas keeps all
-        predicates live from the maxima on, and masks all scores before the first exponential.
+        `after` makes the masks depend on earlier results. Without this dependency ptxas keeps all predicates live from
+        the maxima on, and masks all scores before the first exponential.
         """
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
         for byte in cutlass.range_constexpr(self.keys // 32):
@@ -465,7 +468,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def cut_scores(self, s, clear, key, work_tiles, tile_state, own_row, lane):
-        """Set scores to -inf for the keys that the lane's rows do not see.
+        """Set scores to -inf for the keys of a block, whose first key is `key`, that the lane's rows do not see.
 
         All rows of the warpgroup see the first `clear` keys, so blocks that end at or before `clear` need no mask.
         """
@@ -490,7 +493,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return, for each of the lane's two rows, how many keys the row sees, minus the lane's first column.
+        """Return, for each of the lane's two rows, the number of keys that the row sees, minus the lane's first column.
 
         So the caller can compare the results with column offsets that are equal in all lanes. This reads the work tile
         again from shared memory to save registers.
@@ -541,8 +544,10 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     int32 if `selected` or None, dense_keys or None, tile_counter [1] int32, scale * log2(e), causal, group,
     ctas).
 
-    Tq, Tk > 0; scale > 0; tile_counter is 0. Rows of 16-bit tensors start at multiples of 16 bytes.
-    bits        from selection_bits_sm90.py, with enough words per row for the longest sequence
+    d and dv are those of `config`. Tq, Tk > 0; scale > 0; tile_counter is 0 at launch. Rows of 16-bit tensors start at
+    multiples of 16 bytes.
+
+    bits        from selection_bits_sm90.py, with enough words per row for the longest sequence of keys
     dense_keys  a warpgroup whose rows see at most `dense_keys` keys does not read `bits`: all these keys are selected
     causal      > 0: the last query of a sequence sees all keys of the sequence, and each query one key less than the
                 next query. Otherwise all queries see all keys

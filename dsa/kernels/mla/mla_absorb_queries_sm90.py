@@ -2,20 +2,22 @@
 
 q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])]
 
+W_UK[h] [nope, 512] is the first `nope` rows of head h in kv_b.
+
 - Tiles: a CTA computes 128 of the 512 latent channels of one head. A warp has 32 of the head's nope
   channels, which are rows of W_UK: a block of 32 x 128 weights with one scale. The 128 heads of V3.2 make 512
   CTAs, four per SM, in one wave.
-- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A
-  lane loads 16 adjacent latent channels of 8 rows. So a load instruction of the warp reads 128 bytes of each of
-  four rows, which are whole cache lines. The lane interleaves bytes of two rows into the channel pairs of an
-  mma, scales them and rounds them to bf16 (up_projection.py).
-- Products: tokens are N of the mma, eight (an octet) at a time. A lane then has 16 latent channels of two
-  tokens. The warps' sums are added in a fixed order through shared memory. So the bits of a token do not
-  depend on the other tokens.
+- Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A lane loads 16
+  adjacent latent channels of 8 rows. So a load instruction of the warp reads 128 bytes of each of four rows, which are
+  whole cache lines. The rows are input channels (K) of an mma, whose operands have pairs of them in a register. So the
+  lane interleaves the weights of two rows, scales them and rounds them to bf16 (up_projection.py).
+- Products: tokens are N of the mma, eight (an octet) at a time. A lane then has sums for 16 latent channels of two
+  tokens. The warps' sums, each over 32 nope channels, are added in a fixed order through shared memory. So the bits of
+  a token do not depend on the other tokens.
 - Pipeline: the sums of octets alternate between two buffers, so one barrier per octet suffices. A warp loads the
   queries of the next octet after it has issued the products of the current octet.
-- Rope: of a head's four CTAs, CTA c rotates the tokens t with t % 4 = c, one token per warp and one pair
-  per lane, while the weights load.
+- Rope: of a head's four CTAs, CTA c rotates q_pe of the tokens t with t % 4 = c, while the weights load. A warp rotates
+  one token at a time, one pair of channels per lane.
 - Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its
   quarter of W_UK[h], which is contiguous, into the L2 cache.
 Shared memory: two buffers of (nope / 32) x 4736 bytes.
@@ -60,8 +62,8 @@ COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
 ROWS = 32  # rows of weights per warp
 OWN_ROWS = ROWS // 4  # rows of weights per lane
 PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # rope pairs per head
-# A slice is the rows of weights of one warp. Every warp computes the sums of one slice.
-READERS = OCTET // 2  # number of warps that add the slices, for two tokens each
+# A slice is the rows of weights of one warp. A warp computes the sums over its slice.
+READERS = OCTET // 2  # number of warps that add the slices' sums, for two tokens each
 # Strides, in elements, of an octet's sums in shared memory: between chunks of 16 channels of two tokens, between pairs
 # of tokens, and between slices. The padding lets the 16-byte accesses of eight lanes use all banks.
 CHUNK = 2 * VECTOR + 4
@@ -143,8 +145,8 @@ class MlaAbsorbQueriesSm90:
     def layouts(self):
         """Return two layouts of the same sums in shared memory: one for writing, one for reading.
 
-        written  [4 elements of an mma, mma, lane / 4, pair of tokens, slice, buffer]
-        read     [4 channels x 2 tokens, 4 such groups in a chunk, chunk, pair of tokens, slice, buffer]
+        written  [a lane's 4 results of an mma, mma, lane / 4, lane % 4 (pair of tokens), slice, buffer]
+        read     [4 channels x 2 tokens, 4 such groups in a chunk, chunk of 16 channels, pair of tokens, slice, buffer]
         """
         outer = (CHUNK, OF_PAIR, OF_SLICE, self.slices * OF_SLICE)
         shape = (BLOCK // VECTOR, READERS, self.slices, 2)
@@ -152,7 +154,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch this CTA's quarter of the head's rows of W_UK into the L2 cache, an equal part per warp."""
+        """Prefetch a quarter of the rows of W_UK of the head, whose first row is `first`, into the L2 cache. The head's
+        four CTAs prefetch different quarters; each warp prefetches an equal part."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
@@ -160,15 +163,15 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def load(self, q_nope, head, octet, queries, warp, lane):
-        """Load, for the lane's token, the nope channels that multiply this lane's rows of weights. Past the last token,
-        load the last token again.
+        """Load the nope channels that multiply this lane's rows of weights, for the lane's token of the octet. Past the
+        last token, load the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
         load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)
 
     @cute.jit
     def rotate(self, q_pe, cos, sin, q, head, column, warp, lane):
-        """Rotate the rope channels of the CTA's tokens and write them to q."""
+        """Rotate the rope channels of every fourth token, which this CTA handles, and write them to q."""
         for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
             pair = cute.make_rmem_tensor((2,), BFloat16)
             cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)
@@ -193,7 +196,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def store(self, slices, q, head, column, token, lane):
-        """Add the slices of two tokens in order, and store the sums: four latent channels per lane and token."""
+        """Add the slices' sums for tokens `token` and `token` + 1 in order, and store them: four latent channels per
+        lane and token."""
         total = cute.make_rmem_tensor((8,), Float32)
         in_order(slices, total)
         out = cute.make_rmem_tensor((4,), BFloat16)
@@ -210,8 +214,9 @@ def compile_mla_absorb_queries(nope: int):
     """Compile f(q_nope [T, H, nope] bf16, q_pe [T, H, 64] bf16, cos, sin [T, 32] fp32, weight [H * R, 512]
     e4m3, weight_scale [ceil(H * R / 128), 4] fp32, q [T, H, 576] bf16).
 
-    T, H > 0; R is a multiple of 32 and at least nope. weight is contiguous. Rows of all but the fp32 tensors
-    start at multiples of 16 bytes.
+    weight is kv_b with R rows per head; the first `nope` of them are W_UK. A scale is for 128 x 128 weights. T, H > 0;
+    R is a multiple of 32 and at least nope. weight is contiguous. Rows of all but the fp32 tensors start at multiples
+    of 16 bytes.
     """
     tokens, heads, rows = (cute.sym_int() for _ in range(3))
     q_nope, q_pe, q = (fake(BFloat16, (tokens, heads, n), (*strides(2, 8), 1)) for n in (nope, 2 * PAIRS, HEAD_DIM))

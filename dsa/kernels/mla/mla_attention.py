@@ -5,19 +5,22 @@ o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  where r is a row: a hea
 A CTA has TILE_M rows. Keys have 576 or 512 channels and come in tiles of TILE_N keys.
 
 Warp roles
-- Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in registers
-  (mla_softmax.py). The warpgroup writes P in 16 bits to shared memory.
-- Output (two warpgroups): each accumulates 64 x 256 of O += P V and writes it (mla_epilogue.py).
-- Load (one warpgroup): the producer of keys (decode_producer.py, topk_gather.py).
+- Score (one warpgroup): computes S = Q K^T by wgmma, with Q_RMEM_CHUNKS k chunks of Q in registers and the others in
+  shared memory. It computes the online softmax in registers (mla_softmax.py) and writes P in 16 bits to shared memory.
+- Output (two warpgroups): each accumulates 64 rows x 256 channels of O += P V and writes them (mla_epilogue.py).
+- Load (one warpgroup): loads keys. All four warps gather selected keys (topk_gather.py), or one warp loads consecutive
+  keys (decode_producer.py).
 Pipelines
-- Work tiles, v chunks and rope parts, from the load warps to the score and output warps (mla_tiles.py).
-- P, from the score warps to the output warps (mla_softmax.py), in two halves of the tile's keys.
-- During the softmax of a tile, the score warpgroup computes no S, and the tile's P does not exist yet. To keep the
-  tensor cores busy in this time, an output warpgroup delays half of the previous tile's O += P V until S of this tile
-  is done.
-Registers: score + 2 x output + load = 512, the register file (65536) divided by 128 threads per warpgroup. A score
-thread needs 32 for S and 16 per chunk of Q. An output thread needs 128 for O. A wgmma with 256 columns does not compile
-in a CTA of 512 threads, so O += P V runs in v chunks of 128 columns.
+- Work tiles and v chunks pass from the load warps to the score and output warps, and rope parts to the score warps
+  (mla_tiles.py).
+- P passes from the score warps to the output warps, in two halves of 32 keys (mla_softmax.py).
+Overlap: during the softmax of a tile, the score warpgroup computes no S, and the tile's P does not exist yet. To keep
+the tensor cores busy in this time, an output warpgroup delays half of O += P V of the previous tile (128 of 256
+channels) until S of this tile is done.
+Registers: the numbers per score, output and load thread satisfy score + 2 x output + load = 512, the register file
+(65536) divided by 128 threads per warpgroup. A score thread needs 32 for S and 16 per k chunk of Q in registers. An
+output thread needs 128 for O. A wgmma with 256 columns does not compile in a CTA of 512 threads, so O += P V runs in v
+chunks of 128 columns.
 """
 
 from enum import IntEnum
@@ -66,7 +69,7 @@ class NamedBarrier(IntEnum):
 
 THREADS = 4 * WARPGROUP
 REGISTERS = RoleRegisters(152, 160, 40)
-Q_RMEM_CHUNKS = 5  # chunks of Q in registers
+Q_RMEM_CHUNKS = 5  # k chunks of Q in registers: the first ones in the order of `k_chunk_order`
 
 
 class TiledMmas(NamedTuple):
@@ -85,10 +88,11 @@ class MlaAttention:
     A kernel can override `prefetch_q` and `prologue`. It must define how Q is loaded and which keys a row sees:
 
     load_q(shared, q_rmem, state, warp, lane)
-        Load the work tile's Q into registers and shared memory. Return the state after Q's stages, if Q comes
-        through the key stages.
+        Complete the load of the work tile's Q into registers and shared memory. Return the state after Q's stages if Q
+        comes through the key stages, otherwise `state`.
     apply_mask(scores, softmax, shared, state, work, q_tile, key, tid, lane)
-        Set the scores of keys that a row does not see to -inf. `key`: the first key of the tile.
+        Set the scores of keys that a row does not see to -inf. If the values of such keys can be NaN in shared memory,
+        zero-fill them. `state`: the stages of the tile. `key`: index of the tile's first key.
     """
 
     q_in_ring = False  # whether Q comes through the key stages, as one tile before the keys
@@ -130,7 +134,7 @@ class MlaAttention:
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: QTile, warp, lane):
-        """Start loading Q of the next work tile before the work tile is published.
+        """Start to load Q of the next work tile before the load warp publishes the work tile.
 
         A no-op here. Kernels whose load warp announces batch_idx early (AnnouncedWorkTilePipeline) override it.
         """
@@ -202,7 +206,8 @@ class MlaAttention:
 
     @cute.jit
     def start_scores(self, acc, mmas: TiledMmas, q_rmem, rq, rk, rr, pipeline: KvPipeline, state: KvState) -> KvState:
-        """Issue acc = Q K^T of the next tile, chunk by chunk as keys arrive. Return the state after the tile."""
+        """Issue acc = Q K^T of the tile at `state`, one k chunk after the other as they arrive. Return the state after
+        the tile."""
         cute.nvgpu.warpgroup.fence()
         loaded = self.kv.tile_is_loaded(pipeline, KvState(pipeline.v.skip(state.v, V_CHUNKS - 1), state.rope))
         for n, chunk in enumerate(self.order):
@@ -241,8 +246,8 @@ class MlaAttention:
         lane,
         side,
     ):
-        """Run output warpgroup `side` (0 or 1) over all work tiles of this CTA. It computes half `side` of the channels
-        of O."""
+        """Run output warpgroup `side` over all work tiles of this CTA. Warpgroup 0 computes the first 256 channels of
+        O, warpgroup 1 the last 256."""
         pipeline, exchange, v = shared.pipeline, shared.exchange, shared.kv.v
         thr = mma.get_slice(tid)
         values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
@@ -329,8 +334,8 @@ class MlaAttention:
     ):
         """Store O of a work tile that is not a split.
 
-        row   the lane's first row, which can be past the last row
-        rows  the lane's two rows, clamped to the last row
+        row   the lane's first row among the rows of the `q_tile`'s KV head; it can be past the last row
+        rows  the lane's two rows; a row past the last row is replaced by the last row
         """
         coords = [q_tile.coord(batch_idx, rows[r]) for r in range(2)]
         self.store_staged(acc, upper, lower, results, coords, q_tile.rows - row, exchange, p_stage, side, warp, lane)
@@ -341,8 +346,8 @@ class MlaAttention:
     ):
         """Store O of two rows per lane, staged in the memory of stage `p_stage` of P.
 
-        coords  (sequence, query, head) of the two rows
-        left    number of valid rows from the lane's first row on
+        coords  (sequence, query, head) of each of the two rows
+        left    number of valid rows from the lane's first row on; the lane's second row is 8 further
 
         The barrier ensures that both output warpgroups have read the stage of P before either of them overwrites it.
         """

@@ -2,19 +2,21 @@
 
 lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink)
 
-The sums run over the splits i in ascending order. Without a sink the last factor is 1.
+out_i and lse_i are the partial results of a row's splits i. The sums run over all splits of the row, in a fixed order.
+Without a sink the last factor is 1.
 
-Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse)
-and KV head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on. With more than one
-warp per row, the row's warp 0 adds the warps' sums in order, through shared memory. A warp reads its row's LSEs
-while the first partial results are in flight.
-Splits: each `row_blocks` adjacent CTAs combine one sequence or query. In dense decoding with a plan, the i-th such set
-of CTAs combines the i-th split sequence of the plan; in batch-invariant decoding it combines sequence i. In sparse
-attention it combines the i-th query after the full waves; the query's splits follow from the StreamKScheduler.
-Launch: programmatic dependent launch after the attention kernel. CTAs exit at once if their sequence or query is
-not split.
-Shared memory: sums per row and warp, and weights per warp. Constraints: at most MAX_PARTS splits.
-Roofline: bound by L2 bandwidth, 2 KiB per row and split.
+Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse) and KV
+head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on, in this order. With more
+than one warp per row, the row's warp 0 then adds the warps' sums in the order of the warps, through shared memory. A
+warp reads all LSEs of the row while the first values of out_i are in flight.
+Splits: each set of `row_blocks` adjacent CTAs combines one sequence or query, for one KV head. In dense decoding with a
+plan, set i combines the i-th split sequence of the plan; in batch-invariant decoding it combines sequence i. In sparse
+attention set i combines the i-th query after the full waves, whose splits follow from the StreamKScheduler.
+Launch: programmatic dependent launch after the attention kernel. A CTA whose sequence or query is not split exits after
+it has waited for the attention kernel.
+Shared memory: the sums of each warp, and the weights of a row's splits for each warp. Constraints: at most MAX_PARTS
+splits per row.
+Roofline: bound by L2 bandwidth, 2 KiB (512 fp32 channels) per row and split.
 """
 
 from collections.abc import Callable
@@ -57,7 +59,9 @@ class SplitCombine:
     A kernel defines:
 
     coord(out, batch_idx, row, kv_head, kv_heads)  return (sequence, query, head) of a row in the results
-    split_idx(first, split)                        return the index of the partial result of a row's split `split`
+    split_idx(first, split)                        return the index of the partial result of split `split`. `first` is
+                                                   the index of the sequence's first partial result (dense), or the
+                                                   worker that computes the query's first tile (sparse)
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MlaCombineConfig):
@@ -100,7 +104,8 @@ class SplitCombine:
         warp,
         lane,
     ):
-        """Combine the `splits` splits of a row. Split i has partial result `split_idx(first, i)`.
+        """Combine the `splits` splits of row `row` and write the row's channels from `column` on. Split i has partial
+        result `split_idx(first, i)`.
 
         sink: the attention sink of the row's head, in natural logarithm; -inf if there is none.
         """
@@ -110,7 +115,7 @@ class SplitCombine:
         inside = cutlass.min(row, rows - 1)
         values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
         values.fill(0.0)
-        # Load the first partial results while the weights are computed.
+        # Load the first values of out_i while the weights are computed.
         self.read(values, out_partial, kv_head, inside, column, first, group, splits, lane)
         lses = cute.make_rmem_tensor((LSES,), Float32)
         max_lse, row_sum = -Float32(float("inf")), Float32(0.0)
@@ -174,7 +179,8 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Load up to `unroll` partial results into `values`: those of splits `start`, `start` + groups and so on."""
+        """Load the lane's channels of up to `unroll` partial results into `values`: those of splits `start`, `start` +
+        groups and so on."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
@@ -328,8 +334,10 @@ class SparseMlaCombineSm90(SplitCombine):
 @cached
 def compile_mla_combine(dtype: str, config: MlaCombineConfig):
     """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q],
-    out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits). For plan,
-    num_splits, capacity and fixed_splits see `DecodeScheduler`.
+    out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits).
+
+    out_partial and lse_partial are inputs, which `MlaDecodeSm90` has written; rows = s_q * h_q / h_k. f writes the
+    split sequences of out and lse. For plan, num_splits, capacity and fixed_splits see `DecodeScheduler`.
     """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits, rows = (cute.sym_int() for _ in range(6))
@@ -352,9 +360,9 @@ def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
     """Compile f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial
     [splits, 1, h, 512], lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers).
 
-    out_partial and lse_partial are inputs, which `SparseMlaKernel` has written. f writes the rows of split queries in
-    out and lse. `tiles` is that of `StreamKScheduler`; the other arguments are as in `SparseMlaKernel`. full_waves *
-    workers < T.
+    out_partial and lse_partial are inputs, which `SparseMlaKernel` has written. f writes the split queries of out and
+    lse. `tiles` is the largest number of tiles of a query, as in `StreamKScheduler`; the other arguments are as in
+    `SparseMlaKernel`. full_waves * workers < T.
     """
     kind = cute_dtype(dtype)
     return compile_sm90(
@@ -372,8 +380,9 @@ FEW, SOME, MANY = MlaCombineConfig(1, HEAD_DIM_V), MlaCombineConfig(4, 256), Mla
 def choose_config(splits: int, rows: int) -> MlaCombineConfig:
     """Choose the configuration that gives about two CTAs per SM, which is fastest.
 
-    splits  estimated number of splits of a sequence
-    rows    number of rows of all sequences together
+    splits  estimated number of splits of a sequence or query
+    rows    number of rows (query tokens x heads) per KV head that the launch can have to combine; in batch-invariant
+            decoding those of one sequence
     """
     if splits < 8 or rows > 512:
         return FEW

@@ -4,16 +4,17 @@ o[r] = sum_j softmax_j(scale * q[r] . k[j]) k[j, :512],  where r is a row of one
 
 q and k have 576 channels.
 
-Work: a CTA computes TILE_M rows, a row tile. Its work tiles are sequences or splits of sequences
-(decode_producer.py), which the CTA computes in tiles of TILE_N keys. If the number of row tiles is even, two CTAs
-with adjacent row tiles form a cluster. The two CTAs need the same keys, so each CTA loads half of the keys' bytes and
+Work: a CTA computes TILE_M rows, a row tile. Its work tiles are sequences or splits of sequences (decode_producer.py),
+which the CTA computes in tiles of TILE_N keys. If `cluster` is 2, two CTAs with adjacent row tiles form a cluster; the
+number of row tiles is then even. The two CTAs need the same keys, so each CTA loads half of the keys' bytes and
 multicasts that half to both.
 Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
 by TMA (decode_producer.py). The score warpgroup loads Q itself.
-Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). With a
-plan, the load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
-Split-KV: the result of a work tile that is a whole sequence goes to out and lse. The result of a split is a
-normalised partial result, which mla_combine_sm90.py combines with the others of the sequence.
+Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). With a plan,
+the load warp announces a work tile's sequence before it has loaded the sequence's length, so that the score warpgroup
+can load Q early. In batch-invariant decoding it needs the length first, to know whether the CTA's split exists.
+Split-KV: the result of a work tile that is a whole sequence goes to out and lse. For a split, the kernel writes a
+normalised partial result. mla_combine_sm90.py combines the partial results of a sequence.
 Shared memory: the chunks of Q that are not in registers, two stages of P, and V_STAGES x 16 KiB + ROPE_STAGES
 x 8 KiB of keys, about two and a half tiles.
 Launch: programmatic dependent launch.
@@ -65,7 +66,8 @@ class DecodeQTile(QTile):
 
     queries  number of query tokens of a sequence
     heads    query heads per KV head
-    causal   > 0: the last query sees `WorkTileInfo.seen` keys, and each query one key less than the next query
+    causal   > 0: the last query token sees the first `WorkTileInfo.seen` keys, and each query token one key less than
+             the next one. Otherwise all query tokens see all keys
     """
 
     queries: Int32
@@ -204,12 +206,13 @@ class MlaDecodeSm90(MlaAttention):
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
-        """Start loading Q: the first Q_RMEM_CHUNKS k chunks to registers, the other k chunks to shared memory.
+        """Start to load Q: the first Q_RMEM_CHUNKS k chunks of `order` to registers, the other k chunks to shared
+        memory.
 
         Nothing needs to wait for the registers, because the first instruction that reads a register waits for that
         register's load. The chunks in shared memory are complete after `cp_async_wait_group(0)` and a barrier. Rows
         past the last one are zeros. The score warps start these loads as soon as the load warp has announced the
-        sequence. Loads of Q that were issued after the loads of the first keys would complete later than the keys.
+        sequence, before it loads the first keys. Otherwise Q would arrive after these keys.
         """
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
@@ -224,8 +227,8 @@ class MlaDecodeSm90(MlaAttention):
                 for n in cutlass.range_constexpr(Q_RMEM_CHUNKS, len(self.order)):
                     place = target + ((n - Q_RMEM_CHUNKS) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
                     load_16_or_zeros(place, source + self.order[n] * K_CHUNK, first_row + row < rows)
-            # The layout of wgmma's operand A in registers: of each 16 channels a lane has the pairs of channels lane %
-            # 4 and lane % 4 + 4, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
+            # The layout of wgmma's operand A in registers: 16 channels are eight pairs. A lane has pairs lane % 4 and
+            # lane % 4 + 4, in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
             words = cute.make_tensor(
                 cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16 * Q_RMEM_CHUNKS))
             )
@@ -305,9 +308,10 @@ def compile_mla_decode(dtype: str, box: int, cluster: int):
     [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], scale * log2(e), causal, capacity,
     fixed_splits).
 
-    B, s_q, pages, max_pages > 0; h_k divides h_q; P is a multiple of `box`; the number of row tiles is a
-    multiple of `cluster`. Rows of q and of the cache start at multiples of 16 bytes. For plan, num_splits, capacity and
-    fixed_splits see `DecodeScheduler`; for causal see `DecodeQTile`.
+    B, s_q, pages, max_pages > 0; h_k divides h_q; rows = s_q * h_q / h_k; P is a multiple of `box`; the number of row
+    tiles is a multiple of `cluster`. out has q's dtype; lse and partial results are fp32; the other tensors are int32.
+    Rows of q and of the cache start at multiples of 16 bytes. For plan, num_splits, capacity and fixed_splits see
+    `DecodeScheduler`; for causal see `DecodeQTile`.
     """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits = (cute.sym_int() for _ in range(5))
@@ -330,8 +334,8 @@ def compile_mla_decode(dtype: str, box: int, cluster: int):
 
 
 def cluster_of(rows: int) -> int:
-    """Return the cluster size for `rows` rows (query tokens x heads) of a KV head: 2 if the number of row tiles is
-    even, otherwise 1."""
+    """Return the largest cluster size for `rows` rows (query tokens x heads) per KV head: 2 if the number of row tiles
+    is even, otherwise 1."""
     return 2 if -(-rows // TILE_M) % 2 == 0 else 1
 
 

@@ -1,8 +1,8 @@
 """The epilogues of MLA attention without swap A/B: write LSE and O.
 
 `Epilogue` writes O and LSE. For a work tile that covers all keys of a query or sequence, they go to the results. For a
-split, O is a partial result, normalised by the sum over the split's keys. From the LSEs of the splits, the combine
-kernels compute the splits' weights.
+split, they are a partial result: O is normalised by the sum over the split's keys, and the combine kernels compute the
+split's weight from its LSE.
 
 `CastEpilogue` casts O to FP8 for the next GEMM: it writes O, rotated back, in e4m3 with scales, and no LSE. First it
 rounds O to q's dtype, as `Epilogue` does. Then it rotates the last 64 channels by the negative angle of the query's
@@ -14,8 +14,9 @@ A row is spread over the four lanes of a quad. A lane has 32 of each 128 channel
 warpgroup 1, which has the upper half of the channels, has all rotated channels. Both channels of a rotation pair are in
 one lane.
 
-Both epilogues stage O in P's memory: 64 bytes of each of a warp's 16 rows at a time, which are 32 channels in 16 bits
-or 64 channels in e4m3. The 16-byte chunk c of row r is at position c ^ (r / 2 % 4), which avoids bank conflicts.
+Both epilogues stage O in P's memory, so that a lane stores 16 bytes at a time: 64 bytes of each of a warp's 16 rows,
+which are 32 channels in 16 bits or 64 channels in e4m3. The 16-byte chunk c of row r is at position c ^ (r / 2 % 4),
+which avoids bank conflicts. Partial results, in fp32, are stored directly.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ ROTATED = ROTATED_BACK // 4  # rotated channels of a row per lane
 
 
 class Epilogue:
-    """Write LSE, O in `dtype`, and with `with_max_logits` also the maximum logits."""
+    """Write LSE and O (in `dtype`, q's dtype), and the maximum logits if `with_max_logits`."""
 
     def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool = False):
         self.dtype, self.with_max_logits = dtype, with_max_logits
@@ -58,11 +59,11 @@ class Epilogue:
         tile_row,
         lane,
     ):
-        """Write LSE of row `tile_row`, the lane's r-th row, and the row's maximum logit if `with_max_logits`. Pass the
-        factor of O, `Exchange.inverse`, to the output warpgroups.
+        """Write LSE of row `tile_row`, the lane's r-th row, and the row's maximum logit if `with_max_logits`. Also
+        write `Exchange.inverse`, the factor by which the output warpgroups multiply O.
 
-        A row without keys has LSE +inf. In a split it has LSE -inf, so that the combine kernel gives the split weight
-        0.
+        LSE is a natural logarithm and does not include the attention sink. The LSE of a row without keys is +inf. In a
+        split it is -inf, so that the combine kernel gives the split weight 0.
         """
         row = opaque(q_tile.first_row + tile_row)
         row_sum = state.whole_sum(r)
@@ -90,11 +91,13 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc, upper, lower, results: Results, coords, rows, staging, side, lane):
-        """Write a warp's 16 rows x 256 channels of O, staged in 1 KiB of P's memory.
+        """Write a warp's 16 rows x 256 channels of O to `results.out`, staged in 1 KiB of P's memory.
 
+        acc           the lane's elements of O
         upper, lower  factors by which the lane's first and second row of O are multiplied
         coords        (sequence, query, head) of the two rows
-        rows          number of valid rows from the lane's first row on
+        rows          number of valid rows from the lane's first row on; the second row is 8 further
+        staging       the warp's 1 KiB
         """
         targets = [results.out[*coord, None] for coord in coords]
         vector = cute.make_rmem_tensor((8,), self.dtype)
@@ -142,9 +145,9 @@ class Epilogue:
 class CastResults:
     """The outputs and the rotary tables of a kernel with a CastEpilogue. Such a kernel has no splits and writes no LSE.
 
-    out          [G, T, h / G, 512] e4m3; the h heads are divided into G groups
+    out          [G, T, h / G, 512] e4m3: T tokens, whose h heads are divided into G groups of adjacent heads
     scale        [G, T, h / G, 4] fp32
-    cos, sin     [T, 32], inputs
+    cos, sin     [T, 32] fp32: inputs, the cosines and sines of each token's 32 angles
     group_heads  h / G as a divisor
     sink         as in `Results`
     """
@@ -160,7 +163,8 @@ class CastResults:
 
 
 class CastEpilogue(Epilogue):
-    """Round O to `dtype`, rotate it back and cast it to e4m3."""
+    """Round O to `dtype`, rotate its last ROTATED_BACK channels back, and cast it to e4m3 with a scale per GROUP
+    channels. use_ue8m0: round the scales up to powers of two."""
 
     def __init__(self, dtype: type[cutlass.Numeric], use_ue8m0: bool):
         super().__init__(dtype)
@@ -199,8 +203,8 @@ class CastEpilogue(Epilogue):
         """Divide `acc` by the scales of the groups of channels, and write the scales. A group is 128 channels of a row.
 
         A quad has two rows and, of each row, the warpgroup's two groups of channels. Each of the four lanes computes
-        the scale of one of these four groups, because a division takes many registers: all four scales in every lane
-        would spill.
+        the scale of one of these four groups. If every lane computed all four scales, registers would spill, because a
+        division takes many.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
@@ -220,7 +224,7 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def channels_of(self, x, results: CastResults, coord):
-        """Return the vector of x, which is out or scale, for a row of attention's result. coord: (token, 0, head)."""
+        """Return row `coord`, (token, 0, head), of x, which is `results.out` or `results.scale`."""
         token, _, head = coord
         group, of_group = divmod(head, results.group_heads)
         return x[group, token, of_group, None]
@@ -233,8 +237,8 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def rotate_back(self, acc, results: CastResults, token, lane):
-        """Rotate the last ROTATED_BACK channels, in pairs of adjacent channels, by the negative angle of `token`. All
-        rows belong to this token."""
+        """Rotate the last ROTATED_BACK channels of O, in pairs of adjacent channels, by the negative angle of `token`,
+        to which all rows belong. Called by output warpgroup 1, which has these channels."""
         rotated = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * ROTATED), cute.make_layout(2 * ROTATED))
         for i in cutlass.range_constexpr(ROTATED // 2):
             pair = 4 * i + lane % 4

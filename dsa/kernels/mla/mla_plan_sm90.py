@@ -1,19 +1,19 @@
-"""Plan split-KV for dense MLA decoding: assign ranges of sequences and keys to parts (decode_producer.py).
+"""Plan split-KV for dense MLA decoding: divide the keys of all sequences among parts (decode_producer.py).
 
 Work: one CTA
-- All threads compute the prefix sum of the sequences' costs in shared memory. A cost is the number of tiles
-  of TILE_N keys plus `overhead`, the fixed cost per work tile in tiles.
+- All threads compute the prefix sums of the sequences' costs in shared memory. The cost of a sequence is its number of
+  tiles of TILE_N keys plus `overhead`, the fixed cost of a work tile in tiles.
 - Warp 0 then assigns sequences to parts, one part after the other. A part has a budget (`payload`): the mean
   cost per part plus `overhead`. The part gets the next whole sequences that fit the budget; the warp checks 32
   sequences at a time. If more than `overhead` of the budget is left, the part also gets a split of the next
   sequence.
-- A split costs `overhead` once more, because the rest of the sequence is another work tile. The budget includes this
-  `overhead`, so every part advances by at least the mean cost. The last part gets all that is left.
-- Meanwhile, the other warps write 0 to the unused columns of the plan.
+- Each split adds `overhead` to the cost, because the rest of the sequence is another work tile. The budget includes
+  this `overhead`, so every part advances by at least the mean cost. The last part gets all sequences that are left.
+- While warp 0 plans, the other warps write 0 to the unused columns of the plan.
 - The plan contains no end for the last split of a sequence: that split runs to the end that the sequence has when
   the plan is used. So a plan made for other lengths is unbalanced but correct.
 - A length can be any int32. Each of the B sequences counts as at most MAX_TILES / B tiles, so sums fit in 32 bits.
-Shared memory: MAX_BATCH + 1 sums. Constraints: at most MAX_BATCH sequences.
+Shared memory: MAX_BATCH + 1 prefix sums. Constraints: at most MAX_BATCH sequences.
 Roofline: bound by latency, because warp 0 plans one part after the other: 26 us for 132 parts, 14 us for 66.
 """
 
@@ -78,7 +78,8 @@ class MlaPlanSm90:
     @cute.jit
     def split(self, before, plan, num_splits, overhead, total, batch, lane):
         """Assign sequences to parts, and write the plan. Set num_splits[b + 1] to the number of partial results of
-        sequences 0 to b. One warp calls this.
+        sequences 0 to b. One warp calls this. before: [B + 1], entry b is the cost of sequences 0 to b - 1; `total` is
+        the last entry.
         """
         parts = plan.shape[0]
         payload = (total + parts - 1) // parts + overhead
@@ -125,7 +126,8 @@ class MlaPlanSm90:
 
 @cached
 def compile_mla_plan():
-    """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], overhead), all int32; 0 < B <= MAX_BATCH."""
+    """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], overhead), all int32; 0 < B <= MAX_BATCH. f writes
+    plan (see `PlanColumn`) and num_splits (see `DecodeScheduler`)."""
     return compile_sm90(
         MlaPlanSm90(),
         fake(Int32, (cute.sym_int(),), strides(1), 4),

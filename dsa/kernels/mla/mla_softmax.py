@@ -2,13 +2,13 @@
 
 row_max and row_sum are in registers. P in 16 bits, rescale factors and barriers are in shared memory.
 
-- The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2, so P is at most 2^8. row_max is raised,
-  and O is rescaled, only if the true maximum exceeds this limit. So the score warps compute the first
-  exponentials before they know the tile's maximum.
+- P = 2^(score - row_max). The true maximum of a row can exceed row_max by up to RESCALE_THRESHOLD, in log2, so P is at
+  most 2^8. row_max is raised, and O is rescaled, only if the true maximum exceeds row_max by more. So the score warps
+  can compute the first exponentials of a tile before they know the tile's maximum.
 - The score warps pass P of the tile's first 32 keys to the output warps before they compute P of the last 32 keys.
 
-A lane has scores in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Of every 8 columns, the lane has columns
-lane % 4 * 2 and lane % 4 * 2 + 1.
+A lane has scores in rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Of every 8 columns (keys), the lane has
+columns lane % 4 * 2 and lane % 4 * 2 + 1.
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,22 @@ from dsa.kernels.mla.limits import TILE_M, TILE_N
 
 P_STAGES, P_PARTS = 2, 2
 RESCALE_THRESHOLD = 8.0  # the true maximum can exceed row_max by this much, in log2
-NO_MAX = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
-HALF = TILE_N // 4  # scores per lane in one half of the keys
+NO_MAX = -3e38  # initial row_max; finite, so that -inf (a masked score) minus row_max is not NaN
+HALF = TILE_N // 4  # scores per lane, of two rows, in one half of the keys
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Shared memory between the score and output warpgroups.
 
-    p           [TILE_M, TILE_N, P_STAGES]
+    p           [TILE_M, TILE_N, P_STAGES] in q's dtype
     p_pipeline  pipeline of p, with one full barrier per half of a stage's keys
-    rescale     [TILE_M, P_STAGES]: factor by which each row of O is multiplied before the tile's P V is added; written
-                before the first half of P
-    scored      mbarrier that completes a phase per tile, when the tile's S is computed
-    inverse     [TILE_M]: factor by which each row of O is multiplied at the end of a work tile: 1 / (sum of P). The sum
-                includes the attention sink, if there is one and the work tile is not a split
+    rescale     [TILE_M, P_STAGES] fp32: factor by which each row of O is multiplied before the tile's P V is added;
+                written before the first half of P
+    scored      mbarrier; a phase completes when S of a tile is computed
+    inverse     [TILE_M] fp32: factor by which each row of O is multiplied at the end of a work tile: 1 / (sum of P), or
+                0 for a row without keys. The sum includes the attention sink, if there is one and the work tile is not
+                a split
     end         pipeline of inverse, one stage
     """
 
@@ -52,7 +53,8 @@ class Exchange:
 
     @cute.jit
     def init(self):
-        """Initialize the barriers; called by one thread. Four score warps signal eight output warps."""
+        """Initialize the barriers; called by one thread. The producers are four score warps, the consumers eight output
+        warps."""
         self.p_pipeline.init(consumers=8, producers=4)
         self.scored.init(4)
         self.end.init(consumers=8, producers=4)
@@ -96,8 +98,8 @@ def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tenso
     """Raise row_max to tile_max, and rescale row_sum, in the rows where tile_max exceeds row_max by more than
     RESCALE_THRESHOLD. All arguments have one element for each of the lane's two rows.
 
-    Set `factor` to the factors by which O must be multiplied, 1 in other rows. Return whether any lane of the warp
-    raised row_max.
+    Set `factor` to the factors by which O must be multiplied: 1 in rows whose row_max is unchanged. Return whether
+    row_max rose in any row of the warp.
     """
     factor.fill(1.0)
     rose = cute.arch.vote_any_sync(
@@ -114,12 +116,12 @@ def raise_row_max(row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tenso
 
 @dataclass(frozen=True)
 class SoftmaxState:
-    """Softmax state of a lane's two rows. Scores are in log2: scale * log2(e) * q . k.
+    """Softmax state of a lane's two rows: tensors with one element per row. A score is scale * log2(e) * q . k.
 
-    limits      number of keys that each row sees; only set if the kernel's mask needs it
-    row_max     P is 2^(score - row_max); NO_MAX before the first tile. row_max can be less than the true maximum
-    row_sum     sum of P over the lane's columns
-    max_logits  true maximum of the scores; only kept if the kernel writes the maximum logits
+    limits      number of keys that the row sees; only set in dense decoding
+    row_max     P = 2^(score - row_max); NO_MAX before the first tile. It can be below the true maximum
+    row_sum     sum of P over the lane's columns of all tiles so far
+    max_logits  true maximum of the scores so far; only kept if the kernel writes the maximum logits
     """
 
     limits: cute.Tensor
@@ -151,9 +153,10 @@ def write_p(
     lane,
     with_max_logits: cutlass.Constexpr,
 ):
-    """Write P of a tile's masked scores, and the factors by which O must be multiplied before P V is added.
+    """Write P of a tile to shared memory, and the factors by which O must be multiplied before P V is added.
 
-    p_state: the stage of P to write. with_max_logits: also track the true maxima.
+    scores: the tile's S with -inf for masked keys. scale: softmax scale * log2(e). p_state: the stage of P to write.
+    with_max_logits: also update `state.max_logits`.
     """
     row_max, row_sum = state.row_max, state.row_sum
     p = cute.make_rmem_tensor((HALF,), Float32)

@@ -1,10 +1,12 @@
-"""Tiles of 16-bit latent keys in shared memory: the parts of a tile, and the pipelines of these parts.
+"""Tiles of 16-bit latent keys in shared memory: the parts of a tile, and the pipelines through which the parts pass.
 
-A tile has TILE_N keys. The first 512 channels of a key are also its value; they are four v chunks of 128
-channels. The last 64 channels of a key of HEAD_DIM channels are its rope part. There are two rings of stages: a stage
-of one ring contains one v chunk of a tile, and a stage of the other ring contains a tile's rope part. So the load warps
-can load the first v chunks of a tile before there is room for the whole tile. A v chunk is two k chunks of 64
-channels. A k chunk has rows of 128 bytes, the swizzle width, and is the unit of S = Q K^T.
+A tile has TILE_N keys. The first 512 channels of a key are also its value; they are four v chunks of 128 channels. The
+last 64 channels of a key of HEAD_DIM channels are its rope part. There are two rings of stages: a stage of one ring
+contains one v chunk of a tile, and a stage of the other ring contains a tile's rope part. So the load warps can load
+the first v chunks of a tile before there is room for the whole tile.
+
+A v chunk is two k chunks of 64 channels, and a rope part is one k chunk. A row of a k chunk has 128 bytes, the swizzle
+width. S = Q K^T is computed one k chunk at a time.
 """
 
 from dataclasses import dataclass
@@ -24,10 +26,10 @@ from dsa.kernels.mla.mla_roles import WorkTileInfo
 K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
 ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # index of the rope part among the k chunks
-# The order in which a tile's v chunks are loaded and scored. Output warpgroup 0 reads v chunks 0 and 1, output
-# warpgroup 1 reads v chunks 2 and 3. The two chunks that the warpgroups read first, 0 and 2, are loaded first.
+# The order in which a tile's v chunks are loaded and multiplied by Q. Output warpgroup 0 reads v chunks 0 and then 1,
+# output warpgroup 1 reads v chunks 2 and then 3. So v chunks 0 and 2 are loaded first.
 V_CHUNK_ORDER = (0, 2, 1, 3)
-ROPE_AFTER = 2  # number of v chunks that are loaded and scored before the rope part
+ROPE_AFTER = 2  # number of v chunks that are loaded and multiplied by Q before the rope part
 MASK_WORDS = 4
 K16 = 16  # K of a wgmma instruction with 16-bit operands
 
@@ -44,8 +46,8 @@ def k_chunk_order(head_dim: int) -> list[int]:
 def tiled_mma(
     dtype: type[cutlass.Numeric], majors: str, shape: tuple[int, int], a_in_registers: bool = False, warpgroups: int = 1
 ) -> cute.TiledMma:
-    """Return a wgmma with `shape` (M, N) per warpgroup, accumulated in fp32. majors: the major modes of A and B, such
-    as "K MN"."""
+    """Return the tiled MMA of a wgmma with `shape` (M, N) per warpgroup and fp32 accumulators. majors: the major modes
+    of A and B, such as "K MN"."""
     a_major, b_major = (getattr(cute.nvgpu.OperandMajorMode, major) for major in majors.split())
     sources = cute.nvgpu.warpgroup.OperandSource
     source = sources.RMEM if a_in_registers else sources.SMEM
@@ -53,7 +55,7 @@ def tiled_mma(
 
 
 class KvState(NamedTuple):
-    """A thread's position in the rings of v chunks and of rope parts."""
+    """A thread's positions in the ring of v chunks and in the ring of rope parts."""
 
     v: PipelineState
     rope: PipelineState
@@ -64,10 +66,11 @@ class KvPipeline:
     """The barriers of the rings of keys, and the valid masks and work tiles that the load warps write.
 
     v           ring of v chunks; each stage has one full barrier per k chunk
-    rope        ring of rope parts; for keys without a rope part, this ring only passes the valid mask
-    valid_mask  [MASK_WORDS, rope stages]: which keys of the tile are valid. Paged loads use one bit per TMA box
-                in the first word. Top-k gathers use 16 bits of each word, one per key: word i has the keys that
-                load warp i gathers. Gathers for query groups have MASK_WORDS words per query of the group
+    rope        ring of rope parts and valid masks; for keys without a rope part, it passes only the masks
+    valid_mask  [MASK_WORDS, rope stages] uint32: which keys of the tile are valid. Paged loads use one bit per TMA box
+                in the first word. Top-k gathers use the lower 16 bits of each word, one per key: word i has the keys
+                that load warp i gathers. Gathers for query groups have MASK_WORDS words per query of the group, and a
+                bit says whether this query has selected the key
     work        pipeline of work tiles
     """
 
@@ -95,9 +98,9 @@ class KvTensors:
 
 
 class KvStages:
-    """The rings of a CTA: `v_stages` stages of v chunks and `rope_stages` of rope parts.
+    """The rings of keys of a CTA: `v_stages` stages of v chunks and `rope_stages` stages of rope parts.
 
-    cluster         number of CTAs that load into each other's shared memory (multicast)
+    cluster         number of CTAs that load into each other's shared memory by multicast; 1: no multicast
     v_producers     number of arrivals at the full barrier of a k chunk
     rope_producers  number of arrivals at the full barrier of a rope stage
     """
@@ -145,7 +148,7 @@ class KvStages:
     def tensor_storage(self) -> type:
         """Return the struct of the stages in shared memory.
 
-        Keys of 512 channels have no rope part, so `rope` is a placeholder of 8 elements.
+        For keys of 512 channels, which have no rope part, `rope` is a placeholder of 8 elements.
         """
         rope_size = cute.cosize(self.rope_layout()) if self.has_rope else 8
 
@@ -167,19 +170,20 @@ class KvStages:
     def init(self, pipeline: KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        In every CTA of the cluster, the four warps of one score or output warpgroup release a stage. `consumers` warps
-        read work tiles.
+        In every CTA of the cluster, the four warps of one warpgroup release a stage. A score warpgroup releases rope
+        parts and the stages with Q. An output warpgroup releases v chunks of keys. It does so for the score warpgroup,
+        too, which has read the tile before it passes on P. `consumers` warps read each work tile.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
         pipeline.work.init(consumers)
 
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
-        """Whether the whole tile has arrived. If so, the caller does not wait for each chunk.
+        """Whether the whole tile has arrived. If so, the caller does not wait for each chunk, and calls no `fence`.
 
         last: the states of the tile's last v chunk and of the tile's rope part.
 
-        Always False here. One wait for the whole tile would only save fences, and data from TMA need no fence.
+        Always False here. One wait for the whole tile saves nothing but fences, and data from TMA need no fence.
         """
         return False
 
@@ -191,8 +195,8 @@ class KvStages:
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """Release a stage of keys; called by a warp. One lane arrives at the stage's empty barrier in every CTA of the
-        cluster, because each of these CTAs loads into this CTA's stage.
+        """Release a stage of `pipeline`, one of the two rings; called by a warp. One lane arrives at the stage's empty
+        barrier in every CTA of the cluster, because each of these CTAs loads a part of this CTA's stage.
         """
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)

@@ -2,9 +2,11 @@
 
 y[t, h] = W_UV[h] attended[t, h]
 
-- Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV and share a scale of the
-  result. This is one head of V3.2 or half a head of GLM-5; both have 128 CTAs. Each of 16 warps has 32 rows x
-  128 latent channels, with one scale.
+W_UV[h] [V, 512] is the last V rows of head h in kv_b; V is the number of value channels of a head.
+
+- Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV. A token's 128 results share a scale. The
+  128 channels are one head of V3.2 or half a head of GLM-5; both models have 128 CTAs. Each of 16 warps has a block of
+  32 rows x 128 latent channels of W_UV, with one scale.
 - Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A lane's 16
   adjacent bytes of a row are the input channels of four mma instructions, in the order of memory. The lane scales
   the weights and rounds them to bf16 (up_projection.py).
@@ -12,7 +14,7 @@ y[t, h] = W_UV[h] attended[t, h]
   channels are added in a fixed order through shared memory. So the bits of a token do not depend on the other
   tokens.
 - Epilogue: eight warps handle the even octets, and the other eight handle the odd octets. A warp has one token of the
-  octet, with four channels per lane. It rounds y to bf16 and casts it like `per_token_cast_to_fp8`.
+  octet, with four channels per lane. It rounds y to bf16 and then casts it to e4m3 as `per_token_cast_to_fp8` does.
 - Pipeline: octets alternate between two buffers of sums, so one barrier per octet suffices. The products of
   the next octet overlap with the cast. A warp loads the latents of the next octet after it has issued the products
   of the current octet.
@@ -59,7 +61,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels, of 128 channels each
 ROWS = 32  # rows of weights per warp
 TILES = ROWS // 16  # mma tiles of 16 rows per warp
-STEPS = BLOCK // (4 * VECTOR)  # four lanes share a row of a block; each loads it with this many 16-byte loads
+STEPS = BLOCK // (4 * VECTOR)  # four lanes load a row of a block, each with this many 16-byte loads
 WARPS = QUARTERS * (GROUP // ROWS)
 THREADS = WARPS * WARP
 OF_TOKEN = GROUP + 4  # elements between the sums of adjacent tokens; padding lets a warp's stores use all banks
@@ -154,8 +156,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def load(self, attended, head, octet, latents, quarter, lane):
-        """Load, for the lane's token, the latent channels that multiply this lane's weights. Past the last token, load
-        the last token again.
+        """Load the latent channels that multiply this lane's weights, for the lane's token of the octet. Past the last
+        token, load the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, attended.shape[0] - 1)
         for step in cutlass.range_constexpr(STEPS):
@@ -165,7 +167,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def convert(self, raw, factor, zero) -> cute.Tensor:
-        """Return the mma operands [4, word, step, tile] of the weights `raw`, scaled and rounded to bf16."""
+        """Return the weights `raw`, multiplied by the scale `factor` and rounded to bf16, as mma operands
+        [4, word, step, tile]."""
         weights = cute.make_rmem_tensor((4, WORDS, STEPS, TILES), Uint32)
         for tile in cutlass.range_constexpr(TILES):
             for step in cutlass.range_constexpr(STEPS):
@@ -179,8 +182,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def store(self, quarters, values, scale, token, group, lane):
-        """Add the sums of the four quarters for one token, and store the 128 results in e4m3, four per lane, and their
-        scale."""
+        """Add the four quarters' sums of one token, and store the token's 128 results of group `group` in e4m3, four
+        per lane, and their scale."""
         y = cute.make_rmem_tensor((4,), Float32)
         in_order(quarters, y)
         round_to(y, BFloat16)
@@ -197,8 +200,9 @@ def compile_mla_values_cast_to_fp8(use_ue8m0: bool):
     """Compile f(attended [T, H, 512] bf16, weight [H * R, 512] e4m3, weight_scale [ceil(H * R / 128), 4]
     fp32, values [T, H * V] e4m3, scale [T, H * V / 128] fp32).
 
-    T, H > 0; V is a multiple of 128; R is a multiple of 32 and at least V. weight is contiguous. Rows of all
-    but the fp32 tensors start at multiples of 16 bytes.
+    weight is kv_b with R rows per head; the last V of them are W_UV. A scale is for 128 x 128 weights. T, H > 0; V is a
+    multiple of 128; R is a multiple of 32 and at least V. weight is contiguous. Rows of all but the fp32 tensors start
+    at multiples of 16 bytes.
     """
     tokens, heads = cute.sym_int(), cute.sym_int()
     return compile_sm90(

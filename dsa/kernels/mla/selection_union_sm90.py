@@ -1,32 +1,34 @@
 """Find groups of adjacent queries that share enough keys, and list the union of a group's selected keys.
 
-lists[g, :lengths[g]] = key | members << MEMBER_SHIFT
+lists[g, 0, :lengths[g]] = key | members << MEMBER_SHIFT, one entry per key of the union
 
-The members of a key are the queries of the group that have selected it: bit m is query g * size + m.
+Group g is the `size` adjacent queries from g * size on. The members of a key are the queries of the group that have
+selected it: bit m is query g * size + m.
 
-The queries of a group go to the queue of single queries if the union has more than MOST_UNION of the keys that
-the selections have in total, or if a query lists a key twice. Otherwise the group goes to the queue of groups.
+The queries of a group go to the queue of single queries if the number of keys in the union is above the fraction
+MOST_UNION of the number of valid indices of these queries, or if a query lists a key twice. Otherwise the group goes to
+the queue of groups (tile_scheduler.py).
 
 Work
-- A CTA handles one group, in rounds. Its table in shared memory, TABLE_WORDS words, has `size` bits per key, the
-  key's members. A round covers the range of keys that fits in the table. For each index in the range the CTA sets the
-  bit of the index's query with an atomicOr.
-- Then the CTA makes an entry for each key of the range. If several queries of the group have selected the key, the
-  index of the lowest member makes the entry, so each key is listed once. A scan over the warps' counts gives the
-  positions; a warp writes the entries of 32 indices at a time.
-- Before the rounds, the CTA estimates the union from a sample: it counts the keys that are multiples of SAMPLE in the
-  same way. This needs only one pass over the indices and rejects most groups that share too little. A wrong estimate
-  costs only time. The union of a group that selects only multiples of SAMPLE is estimated SAMPLE times too large, so
-  the group is never computed together. A group that selects no multiple of SAMPLE always passes, and its union is
-  counted in full.
-- A round reads all indices three times, even if none is in the round's range. The table of the sample covers
-  the keys of SAMPLE rounds. So the op groups queries only among at most 2^21 keys
+- A CTA handles one group, in rounds. Its table in shared memory, TABLE_WORDS words, has `size` bits per key, the key's
+  members. A round covers the range of keys that fits in the table. For each index in the range the CTA sets the bit of
+  the index's query by atomicOr.
+- Then the CTA makes an entry for each selected key of the range. If several queries of the group have selected the key,
+  the entry is made at the index of the lowest member, so each key is listed once. A scan over the warps' counts gives
+  the positions; a warp writes the entries of 32 indices at a time.
+- Before the rounds, the CTA estimates the size of the union from a sample: it sets the bits of the selected keys that
+  are multiples of SAMPLE, in the same table, and counts these keys. This needs only one pass over the indices and
+  rejects most groups that share too little. A wrong estimate costs only time. The union of a group that selects only
+  multiples of SAMPLE is estimated SAMPLE times too large, so the group is never computed together. A group that selects
+  no multiple of SAMPLE always passes, and its union is counted in full.
+- A round reads all indices of the group three times, even if none is in the round's range. The table of the sample
+  covers the keys of SAMPLE rounds, 2^21 for groups of 8. So the op groups queries only if there are at most 2^21 keys
   (`dsa.ops.mla._shared_keys`).
-Order of a list: by range of keys, then by the warp that reads the index. The order depends only on the group's
+Order of a list: by round, then by the warp that reads the index, then by member. The order depends only on the group's
 selections.
 Warp roles: none, all warps do the same. Launch: programmatic dependent launch.
-Roofline: bound by memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us. Each group that passes the
-sample adds 6000 cycles.
+Roofline: bound by memory, 4 bytes per index. 4096 queries with 2048 indices each take 13 us if no group passes the
+sample. A group that passes takes 6000 cycles more.
 """
 
 from collections.abc import Callable
@@ -48,8 +50,8 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
-# In percent of the largest union that MOST_UNION allows. If the sample predicts a larger union than this, the group's
-# queries go to the queue of single queries. The limit is above 100 because the prediction is not exact.
+# In percent of the largest union that MOST_UNION allows. If the union estimated from the sample is larger than this,
+# the group's queries go to the queue of single queries. The limit is above 100 because the estimate is not exact.
 SLACK = 110
 UNROLL = 4
 
@@ -58,10 +60,10 @@ UNROLL = 4
 class Memory:
     """Shared memory.
 
-    table  [TABLE_WORDS]: `size` bits per key
-    sums   [32]: counts per warp, 0 past the CTA's warps
-    found  [4] counts. found[0]: valid indices. found[1]: distinct keys, of the sample or of the rounds so far.
-           found[2]: indices whose query has listed the key before. found[3] is unused
+    table  [TABLE_WORDS]: the members of the keys of a round or of the sample, `size` bits per key
+    sums   [32]: scratch of the scan: counts per warp, 0 past the CTA's warps
+    found  [4] counts over the CTA. found[0]: valid indices. found[1]: distinct keys, of the sample or of the rounds so
+           far. found[2]: indices of keys that the query has listed before. found[3] is unused
     """
 
     table: cute.Tensor
@@ -167,7 +169,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def clear(self, memory: Memory, keys, tid):
-        """Zero the part of the table that `keys` keys need; at most the whole table."""
+        """Zero the part of the table that `keys` keys need, or the whole table if they need more."""
         words = cutlass.min((keys + self.per_word - 1) // self.per_word, TABLE_WORDS)
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
@@ -177,7 +179,8 @@ class SelectionUnionSm90:
     @cute.jit
     def place(self, key, keys, first, sample: cutlass.Constexpr):
         """Return (word, shift, whether the table covers the key), where the key's bits are in table[word] from bit
-        `shift` on. In a round the table covers the keys from `first` on; with `sample`, all multiples of SAMPLE."""
+        `shift` on. keys: number of keys of the cache. In a round the table covers as many keys from `first` on as fit;
+        with `sample`, multiples of SAMPLE from 0 on."""
         at = key - first
         inside = key >= 0 and key < keys and at >= 0 and at < self.range
         if const_expr(sample):
@@ -187,8 +190,8 @@ class SelectionUnionSm90:
 
     @cute.jit
     def insert(self, indices, ends, first_query, keys, first, memory: Memory, warp, lane, sample: cutlass.Constexpr):
-        """Set the bits of the members in the table, for the keys of the round or of the sample, and update `found`.
-        A round's keys begin at `first`."""
+        """Set the bits of the members in the table, for the keys of the round that begins at `first` or, with `sample`,
+        of the sample. Update `memory.found`. ends: number of indices of each query."""
         selected, different, repeated = Int32(0), Int32(0), Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -217,7 +220,8 @@ class SelectionUnionSm90:
     def entry(self, indices, query, m: cutlass.Constexpr, i, end, keys, first, memory: Memory):
         """Return (entry for index i of the group's m-th query, whether to append this entry to the list).
 
-        It is appended if the key is in the round that begins at `first` and query m is the key's lowest member.
+        It is appended if the key is in the round that begins at `first` and query m of the group is the key's lowest
+        member.
         """
         key, is_entry = Int32(-1), cutlass.Boolean(False)
         if i < end:
@@ -233,7 +237,7 @@ class SelectionUnionSm90:
     def append(self, lists, indices, ends, first_query, keys, first, group, length, memory: Memory, warp, lane):
         """Append the entries of a round, whose keys begin at `first`, to the group's list, which has `length` entries.
 
-        Return the number of new entries.
+        Return the number of new entries, including those for which the list has no room, which are dropped.
         """
         own = Int32(0)
         for m in cutlass.range_constexpr(self.size):
@@ -259,10 +263,14 @@ def compile_selection_union(size: int):
     """Compile f(indices [T, 1, K], counts [T] or [1], has_counts, keys, lists [g, 1, width], lengths [g],
     queued [2], groups [g], queries [T]), all int32, with g = ceil(T / size).
 
-    keys    number of keys of the cache; an index that is negative or at least `keys` is ignored
-    counts  if has_counts > 0, only the first counts[t] indices of query t are used
-    width   the longest list of a group that is computed together: MOST_UNION of size * K, or `keys` if that is less
-    queued  must be zeros. The kernel adds the number of queued groups to queued[0], and of single queries to queued[1]
+    keys     number of keys of the cache; an index that is negative or at least `keys` is ignored
+    counts   if has_counts > 0, [T]: only the first counts[t] indices of query t are used. Otherwise [1], and not read
+    width    at least the longest list of a group that is computed together: MOST_UNION of size * K, or `keys` if that
+             is less
+    queued   zeros before the launch. The kernel adds the number of queued groups to queued[0], of single queries to
+             queued[1]
+    groups   the queue of groups: the first queued[0] entries are written
+    queries  the queue of single queries: the first queued[1] entries are written
 
     T, K > 0; 0 < keys < 2^MEMBER_SHIFT.
     """

@@ -3,13 +3,14 @@
 o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j]
 
 The sum runs over the selected keys j of query t. The last 64 channels of o are rotated by the negative angle of the
-query's position. The result is e4m3 with one scale per 128 channels.
+query's position. The result is e4m3 with one fp32 scale per 128 channels of a head.
 
-This is sparse_mla_sm90.py with `CastEpilogue` (mla_epilogue.py). Queries are never split.
-The result is grouped by heads, [G, T, h / G * 512], as the grouped GEMM that follows attention in DeepSeek-V4
-reads it.
-Roofline: as sparse_mla_sm90.py. The epilogue has 500 more instructions per lane and writes half the bytes: 33
-KiB instead of 64 KiB per query and 64 heads. It saves the separate pass that would read and cast the result.
+This is sparse_mla_sm90.py with `CastEpilogue` (mla_epilogue.py). Queries are never split, and LSE is not written. The
+result has its h heads divided into G groups, [G, T, h / G * 512], as the grouped GEMM that follows attention in
+DeepSeek-V4 reads it.
+Roofline: as sparse_mla_sm90.py. This epilogue has 500 more instructions per lane than that kernel's and writes half the
+bytes: 33 KiB instead of 64 KiB per query and 64 heads. It saves a separate pass that reads, rotates and casts the
+result.
 """
 
 from collections.abc import Callable
@@ -57,12 +58,12 @@ class SparseMlaCastSm90(SparseMlaSm90):
 
 @cached
 def compile_sparse_mla_cast(dtype: str, lists: int, use_ue8m0: bool):
-    """Compile f(q [T, 1, h, 512], caches [pages, P, 512], indices [T, K], counts [T], counted, sink [m],
-    has_sink, cos, sin [T, 32], out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], scale * log2(e), workers,
+    """Compile f(q [T, 1, h, 512], caches [pages, P, 512], indices [T, K], counts [T], counted, sink [m], has_sink, cos,
+    sin [T, 32] fp32, out [G, T, h / G, 512] e4m3, out_scale [G, T, h / G, 4] fp32, scale * log2(e), workers,
     full_waves).
 
-    The arguments from q to has_sink are as in `SparseMlaKernel` with s_q = 1, and so are workers and full_waves.
-    full_waves * workers must be at least T, so that no query is split.
+    The arguments from q to has_sink are as in `SparseMlaKernel` with s_q = 1, and so are workers and full_waves. q and
+    caches have `dtype`. full_waves * workers must be at least T, so that no query is split.
     """
     kind = cute_dtype(dtype)
     queries, heads, groups, group_heads = (cute.sym_int() for _ in range(4))

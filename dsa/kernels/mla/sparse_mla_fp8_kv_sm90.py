@@ -4,25 +4,26 @@ o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels.
 
-Swap A/B: S^T = K Q^T and O^T += V^T P^T, so keys are the register operand of both products. A lane reads FP8
-bytes from shared memory and converts them in registers. No 16-bit copy of the keys is ever stored.
+Swap A/B: S^T = K Q^T and O^T += V^T P^T. So keys are operand A of both wgmma products, and operand A can be in
+registers: a lane reads FP8 bytes from shared memory and converts them in registers. No 16-bit copy of the keys is ever
+stored.
 Work, scheduler, launch: sparse_mla_kernel.py; 16, 32 or 64 heads per CTA.
 Warp roles
 - Load (one warpgroup): gathers the FP8 bytes (fp8_kv_gather.py).
-- Score (one or two warpgroups): S^T of 64 keys by wgmma with Q in shared memory, softmax, P^T to shared
-  memory (fp8_kv_scores.py).
+- Score (one or two warpgroups): computes S^T of 64 keys by wgmma with Q in shared memory, and the softmax, and writes
+  P^T to shared memory (fp8_kv_scores.py).
 - Output (two warpgroups): each accumulates 256 channels x `head_tile` of O^T (fp8_kv_values.py).
-- Score and output warpgroups both read the FP8 bytes.
-Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two
-values. In fp32, scales multiply the products of S. In f16, scale factors multiply V: with 576 channels a factor is a
-sum of two f16, and with 512 channels it is a power of two (ScaleTable in swap_ab_exchange.py).
-Shared memory: Q, two stages of P^T, STAGES tiles of FP8 bytes.
+Score and output warpgroups both read and convert the FP8 bytes.
+Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two values.
+Scales multiply the products of S in fp32. They multiply V in f16, as factors: with 576 channels a factor is a sum of
+two f16, and with 512 channels it is a power of two (ScaleTable in swap_ab_exchange.py).
+Shared memory: Q, two stages of P^T and of ScaleTables, STAGES tiles of FP8 bytes.
 Registers, summed over one thread per warpgroup: 512 for 64 heads, with four warpgroups; 472 and 480 for 16
 and 32 heads, with five.
 Constraints: limits.py; q in bf16; pages are contiguous and start at multiples of 16 bytes.
-Roofline: per tile of 64 heads, wgmma takes 2176 cycles. Shared memory takes 2140: it delivers 82 KiB of FP8
-bytes, 72 KiB of Q and 64 KiB of P^T, and receives 41 KiB of FP8 bytes and 8 KiB of P^T. DRAM takes 2300 cycles to
-deliver a tile to every SM.
+Roofline: per tile of keys with 576 channels, and with 64 heads, wgmma takes 2176 cycles. Shared memory takes 2140: it
+delivers 82 KiB of FP8 bytes, 72 KiB of Q and 64 KiB of P^T, and receives 41 KiB of FP8 bytes and 8 KiB of P^T. DRAM
+takes 2300 cycles to deliver a tile to every SM.
 """
 
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class SparseMlaFp8KvSm90(Fp8KvScores, Fp8KvValues):
 
 @cached
 def compile_sparse_mla_fp8_kv(head_dim: int, head_tile: int, lists: int):
-    """Compile f, see `SparseMlaKernel`, with q and out in bf16.
+    """Compile f, see `SparseMlaKernel`, with q and out in bf16, for any number of heads.
 
     Caches are uint8 [pages, P, n], with n = 656 bytes per key for head_dim 576 and n = 584 for head_dim 512. Pages are
     contiguous; max_logits is None.

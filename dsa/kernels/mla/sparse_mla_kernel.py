@@ -1,4 +1,5 @@
-"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Variants:
+"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. These variants compute all
+queries:
 
 - sparse_mla_sm90.py: 16-bit keys, 64 heads per CTA
 - sparse_mla_cast_sm90.py: the same, with the result rotated back and cast to FP8
@@ -8,11 +9,11 @@ Two more variants compute the items of a queue (tile_scheduler.py), for up to 16
 - sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
 - sparse_mla_queued_sm90.py: single queries, swap A/B
 
-Work: a CTA computes `head_tile` heads of each of a number of queries, one query after the other, in tiles of TILE_N
-keys. For a group of queries, the CTA computes `head_tile` rows, which are the queries x heads of the group.
-Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries
-come first. The queries that do not fill another wave are split, and mla_combine_sm90.py combines the partial
-results. The CTAs of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
+Work: a CTA computes `head_tile` heads of several queries, one query after the other, in tiles of TILE_N keys. For a
+group of queries, the CTA computes `head_tile` rows, which are the queries x heads of the group.
+Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries come
+first. The queries after them can be split among CTAs; then mla_combine_sm90.py combines the partial results. The CTAs
+of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
 Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume work tiles,
 Q and keys, and produce P. The output warpgroups consume work tiles, keys and P.
@@ -40,24 +41,26 @@ from dsa.kernels.mla.topk_gather import Selection, TopkGather
 
 
 class SparseMlaKernel:
-    """Sparse MLA attention. A variant's compile function returns:
+    """Sparse MLA attention. The compile function of a variant without a queue, other than sparse_mla_cast_sm90.py,
+    returns:
 
     f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
     [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial
     [splits, 1, h], max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers).
 
-    caches, indices and counts are lists, with one element per list of keys; T, h, pages > 0. With max_logits,
-    the layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out
-    [T, h, 512], lse [T, h].
+    caches, indices and counts are Python lists with one or two elements, one per list of keys; K can differ. T, h,
+    pages > 0. lse, partial results, max_logits and sink are fp32; indices and counts are int32. With max_logits, the
+    layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h, 512], lse
+    [T, h].
 
-    If bit i of `counted` is set, query t uses only the first counts[t // s_q] indices of list i, and n is T / s_q.
+    If bit i of `counted` is set, query t uses only its first counts[i][t // s_q] indices in list i, and n is T / s_q.
     Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the caches
-    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, with
-    2 * split_workers partial results (StreamKScheduler). With max_logits no query may be split.
+    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the number
+    of partial results, is 2 * split_workers (StreamKScheduler). With max_logits no query may be split.
 
     kv               stages of keys, and how they are loaded
     exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups
-    all_heads        whether a CTA computes all heads of a query
+    all_heads        whether a CTA computes all heads of a query, so that h <= head_tile
 
     A variant defines these methods, and can override `head_of_row` and `thread`. `group` is s_q as a divisor.
 
@@ -85,14 +88,14 @@ class SparseMlaKernel:
         self.load_warp = self.output_warp + 8
 
     def head_of_row(self, row, first_head):
-        """Return the index of the head of the CTA's row `row`, among the query's heads."""
+        """Return the head of the CTA's row `row`, as an index among all heads of a query."""
         return first_head + row
 
     def thread(self, warp, lane) -> Thread | None:
-        """Return the thread's position in the warp role for `Coord.thread`. If a variant returns None, its roles
-        compute the position themselves.
+        """Return `Coord.thread`, the thread's position in the warp role. If a variant returns None, its roles compute
+        the position themselves.
 
-        The kernel calls this before the branches of the roles, so that the position is in uniform registers.
+        The kernel calls this before it branches by role, so that ptxas keeps the position in uniform registers.
         """
         return None
 
@@ -142,10 +145,11 @@ class SparseMlaKernel:
         queue: Queue | None = None,
         items: Int32 | None = None,
     ):
-        """Launch with arguments in the kernel's layouts.
+        """Launch the kernel. q, out and lse have the layouts of decoding.
 
+        group  number of queries per sequence, s_q
         queue  the items to compute; None: compute all queries with a StreamKScheduler
-        items  an exclusive upper bound of the item numbers in the queue
+        items  every item of the queue is below this number
         """
 
         @cute.struct
@@ -237,7 +241,7 @@ class SparseMlaKernel:
 
 @cute.jit
 def selections(caches, indices, counts, counted: Int32):
-    """Return one Selection per list of keys; bit i of `counted` says whether list i uses its counts."""
+    """Return one Selection per list of keys. Bit i of `counted` says whether list i has counts."""
     found = []
     for i, cache in enumerate(caches):
         page_size = cute.fast_divmod_create_divisor_v2(cache.shape[1])
@@ -267,8 +271,9 @@ def fake_arguments(
 ) -> tuple:
     """Return the fake arguments of a sparse MLA kernel (see `SparseMlaKernel`).
 
-    cache            makes a fake cache
-    with_max_logits  use the layouts of prefill
+    lists            number of lists of keys, 1 or 2
+    cache            makes a fake cache; not called if with_max_logits
+    with_max_logits  use the layouts of prefill, and a tensor max_logits instead of None
     """
     queries, heads, width = cute.sym_int(), cute.sym_int(), cute.sym_int()
     counts, sink = [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(lists)], fake_sink()
@@ -294,7 +299,7 @@ def fake_arguments(
 
 
 def queued_arguments(dtype: type[cutlass.Numeric], head_dim: int) -> tuple[tuple, tuple]:
-    """Return the fake arguments of prefill in two parts: (q to has_sink, out to max_logits)."""
+    """Return the fake arguments of prefill with one list of keys, in two parts: (q to has_sink, out to max_logits)."""
     arguments = fake_arguments(dtype, head_dim, 1, lambda: None, with_max_logits=True)
     return arguments[:7], arguments[7:12]
 

@@ -1,8 +1,8 @@
 """Sparse MLA prefill with up to 16 heads over selected 16-bit keys, for a queue of single queries.
 
-This is sparse_mla_swap_ab_sm90.py, except that a queue lists the queries to compute. These are queries that share
-too few keys with the other queries of their group (selection_union_sm90.py), and the queries of groups for which
-sparse_mla_union_sm90.py got a NaN or an infinity in O.
+This is sparse_mla_swap_ab_sm90.py, except that a queue lists the queries to compute. These are the queries of groups
+that share too few keys or list a key twice (selection_union_sm90.py), and of groups for which sparse_mla_union_sm90.py
+got a NaN or an infinity in O.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,11 @@ class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
     [T, h, 512], lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued
     [2], queries [T]).
 
-    Arguments are as in `SparseMlaKernel` with max_logits and one list of keys; has_counts is the `counted` of that
-    class. No query is split, so out_partial and lse_partial are not written. `queued` and `queries` are as the kernel
-    of `compile_selection_union` and then the kernel of `SparseMlaUnionSm90` left them: the first queued[1] entries of
-    `queries` are the queries to compute, in any order. Only their rows of out, lse and max_logits are written.
+    The arguments up to `workers` are as in `SparseMlaKernel` with max_logits and one list of keys; has_counts is the
+    `counted` of that class. No query is split, so out_partial and lse_partial are not written. `queued` and `queries`
+    are as the kernel of `compile_selection_union` and then the kernel of `SparseMlaUnionSm90` left them: the first
+    queued[1] entries of `queries` are the queries to compute, in any order. Only these queries' rows of out, lse and
+    max_logits are written.
     """
 
     @cute.jit

@@ -2,17 +2,16 @@
 
 o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
-The sum runs over the selected keys j of query t. Each query has one or two lists of keys. q and k have 576 or
-512 channels.
+The sum runs over the selected keys j of query t, which are in one or two lists. q and k have 576 or 512 channels.
 
 Work, warp roles, scheduler, launch: sparse_mla_kernel.py, with one score warpgroup and 64 heads per CTA.
 Consumers: mla_attention.py.
-Producer: the load warpgroup gathers keys by cp.async, 16 bytes per lane. It loads a tile's indices while it
-requests the keys of the previous tile (topk_gather.py). For an invalid index it writes zeros and clears a bit
-of the valid mask, so that the score becomes -inf. Q comes through the same stages, as one tile before the keys of
-each work tile, so that loads do not stall between work tiles.
-Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of 16 KiB v chunks and a
-ring of rope parts. The rings have room for about two and a half tiles of keys.
+Producer: the load warpgroup gathers keys by cp.async, 16 bytes per lane. It loads a tile's indices while it requests
+the keys of the previous tile (topk_gather.py). For an invalid index it writes zeros and clears the key's bit in the
+valid mask, so that the key's scores become -inf. Q comes through the same stages, as one tile before the keys of each
+work tile. So the load warps can load the next work tile's Q and keys before the current work tile is done.
+Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of 16 KiB v chunks and, for 576
+channels, a ring of 8 KiB rope parts. The rings have room for about two and a half tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: wgmma takes 2176 cycles per tile of 576 channels, and 2048 for 512. The L2 cache takes about 1700 to
 3000 cycles to deliver a tile, 72 KiB, to every SM, depending on how much of it comes from DRAM.
@@ -56,10 +55,7 @@ class SparseQTile(QTile):
 
 
 class SparseMlaSm90(MlaAttention, SparseMlaKernel):
-    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue.
-
-    Q comes through the key stages, and the valid mask says which keys are valid.
-    """
+    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in `epilogue.dtype`."""
 
     q_in_ring = True
 
@@ -68,7 +64,7 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         SparseMlaKernel.__init__(self, self.kv, self.exchange_memory, TILE_M, 1, REGISTERS)
 
     def stages(self, dtype: type[cutlass.Numeric], head_dim: int) -> TopkGather:
-        """Return the rings of keys; a subclass can override this."""
+        """Return the rings of keys with their loads; a subclass can override this."""
         return TopkGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
 
     def q_tile(self, results: Results, group, coord: Coord) -> QTile:
@@ -147,7 +143,7 @@ class SparseMlaSm90(MlaAttention, SparseMlaKernel):
         cute.autovec_copy(shared.pipeline.valid_mask[None, state.rope.stage], mask)
         if mask[0] & mask[1] & mask[2] & mask[3] != 0xFFFF:
             for i in cutlass.range_constexpr(TILE_N // 2):
-                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # among 16 keys
+                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # index among 16 keys
                 if (mask[i // 8] >> column) & 1 == 0:
                     scores[i] = -cutlass.Float32(float("inf"))
 

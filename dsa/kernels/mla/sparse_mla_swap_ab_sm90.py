@@ -5,17 +5,17 @@ o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. The kernel serves prefill
 and decoding.
 
-This is sparse_mla_sm90.py with swap A/B: S^T = K Q^T and O^T += V^T P^T. M of the wgmmas is keys (S^T) or
-channels (O^T), read from shared memory; N is heads. The wgmmas of 16 heads take a quarter of the time of 64
-heads.
+This is sparse_mla_sm90.py with swap A/B: S^T = K Q^T and O^T += V^T P^T. M of the wgmmas is keys (S^T) or channels
+(O^T), and operand A is read from shared memory; N is heads. The wgmmas for 16 heads take a quarter of the time of those
+for 64 heads.
 Work, scheduler, launch: sparse_mla_kernel.py; a CTA computes all heads of a query.
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py). The consumers' mainloops are in swap_ab_attention.py.
-Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps
-transpose O^T through shared memory, so that a lane stores 16 bytes of a row of O at a time. They store partial
-results directly to global memory.
-Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts. The rings have room for two to
-three tiles of keys.
+Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps transpose
+O^T through shared memory, so that a lane stores 16 bytes of a head's O at a time. They store partial results directly
+to global memory, one fp32 channel at a time.
+Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and, for 576 channels, a ring of 8 KiB rope parts. The
+rings have room for two to three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
 Roofline: bound by shared memory. Per tile of 576 channels, shared memory receives 72 KiB and delivers 136 KiB of keys
 and, for 16 heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to
@@ -60,8 +60,8 @@ REGISTERS = RoleRegisters(96, 112, 64)
 
 
 class ScoreOperands(NamedTuple):
-    """Tiled MMA (`mma`) and accumulator (`acc`) of S^T. The other fields are wgmma operands: v chunks (`rk`), rope
-    parts (`rr`) and Q (`rq`)."""
+    """Tiled MMA (`mma`) and accumulator (`acc`) of S^T. The other fields are wgmma operands in shared memory: the
+    stages of v chunks (`rk`) and of rope parts (`rr`), and Q (`rq`)."""
 
     mma: cute.TiledMma
     rk: cute.Tensor
@@ -151,7 +151,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
     def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> None:
         """Copy Q from tile number `ring` of the ring of keys to the memory of Q, one k chunk after the other.
 
-        The load warps have gathered rows of Q into this tile in the same way as keys.
+        The load warps have gathered the heads' rows of Q into the stages of this tile in the same way as keys.
         """
         pipeline, rope = shared.pipeline, state_at(ring, self.kv.rope_stages)
         vector = cute.make_rmem_tensor((8,), self.dtype)
@@ -180,8 +180,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
             self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
-        """Return the v chunk that contains the n-th loaded k chunk, as a position in the load order of v chunks. For
-        the rope part the result has no meaning."""
+        """Return the position in V_CHUNK_ORDER of the v chunk that contains the n-th loaded k chunk. If that is the
+        rope part, the result has no meaning."""
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit
@@ -222,7 +222,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        """See `SwapAbAttention`. `state` is the stage of the first of this warpgroup's two v chunks of the tile."""
+        """See `SwapAbAttention`. `state` is the stage of the first of the tile's two v chunks that this warpgroup
+        reads."""
         pipeline, exchange = shared.pipeline, shared.exchange
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)

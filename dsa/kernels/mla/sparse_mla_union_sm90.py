@@ -5,12 +5,12 @@ o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. A queue lists the groups
 to compute.
 
-This is sparse_mla_sm90.py, except that M is the queries x heads of a group, one query after the other, and that
-the keys are the union of the group's selections (selection_union_sm90.py). An entry of a group's list is a key and
-its members: one bit for each query of the group that has selected the key. An entry has at least one member, so it is
-never 0, and the load warps use 0 for positions past the end of the list. Each key of the union is gathered once. The
-scores of queries that have not selected the key are -inf. A tile of 64 keys takes as long as it does for one query
-with 64 heads.
+This is sparse_mla_sm90.py, except that the rows of a CTA (M) are the queries x heads of a group, one query after the
+other, and that the keys are the union of the group's selections (selection_union_sm90.py). An entry of a group's list
+is a key and its members: one bit for each query of the group that has selected the key. An entry has at least one
+member, so it is never 0, and the load warps use 0 for positions past the end of the list. Each key of the union is
+gathered once. The scores of queries that have not selected the key are -inf. A tile of 64 keys takes as long as it does
+for one query with 64 heads.
 Fallback: if O of a query has a NaN or infinity, the cause can be a key that only other queries of the group have
 selected, because 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries, which
 sparse_mla_queued_sm90.py computes afterwards.
@@ -40,12 +40,13 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 def member_of(row, size: int):
-    """Return the query of a row, as an index in the group of `size` queries."""
+    """Return the query to which row `row` of a CTA belongs, as an index in the group of `size` queries."""
     return row // (TILE_M // size)
 
 
 def head_of(row, size: int):
-    """Return the head of a row in a group of `size` queries."""
+    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. If it is not below the number
+    of heads, the row is padding."""
     return row % (TILE_M // size)
 
 
@@ -58,7 +59,7 @@ def entry_members(entry: Int32) -> Uint32:
 class GroupResults(Results):
     """Results of groups, and what the fallback for groups with non-finite results needs.
 
-    lengths  [g]: length of each group's list; -1 once the group's queries are in `queries`
+    lengths  [g] int32: length of each group's list; -1 once the fallback has put the group's queries in `queries`
     queries  the queue of single queries
     """
 
@@ -69,7 +70,7 @@ class GroupResults(Results):
 @dataclass(frozen=True)
 class GroupQTile(QTile):
     """The rows of a group of `size` queries: the TILE_M / `size` rows of the first query, then those of the next query,
-    and so on. `queries`: number of queries of all groups; `heads`: number of heads of a query."""
+    and so on. queries: number of queries of all groups. heads: number of heads of a query, at most TILE_M / `size`."""
 
     size: cutlass.Constexpr[int]
     queries: Int32
@@ -89,8 +90,8 @@ class GroupQTile(QTile):
 class UnionGather(TopkGather):
     """Gather for groups of `size` queries: a group's Q as one tile, then the keys of the group's list.
 
-    In the methods, an `index` is an entry of the list: a key and its members. The valid mask of a tile has MASK_WORDS
-    words per query of the group.
+    In the methods, `query` is a group, and an `index` is an entry of the group's list: a key and its members. The valid
+    mask of a tile has MASK_WORDS words per query of the group: a bit says whether the query has selected the key.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int, size: int):
@@ -149,8 +150,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     q, kv and the arguments from sink to workers are as in `SparseMlaKernel` with max_logits. No query is split, so
     out_partial and lse_partial are not written. The other arguments are as the kernel of `compile_selection_union` left
     them: the first queued[0] entries of `groups` are the groups to compute, and group i has lengths[i] entries in
-    lists[i]. If results of a group are not finite, the kernel appends the group's queries to `queries`, increases
-    queued[1], and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
+    lists[i]. If O of a group has a NaN or infinity, the kernel appends the group's queries to `queries`, increases
+    queued[1] by their number, and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
     """
 
     all_heads = True
@@ -217,13 +218,14 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         tile_row = tid // 32 * 16 + lane // 4
         for r in cutlass.range_constexpr(2):
             member = member_of(tile_row + 8 * r, q_tile.size)
-            # If a query has 16 rows, rows 8 apart belong to the same query, so the first row's mask serves both.
+            # With 16 rows per query, the lane's two rows, 8 apart, belong to the same query, so the first row's mask
+            # serves both. With 8 rows per query they do not.
             if const_expr(r == 0 or q_tile.size == TILE_M // 8):
                 cute.autovec_copy(masks[None, member, state.rope.stage], mask)
                 for i in cutlass.range_constexpr(MASK_WORDS):
                     mask[i] >>= Uint32(lane % 4 * 2)
             for i in cutlass.range_constexpr(TILE_N // 4):
-                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, minus the lane's first column
+                column = i // 2 % 2 * 8 + i % 2  # index among 16 keys, minus the lane's first column
                 if (mask[i // 4] >> column) & 1 == 0:
                     scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
 
@@ -244,9 +246,11 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         warp,
         lane,
     ):
-        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
-        # `zero` becomes NaN if any value is NaN or infinite. A warp that finds such a value exchanges the length of the
-        # group's list for -1. Only the first warp gets the length and not -1, and this warp queues the group's queries.
+        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries, whose
+        kernel then overwrites their results."""
+        # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane exchanges the
+        # length of the group's list for -1. Only the first such warp gets the length and not -1, and this warp queues
+        # the group's queries.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)
@@ -267,7 +271,7 @@ class SparseMlaUnionSm90(SparseMlaSm90):
 
 @cached
 def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
-    """Compile f, see `SparseMlaUnionSm90`."""
+    """Compile f, see `SparseMlaUnionSm90`, for groups of `size` queries."""
     kind = cute_dtype(dtype)
     (q, [kv], _, _, _, *sinks), results = queued_arguments(kind, head_dim)
     groups = cute.sym_int()

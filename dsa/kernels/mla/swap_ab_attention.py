@@ -1,12 +1,14 @@
 """The mainloops and the softmax of the consumer warpgroups of sparse MLA with swap A/B, for 16-bit and FP8 keys.
 
-There are one or two score warpgroups; two take the tiles of keys in turns. The online softmax converts S^T of 64
-keys x heads to P^T. The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x `head_tile` of O^T.
-P is relative to row_max. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in log2. The score
-warpgroup of a tile checks with an or-reducing barrier whether any column of the tile exceeds this limit. Only then
-do its warps compute the columns' true maxima, for which they exchange data through shared memory. Two score
-warpgroups read and update row_max in turns, in the order of the tiles. Each score warpgroup has a row_sum of the
-tiles that it scores.
+There are one or two score warpgroups; two take the tiles of keys in turns. The online softmax converts S^T of a tile,
+64 keys x `head_tile` heads, to P^T. The two output warpgroups accumulate O^T += V^T P^T. Each has 256 channels x
+`head_tile` of O^T.
+
+P = 2^(score - row_max), with a row_max per head. The true maximum can exceed row_max by up to RESCALE_THRESHOLD, in
+log2. The score warpgroup of a tile checks with an or-reducing barrier whether any column (head) of the tile exceeds
+this limit. Only then do its warps compute the columns' true maxima, for which they exchange data through shared memory.
+Two score warpgroups read and update row_max in turns, in the order of the tiles. Each score warpgroup has a row_sum of
+the tiles that it scores.
 """
 
 import operator
@@ -27,9 +29,9 @@ from dsa.kernels.mla.sparse_mla_kernel import SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, NamedBarrier, SwapAbExchange, SwapAbExchangeMemory
 from dsa.kernels.mla.topk_gather import TopkGather
 
-# For FP8 caches, P is f16 and is multiplied by 2^RAISED. Then P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits
-# in f16. A head's largest P is at least 2^RAISED, so a P that is 2^-31 of the largest is 2^-24 or more and does not
-# underflow to 0.
+# For FP8 caches, P is f16, and row_max is RAISED lower, so that P is 2^RAISED times as large. P is then at most
+# 2^(RESCALE_THRESHOLD + RAISED), which fits in f16. A head's largest P is at least 2^RAISED, so a P that is 2^-31 of
+# the largest is 2^-24 or more and does not underflow to 0.
 RAISED = 7.0
 
 
@@ -55,15 +57,17 @@ def power_of_two(exponent: Int32) -> Float32:
 
 @cute.jit
 def spread_key(row):
-    """Return the index, among eight keys, of the key that is row `row` of the wgmma operand.
+    """Return the index, among eight adjacent keys, of the key that is row `row` of the wgmma operand K in S^T = K Q^T.
 
-    Adjacent rows are keys four apart, so that lanes that read adjacent rows use different banks.
+    Rows 2 i and 2 i + 1, which a warp reads at the same time, are keys i and i + 4: their bytes are in different banks
+    (fp8_kv_gather.py).
     """
     return (row >> 1) + ((row & 1) << 2)
 
 
 class ValueOperands(NamedTuple):
-    """Tiled MMA, V^T and P^T as wgmma operands, accumulators of O^T, and `flat`, their one-dimensional view."""
+    """Tiled MMA of O^T += V^T P^T, V^T (`v`) and P^T (`p`) as wgmma operands, accumulators of O^T (`accs`), and a
+    one-dimensional view of all accumulators (`flat`)."""
 
     mma: cute.TiledMma
     v: cute.Tensor
@@ -75,18 +79,18 @@ class ValueOperands(NamedTuple):
 class SwapAbAttention(SparseMlaKernel):
     """Sparse MLA with swap A/B, for `head_tile` heads of a query per CTA, 16, 32 or 64.
 
-    dtype             dtype of Q and P; None for an FP8 cache
-    with_max_logits   also write the maximum logits
+    dtype            dtype of Q and P; None for an FP8 cache (see `SwapAbExchangeMemory`)
+    with_max_logits  also write the maximum logits; not for an FP8 cache
 
-    With an FP8 cache there are three differences. Each key has a power of two (ScaleTable), which multiplies P but not
-    row_sum. Each eight adjacent keys are in the order of `spread_key` in the wgmma operands. O is also divided by
-    2^F16_ROOM.
+    With an FP8 cache (`fp8_kv`) there are three differences. Each key has a power of two (ScaleTable), which multiplies
+    P but not row_sum. In the rows of the wgmma operand K and of S^T, each eight adjacent keys are in the order of
+    `spread_key`. O is also divided by 2^F16_ROOM.
 
     A kernel defines how Q is loaded, how a tile is scored and multiplied, and how O^T is written:
 
     load_q(operands, shared, ring, coord)
-        Copy the work tile's Q from tile `ring` of the ring of keys to the memory of Q. Return `q_power` for
-        `score_tile`: the power of two by which Q was divided, or None.
+        Copy the work tile's Q, which begins at tile number `ring` of the ring of keys, to the memory of Q. Return
+        `q_power` for `score_tile`: the power of two by which Q was divided; None if it was not.
     score_tile(operands, shared, q_power, ring, tile_count, tile, max_logits, scale, thread)
         Compute P^T of tile `tile` of the work tile. The work tile's first tile is number `ring` of the ring of
         keys and number `tile_count` of the tiles of P.
@@ -117,7 +121,7 @@ class SwapAbAttention(SparseMlaKernel):
         self.columns, self.raised = head_tile // 4, RAISED if self.fp8_kv else 0.0  # columns (heads) per lane
 
     def key_of(self, row):
-        """Return the index, among eight keys, of the key that is row `row` of the wgmma operand."""
+        """Return the index, among eight adjacent keys, of the key that is row `row` of K and of S^T."""
         return spread_key(row) if self.fp8_kv else row
 
     def number(self, thread: Thread):
@@ -144,8 +148,8 @@ class SwapAbAttention(SparseMlaKernel):
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # Counts so far: `ring` of tiles in the ring of keys, including those of Q; `work_count` of work tiles;
-        # `tile_count` of tiles of P.
+        # Counts so far: `ring` counts tiles in the ring of keys, including those of Q; `work_count` counts work tiles;
+        # `tile_count` counts tiles of P.
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -172,7 +176,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def prologue(self, exchange: SwapAbExchange, thread: Thread):
-        """Reset row_max and row_sum for a work tile. The caller must call `sync_score` afterwards."""
+        """Reset row_max and row_sum for a work tile. The caller must call `sync_score` before the first tile is
+        scored."""
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
         if thread.side == 0 and thread.tid < self.head_tile:
@@ -193,13 +198,14 @@ class SwapAbAttention(SparseMlaKernel):
         p_state: PipelineState,
         thread: Thread,
     ):
-        """Write P^T of a tile's scores `acc` to shared memory, and the factors by which O^T must be multiplied
+        """Write P^T of a tile with scores `acc` (S^T) to shared memory, and the factors by which O^T must be multiplied
         before V^T P^T is added.
 
-        valid_mask  a bit for each of the warp's keys
-        powers      exponents of the lane's two keys, if `fp8_kv`
-        exponents   `powers` as Float32; NaN for a key with a NaN scale
-        max_logits  running maxima of the lane's columns, if `with_max_logits`
+        valid_mask  a bit for each of the warp's 16 keys
+        powers      if `fp8_kv`: e of the lane's two keys, where P of a key is multiplied by 2^e; otherwise None
+        exponents   `powers` as Float32, but NaN for a key with a NaN scale
+        max_logits  if `with_max_logits`: running maxima of the lane's columns, which are updated; otherwise None
+        scale       softmax scale * log2(e)
         p_state     stage of P to write
         """
         scores, stage = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2)), p_state.stage
@@ -224,7 +230,7 @@ class SwapAbAttention(SparseMlaKernel):
                 max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
         if const_expr(self.score_warpgroups > 1):
             # Wait for this warpgroup's turn to read row_max; warpgroup 0 is first. The other warpgroup has scored the
-            # previous tile. If it raised row_max for that tile, this warpgroup's row_sum must be rescaled.
+            # previous tile. If it raised row_max for that tile, this warpgroup rescales its row_sum.
             exchange.order.wait(p_state.phase ^ 1 ^ thread.side, stage)
             self.rescale_row_sum(exchange, stage ^ 1, thread)
         excess = -Float32(float("inf"))
@@ -249,8 +255,8 @@ class SwapAbAttention(SparseMlaKernel):
             cute.arch.sync_warp()
             exchange.order.arrive(stage ^ 1)
         start = Int32(exchange.p.iterator.toint()) + stage * (2 * TILE_N * self.head_tile)
-        # For stmatrix, lane 8 i + r addresses row r of matrix i. The four matrices are 2 x 2: matrix i has half i % 2
-        # of 16 keys and half i / 2 of 16 heads.
+        # For stmatrix, lane 8 i + r addresses row r of matrix i. The four matrices are 16 keys x 16 heads of P^T:
+        # matrix i has half i % 2 of the keys and half i / 2 of the heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
         row_sum = cute.make_rmem_tensor((4,), Float32)
         without = [power_of_two(-power) for power in powers] if self.fp8_kv else [Float32(1.0)] * 2
@@ -274,7 +280,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def rescale_row_sum(self, exchange: SwapAbExchange, stage, thread: Thread):
-        """Rescale the thread's part of row_sum if the tile in stage `stage` of P raised row_max."""
+        """If the tile in stage `stage` of P raised row_max, multiply the thread's part of row_sum by the tile's rescale
+        factors."""
         lane, number = opaque(thread.lane), opaque(self.number(thread))
         if exchange.rescaled[stage] != 0:
             row_sum = cute.make_rmem_tensor((4,), Float32)
@@ -286,8 +293,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
-        """Set row_max to the tile's true maximum, less `raised`, in the columns where row_max rises by more than
-        RESCALE_THRESHOLD. Write the rescale factors.
+        """Set row_max to the tile's true maximum minus `raised` in the columns where this raises row_max by more than
+        RESCALE_THRESHOLD. Write the rescale factors of all columns; they are 1 where row_max stays.
         """
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
@@ -317,18 +324,20 @@ class SwapAbAttention(SparseMlaKernel):
         max_logits,
         coord: Coord,
     ):
-        """Write LSE of the work tile's heads, and the maximum logits if `with_max_logits`. Pass the factors `inverse`
-        of O^T to the output warpgroups.
+        """Write LSE of the work tile's heads, and the maximum logits if `with_max_logits`. Pass
+        `SwapAbExchange.inverse`, the factors of O^T, to the output warpgroups.
 
-        tile_count  number of tiles scored so far, including this work tile
-        end_state   stage of `inverse`
+        LSE is a natural logarithm and does not include the attention sink. Without keys it is +inf, or -inf in a split.
+
+        tile_count  number of tiles of P so far, including those of this work tile
+        end_state   state of the pipeline `end`
         """
         thread, first, heads = coord.thread, coord.first_head, coord.heads
         tid, number = opaque(thread.tid), self.number(thread)
         if const_expr(self.score_warpgroups > 1):
             self.sync_score()
             if (tile_count & 1) == thread.side:
-                # The other warpgroup scored the last tile.
+                # The other warpgroup scored the last tile. If it raised row_max, this warpgroup rescales its row_sum.
                 self.rescale_row_sum(exchange, thread.side ^ 1, thread)
         sums = cute.make_rmem_tensor((4, self.columns // 4), Float32)
         for j in cutlass.range_constexpr(self.columns // 4):
@@ -338,8 +347,8 @@ class SwapAbAttention(SparseMlaKernel):
         if thread.side == 0:
             exchange.end.producer_wait(end_state)
             if tid < self.head_tile:
-                # Start with the warps that scored the work tile's first tile, so that the order of the sum
-                # does not depend on earlier work tiles.
+                # Start with the warps that scored the work tile's first tile, so that the order of the additions does
+                # not depend on earlier work tiles.
                 rotation = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
                 row_sum = exchange.by_warp[tid, rotation]
                 for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):
@@ -376,7 +385,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
-        """Reduce the values of each column over the warp by `combine`, and write the results to `by_warp`.
+        """Reduce the values of each column over the eight lanes of the warp that have the column, by `combine`, and
+        write the results to `by_warp`.
 
         `values` has one value per column of the lane. All columns are reduced together, so that their shuffles overlap.
         Reduced one after the other, each column would wait for three shuffles.
@@ -392,7 +402,8 @@ class SwapAbAttention(SparseMlaKernel):
     def element(self, column: int, j: int) -> int:
         """Return the index in `flat` of the lane's j-th channel in a column of O^T.
 
-        A lane has eight channels per column: two of each 64 of the warpgroup's 256 channels.
+        The warpgroup's 256 channels are the rows of four 64-row blocks of wgmmas. A lane has two rows of each block, so
+        eight channels per column.
         """
         return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
 
@@ -420,10 +431,10 @@ class SwapAbAttention(SparseMlaKernel):
         group,
         coord: Coord,
     ):
-        """Run an output warpgroup, which has half of the channels, over all work tiles of this CTA.
+        """Run an output warpgroup, which computes half of the channels of O^T, over all work tiles of this CTA.
 
         v      V^T as a wgmma operand
-        state  the warpgroup's first state in the ring of keys
+        state  the warpgroup's first state in the ring of keys, of v chunks if keys have 16 bits
         """
         pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
         thr = mma.get_slice(thread.tid)

@@ -1,7 +1,7 @@
-"""Shared memory through which score warpgroups pass P^T and factors to output warpgroups, with swap A/B.
+"""Shared memory through which score warpgroups pass P^T and factors of O^T to output warpgroups, with swap A/B.
 
-Swap A/B computes S^T = K Q^T and O^T = V^T P^T. For FP8 caches the score warpgroups also pass the scales of a
-tile's keys, in the layout that the products with P^T need.
+Swap A/B computes S^T = K Q^T and O^T = V^T P^T. For FP8 caches the score warpgroups also pass factors of V, made from
+the scales of a tile's keys.
 """
 
 from dataclasses import dataclass
@@ -39,19 +39,20 @@ class NamedBarrier(IntEnum):
 class SwapAbExchange:
     """Shared memory between the score and output warpgroups.
 
-    q           Q [heads, channels]
-    p           P^T [heads, TILE_N, P_STAGES]
+    q           Q [heads, channels] in 16 bits
+    p           P^T [heads, TILE_N, P_STAGES] in 16 bits
     p_pipeline  pipeline of p
-    rescale     [heads, P_STAGES]: factor by which each column of O^T is multiplied before a tile's V^T P^T is added;
-                only valid if the stage's `rescaled` is not 0
-    rescaled    [P_STAGES]: whether the tile in this stage of P raised row_max
-    inverse     [heads]: factor by which each column of O^T is multiplied at the end of a work tile: 1 / (sum of P),
-                times 2^-F16_ROOM for FP8 caches. The sum includes the attention sink, except in a split
+    rescale     [heads, P_STAGES] fp32: factor by which each column of O^T is multiplied before a tile's V^T P^T is
+                added; only valid if the stage's `rescaled` is not 0
+    rescaled    [P_STAGES] int32: 1 if the tile in this stage of P raised row_max, otherwise 0
+    inverse     [heads] fp32: factor by which each column of O^T is multiplied at the end of a work tile: 1 / (sum of
+                P), or 0 for a head without keys; times 2^-F16_ROOM for FP8 caches. The sum includes the attention sink,
+                except in a split
     end         pipeline of inverse, one stage
-    order       mbarriers, one per stage: let the score warpgroups read and update row_max in turns
-    by_warp     [heads, score warps]: scratch for reductions over warps: each warp's maximum or sum per head
-    row_max     [heads]: the maximum that P is relative to, in log2; NO_MAX before the first score
-    row_sum     [4, score threads, heads / 16]: each thread's partial sums of P, one for each of the thread's
+    order       mbarriers, one per stage of P: let two score warpgroups read and update row_max in turns
+    by_warp     [heads, score warps] fp32: scratch for reductions over warps: each warp's maximum or sum per head
+    row_max     [heads] fp32: P = 2^(score - row_max); NO_MAX before the work tile's first tile
+    row_sum     [4, score threads, heads / 16] fp32: each thread's partial sums of P, one for each of the thread's
                 heads / 4 columns
 
     Only kernels for FP8 caches use these:
@@ -88,8 +89,9 @@ class SwapAbExchange:
 class SwapAbExchangeMemory:
     """The layout of a SwapAbExchange in shared memory.
 
-    dtype             dtype of Q and P; None for an FP8 cache, where Q is in bf16 and f16, and P in f16
-    head_dim          channels of a query
+    dtype             dtype of Q and P. None for an FP8 cache: P is f16; Q is f16 in the channels where keys are e4m3,
+                      and bf16 in the 64 channels where they are bf16
+    head_dim          channels of a head's query
     head_tile         heads per CTA
     score_warpgroups  number of score warpgroups
     """
@@ -156,11 +158,11 @@ class SwapAbExchangeMemory:
 class ScaleTable:
     """The factors that turn a tile's FP8 values into V in f16.
 
-    A factor is a value's scale divided by 2^(e - F16_ROOM), where e is the exponent of the key's largest scale. For
-    d = 512, the key's largest bf16 value counts as a scale, too, with its exponent reduced by 9 (`share_scales` in
-    fp8_kv_scores.py, which also limits e). So values times factors fit in f16. The score warpgroups multiply P by the
-    key's 2^e, and O is divided by 2^F16_ROOM. The factors of two keys are adjacent, as the keys are in the wgmma
-    operand.
+    A factor is a value's scale divided by 2^(e - F16_ROOM), where e is the exponent of the key's largest scale. For d =
+    512, the key's largest bf16 value counts as a scale, too, with an exponent reduced by 9. (`share_scales` in
+    fp8_kv_scores.py computes e and limits it.) So values times factors fit in f16. To make up for the division, the
+    score warpgroups multiply P by the key's 2^e, and O is divided by 2^F16_ROOM. The factors of keys 2 i and 2 i + 1
+    are adjacent, as are these keys in the wgmma operand of V^T.
 
     d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16; a group is 128 channels. The third mode is (rounded factor,
     rounding error).
@@ -182,7 +184,7 @@ class ScaleTable:
         return table + group * self.each + key // 2 * self.entry + key % 2 * 2
 
     def of_block(self, table: Int32, block) -> Int32:
-        """Return the address of the factors for channels 64 `block` to 64 `block` + 63."""
+        """Return the address of the first key's factor for channels 64 `block` to 64 `block` + 63."""
         return table + (block // 2 if self.split else block) * self.each
 
     def pair(self, start: Int32, pair) -> list:

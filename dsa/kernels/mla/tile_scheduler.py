@@ -1,8 +1,8 @@
-"""The schedulers of sparse MLA attention: stream-K over all queries, and a queue of items.
+"""The schedulers of sparse MLA attention: StreamKScheduler for all queries, QueueScheduler for the items of a queue.
 
-There are two queues. The items of the first are groups of queries that share keys (sparse_mla_union_sm90.py). The
-items of the second are single queries (sparse_mla_queued_sm90.py): queries that share too few keys with their
-group, and queries of a group whose joint result is not finite.
+There are two queues. The items of the first are groups of queries that share keys (sparse_mla_union_sm90.py). The items
+of the second are single queries (sparse_mla_queued_sm90.py): queries that share too few keys with their group, and
+queries of a group whose joint result is not finite.
 
 A worker is a set of CTAs that compute the same queries, one CTA per head tile. If a CTA computes all heads, a worker is
 one CTA.
@@ -19,11 +19,11 @@ from cutlass import Int32
 class SchedulerState(NamedTuple):
     """Position of a worker: the next work tile.
 
-    query     query of the next work tile; not valid if that is the worker's first split
-    wave      number of the worker's work tiles before the next one; below full_waves it is the index of the next wave
-    tile      until the worker's first split: the worker's first split tile, counted over all split queries. After that
-              split: first tile of the next work tile in `query`
-    left      number of split tiles left for this worker
+    query     query of the next work tile; not valid at the worker's first work tile after the full waves
+    wave      number of work tiles that the worker has done; below full_waves it is the index of the next wave
+    tile      up to the worker's first work tile after the full waves: this work tile's first tile, counted over all
+              split queries. Later: first tile of the next work tile in `query`
+    left      number of split tiles that this worker has yet to compute
     is_valid  whether there is a next work tile
     """
 
@@ -43,12 +43,12 @@ class StreamKScheduler:
     divided evenly among the first `split_workers` workers, as if every query had `tiles` tiles. Each of these workers
     gets a range of consecutive split tiles. `split_workers` is at most the number of split tiles.
 
-    So several workers can share a split query. A worker has at most two splits, in the first and the last query of
-    the worker's range. A split with the query's first tile writes partial result 2 * `worker` + 1. Any other split
-    writes partial result 2 * `worker`.
+    So several workers can share a split query. Of a worker's range, only the first and the last query can be shared, so
+    a worker has at most two splits; the queries between them are whole work tiles. A split with the query's first tile
+    writes partial result 2 * `worker` + 1. Any other split writes partial result 2 * `worker`.
 
-    The KeyBlockScheduler of the training kernels differs: it splits all work, which consists of spans of
-    unequal lengths.
+    The KeyBlockScheduler of the training kernels differs: it has no full waves, and its units of work have unequal
+    lengths.
     """
 
     worker: Int32
@@ -95,10 +95,12 @@ class StreamKScheduler:
 
     @cute.jit
     def advance(self, state: SchedulerState, query, tile, query_tiles):
-        """Return (first tile, end tile, split_idx, next state) of the work tile at (query, tile).
+        """Return (first tile, end tile, split_idx, next state) of the work tile at (query, tile), which `locate`
+        returned.
 
-        query_tiles: number of tiles that the query really has. If the worker's first split comes next, `query` in the
-        next state can be wrong. Then this `query` serves only to prefetch Q, and `locate` returns the right query.
+        split_idx is -1 if the work tile is a whole query. query_tiles: number of tiles of the query, at most `tiles`.
+        The `query` of the next state can be wrong if the full waves end here. Then it serves only to prefetch Q, and
+        `locate` returns the right query.
         """
         first, end, split_idx, following = Int32(0), query_tiles, Int32(-1), query + self.workers
         wave, left = state.wave, state.left
@@ -122,7 +124,8 @@ class StreamKScheduler:
 class Queue:
     """A queue of groups or of single queries to compute: the first counts[place] entries of `items`, in any order.
 
-    counts  [2]: number of queued groups, number of queued single queries
+    items   [largest number of items] int32: indices of groups or of queries
+    counts  [2] int32: number of queued groups, number of queued single queries
     place   index of this queue in `counts`: 0 for groups, 1 for single queries
     """
 
@@ -132,7 +135,7 @@ class Queue:
 
     @cute.jit
     def add(self, first, count):
-        """Append `count` item numbers, from `first` on; called by one thread."""
+        """Append the items `first` to `first` + `count` - 1; called by one thread."""
         place = cute.arch.atomic_add(self.counts.iterator + self.place, Int32(count), sem="relaxed", scope="gpu")
         for i in cutlass.range(count, unroll=1):
             self.items[place + i] = first + i
@@ -145,7 +148,7 @@ class QueueScheduler:
 
     In a SchedulerState, `query` is an item, and `wave` is the item's position in the queue.
 
-    queries  an exclusive upper bound of the item numbers
+    queries  every item is below this number
     items    the queue's entries
     count    number of items in the queue
     """
@@ -174,6 +177,6 @@ class QueueScheduler:
 
     @cute.jit
     def advance(self, state: SchedulerState, query, tile, query_tiles):
-        """Return the same as `StreamKScheduler.advance`. The work tile has all tiles of the item, and split_idx is
+        """Return the same as `StreamKScheduler.advance`. A work tile has all tiles of the item, so split_idx is always
         -1."""
         return Int32(0), query_tiles, Int32(-1), self.at(state.wave + self.workers)

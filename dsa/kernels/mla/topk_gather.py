@@ -1,14 +1,15 @@
 """The producer of sparse MLA attention over 16-bit keys: the load warpgroup, which gathers selected keys.
 
-A query has one or two lists of keys. The query's tiles are the first list in steps of 64 keys, then the second list.
-The scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup writes zeros and
-clears the key's bit in the valid mask.
+A query has one or two lists of keys. The query's tiles are the first list in steps of 64 keys, then the second list in
+steps of 64 keys. The scheduler says which queries and tiles a CTA computes. For an invalid index the load warpgroup
+writes zeros and clears the key's bit in the valid mask.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
 the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
 fence: once per tile if the whole tile has arrived (`TopkGather.tile_is_loaded`), otherwise after the wait for
 each chunk (`TopkGather.fence`). The output warpgroups read the same chunks and need no other fence. They wait for P of
-the tile, and the score warpgroup executes a fence for P after it has waited for all chunks of the tile.
+the tile, and the score warpgroup executes a fence for P after it has waited for all chunks of the tile. That fence
+covers the chunks, too.
 """
 
 from dataclasses import dataclass
@@ -35,16 +36,16 @@ from dsa.kernels.mla.mla_tiles import (
 )
 from dsa.kernels.mla.tile_scheduler import QueueScheduler, StreamKScheduler
 
-WARP_KEYS = TILE_N // 4  # keys of a tile that a warp gathers
+WARP_KEYS = TILE_N // 4  # keys of a tile that a load warp gathers
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A list of keys for each query.
+    """A list of keys for each of T queries; a sequence has s_q queries.
 
     cache       [pages, P, d]
-    indices     [T, K]; an index that is negative or beyond the cache is invalid
-    counts      [T / s_q]: number of indices that each query of a sequence uses: the first ones of the query's K
+    indices     [T, K] int32: page * P + offset in the page; an index that is negative or beyond the cache is invalid
+    counts      [T / s_q] int32: a query of sequence b uses only the first counts[b] of the K indices
     has_counts  > 0: `counts` is used. Otherwise queries use all K indices
     page_size   P as a divisor
     """
@@ -57,7 +58,7 @@ class Selection:
 
     @cute.jit
     def count(self, query: Int32, group: cute.FastDivmodDivisorV2):
-        """Return the number of the query's indices that are used, from 0 to K. group: s_q as a divisor."""
+        """Return the number of indices that the query uses, from 0 to K. group: s_q as a divisor."""
         count = self.indices.shape[1]
         if self.has_counts > 0:
             sequence, _ = divmod(query, group)
@@ -91,8 +92,10 @@ class TopkGather(KvStages):
     ):
         """Run the load warpgroup over all work tiles of this CTA, then publish the end marker.
 
-        lists             one or two Selections
         memory, pipeline  the stages and their barriers
+        lists             one or two Selections
+        group             number of queries per sequence, s_q, as a divisor
+        first_row         first head that this CTA computes
         """
         kv_state, work_state = pipeline.start(), start()
         work = scheduler.first()
@@ -151,7 +154,7 @@ class TopkGather(KvStages):
     def index_of(self, lists, counts, ends, query, tile, key):
         """Return the selected index of key `key` (0 to 63) in tile `tile` of a query, or -1 past the end of a list.
 
-        counts, ends: number of used indices, and number of tiles, of each list.
+        counts: number of indices that the query uses in each list. ends: number of tiles of each list.
         """
         place = tile * TILE_N + key
         index = Int32(-1)
@@ -197,8 +200,8 @@ class TopkGather(KvStages):
         """Turn one address per lane, where lane i < 16 has the address of key i, into addresses for 8 lanes per key, 16
         bytes apart.
 
-        A lane copies a part of four keys. Return two lists: the lane's address in each of these keys, and whether each
-        of these keys is valid.
+        A lane copies 16 bytes of each of four keys. Return two lists: the lane's address in each of these keys, and
+        whether each of these keys is valid.
         """
         sources, valid = [], []
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
@@ -224,8 +227,8 @@ class TopkGather(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """Load 64 rows of Q from `first_row` on like a tile of keys, then the work tile's keys. Return the state
-        after the work tile.
+        """Load the 64 rows of Q from `first_row` on into the stages of one tile, then the work tile's keys. Return the
+        state after the work tile.
 
         The loop's first iteration, with `tile` = `first` - 1, loads Q.
         """
@@ -275,11 +278,11 @@ class TopkGather(KvStages):
 
     @cute.jit
     def gather(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, warp, lane):
-        """Gather k chunk `k_chunk` of this warp's keys into the ring `stages`; `place` counts the k chunks of the
-        ring's stages."""
+        """Gather k chunk `k_chunk` of this warp's keys into the ring `stages`; `place` is the target's index among the
+        k chunks of all stages."""
         target = Int32(stages.iterator.toint()) + 2 * K_CHUNK * (place * TILE_N + warp * WARP_KEYS + lane // 8)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
-            row = 4 * (i % 2) + lane // 8  # among 8 rows, the swizzle's period
+            row = 4 * (i % 2) + lane // 8  # index among 8 rows, the swizzle's period
             gather_16(
                 target + 2 * (4 * i * K_CHUNK + (lane % 8 ^ row) * 8), sources[i] + 2 * K_CHUNK * k_chunk, keep[i]
             )

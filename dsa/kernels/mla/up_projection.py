@@ -3,9 +3,9 @@
 An mma multiplies the weights of 16 output channels (M), dequantised from FP8 to bf16, by eight tokens (N). The output
 channels are columns of W_UK or rows of W_UV.
 
-A dequantised weight is e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
-order of the input channels (K) is free, as long as weights and tokens have the same order. Both kernels use the order
-in memory.
+A dequantised weight is e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The order
+of the input channels (K) is free, as long as weights and tokens have the same order. The two kernels that use this
+module keep the order in memory: mla_absorb_queries_sm90.py and mla_values_cast_to_fp8_sm90.py.
 """
 
 import cutlass
@@ -33,8 +33,8 @@ def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
 def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
     """Return a zero, read from shared memory after a CTA barrier, so that ptxas does not know that it is zero.
 
-    ptxas moves no load over the barrier, so all earlier loads are in flight together. Without the barrier, ptxas would
-    place some loads after conversions that wait for the first loads.
+    ptxas moves no load over the barrier, so all loads of weights before it are in flight together. Without the barrier,
+    ptxas would place some loads after conversions that wait for the first loads.
 
     zeros: one word of shared memory per warp
     """
@@ -46,7 +46,8 @@ def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
 
 @cute.jit
 def depending_on(x: Float32, words, zero: Uint32) -> Float32:
-    """Return x as x | (words & zero), so that it depends on `words`. `zero` is 0, but ptxas does not know this.
+    """Return x, computed as x | (words & zero), so that it depends on `words`. `zero` is 0, but ptxas does not know
+    this.
 
     x is the scale of the weights that are converted next, and `words` are the weights that are already converted.
     Without the dependency, ptxas would convert all weights to fp32 before it rounds any of them to bf16. There are not
@@ -88,7 +89,7 @@ def load_words(row: cute.Tensor, place, target: cute.Tensor):
 
 @cute.jit
 def in_order(slices: cute.Tensor, sums: cute.Tensor):
-    """sums [n] = the sum of `slices` [n, number of slices] over the slices, added in order, starting from zero."""
+    """Set sums [n] to the sum of `slices` [n, number of slices] over the slices, added in order from zero on."""
     values = cute.make_rmem_tensor(slices.shape, Float32)
     for i in cutlass.range_constexpr(slices.shape[1]):
         cute.autovec_copy(slices[None, i], values[None, i])

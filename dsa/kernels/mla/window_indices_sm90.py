@@ -2,21 +2,26 @@
 
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
-Query t is at position p of a sequence whose first key is k0. The cache is paged with a block table, or it is a ring. In
-a ring, page b belongs to sequence b, and position p is at offset p modulo the page size.
+The query is at position p of a sequence whose first key is k0; the last query of a sequence is at the position of the
+last key. For `indices` it is query t of packed sequences, for `slots` it is query i of sequence b. Columns after the
+last key are -1.
+
+The cache is paged with a block table, or it is a ring. In a ring, page b belongs to sequence b, and position p is at
+offset p modulo the page size.
 
 Work
-- A warp handles one query. It computes the first and the last position, and its lanes write adjacent columns.
-- To find the sequence of a packed query, the warp compares the query with all boundaries, 32 at a time,
-  from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But then one wrong
-  boundary could give wrong results for queries of other sequences, too.
+- A warp handles one query. It computes the window's first and last position, and its lanes write adjacent columns.
+- To find the sequence of a packed query, the warp compares the query's index with all boundaries in cu_seqlens_q, 32 at
+  a time, from the L1 cache. With hundreds of boundaries a binary search would need fewer comparisons. But then one
+  wrong boundary could give wrong results for queries of other sequences, too.
 - A lane loads the page numbers of several keys without a branch, so that these loads are in flight together.
 - Positions and slots are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot
   that does not fit in int32 becomes -1.
 Warp roles: none, all warps do the same. Shared memory: none.
-Constraints: at most MAX_WINDOW queries, columns and keys per page; rings with at most 2^31 slots in total.
+Constraints: at most MAX_WINDOW queries, MAX_WINDOW columns and MAX_WINDOW keys per page; rings with at most 2^31 slots
+in total.
 Launch: programmatic dependent launch.
-Roofline: bound by memory, 4 bytes per entry; at decoding sizes bound by latency.
+Roofline: bound by memory, 4 bytes per entry of the result; for few queries, as in decoding, bound by latency.
 """
 
 from collections.abc import Callable
@@ -78,10 +83,10 @@ class WindowIndicesSm90:
 
     @cute.jit
     def sequence(self, q_starts: cute.Tensor, t, lane):
-        """Return the index of the sequence that contains query t, or -1.
+        """Return the index of the sequence that contains query t, or -1 if no sequence does.
 
         Take the non-empty sequence that begins last among those that begin at or before t. If it ends at or before t,
-        return -1. So a sequence with wrong boundaries takes no queries from later sequences.
+        return -1. So a sequence that ends too late takes no queries from later sequences.
         """
         own, begins = Int32(-1), Int32(LOWEST)
         for b in cutlass.range(lane, q_starts.shape[0] - 1, WARP, unroll=UNROLL):
@@ -136,7 +141,8 @@ class WindowSlotsSm90:
 
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
-        """Return the cache slot of the window's key number `column`, or -1."""
+        """Return the cache slot of the window's key number `column`, or -1 if the window has fewer keys or the key has
+        no page."""
         # For columns past the last key, use the last key's position again, or 0 if the window has no keys. So the load
         # of the page number below needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
@@ -176,8 +182,8 @@ def compile_window_slots(ring: bool):
     """Compile f(block_table [B, max_pages] or None for a ring, cache_seqlens [B], slots [B, s_q, window],
     page_size), all int32. The last dimension of `slots` is contiguous.
 
-    B, s_q, max_pages > 0; B * s_q, window and page_size are 1 to MAX_WINDOW. For a ring B * page_size is at
-    most 2^31.
+    A slot is page * page_size + offset in the page. B, s_q, max_pages > 0; B * s_q, window and page_size are 1 to
+    MAX_WINDOW. For a ring B * page_size is at most 2^31.
     """
     batch = cute.sym_int()
     return compile_sm90(
