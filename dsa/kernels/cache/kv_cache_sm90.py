@@ -2,15 +2,15 @@
 quantisation).
 
 Plan
-- One warp per token. A row stays in registers from the loads to the stores; kv_row.py says which channels a lane has.
-  All loads of rows are contiguous over the warp. Only loads from a slot of the cache wait for another load, that of the
-  slot.
+- One warp per token. A row stays in registers from the loads to the stores (float rows in rounds of 128 vectors).
+  kv_row.py says which channels a lane has. All loads of rows are contiguous over the warp. Only loads from a slot of
+  the cache wait for another load, that of the slot.
 - FP8 rows: a shuffle tree computes the amax of the channels that share a scale. Rounding is done as in the PyTorch
   references (dsa/reference), so the bits are equal.
 - RMSNorm needs one shuffle tree. RoPE on interleaved pairs stays within a lane. For RoPE on halves (pairs of channels
   32 apart), lane l exchanges its RoPE channels with lane l XOR 16. Norm and RoPE each round to the projection's dtype,
   as separate ops do.
-- Float rows, with any number of channels, are copied and converted with 4 vectors per lane in flight.
+- Copies between float rows and a float cache convert the dtype, with 4 vectors per lane in flight.
 - For a slot outside the cache, a write does nothing and a read gives zeros.
 Shared memory: none. Constraints: rows at multiples of 16 bytes; channels of float rows a multiple of 8.
 Roofline: bound by memory. Bytes read and written per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4),
@@ -254,7 +254,7 @@ class WriteMlaCacheSm90:
                     cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
             if keep != 0:
                 if const_expr(self.quantizes):
-                    # Return the values that a read of the row would give.
+                    # `rows` gets the values that a read of the cache's row would give.
                     self.row.dequantize(out, scales, v)
                     round_to(pair, BFloat16)
                 self.row.store(_convert(v, kv.element_type), rows[t, None], lane)

@@ -28,7 +28,7 @@ NOTHING_LEFT = -(2**31)  # value in `remaining` (candidate_select_sm90.py) of a 
 
 def pass_strides(keys: int) -> tuple[int, ...]:
     """Return the strides of all passes over `keys` keys, counted in key tiles. The last stride is 1."""
-    tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # upper bound: a query's first key can be inside a group
+    tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # upper bound: a block's first key can be inside a group
     strides = [FINAL_STRIDE]
     while -(-tiles // strides[0]) > SAMPLE_TILES:
         fits = 1 << (-(-tiles // SAMPLE_TILES) - 1).bit_length()

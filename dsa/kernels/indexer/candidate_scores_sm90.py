@@ -13,9 +13,9 @@ Plan
   single producer of fp8_mqa_logits_sm90. With several producer warps, these instructions are spread over the quarters
   of an SM.
 - Prologue: while the consumers score a block, each of the four producer warps prepares a quarter of the next block's
-  columns in shared memory, so that the consumers need not wait for it. With fp16 accumulation, the warp scales the
-  queries into fp16's range. With either accumulation, it packs the weights in the layout of the consumers' lanes.
-  Shared memory then contains everything that a consumer needs to know about the block.
+  columns in shared memory, so that the consumers need not wait for the preparation. With fp16 accumulation, the warp
+  scales the queries into fp16's range. With either accumulation, it packs the weights in the layout of the consumers'
+  lanes. Shared memory then contains everything that a consumer needs to know about the block.
 - Mainloop: as in fp8_mqa_logits_sm90. After the first pass, the epilogue multiplies each sum over heads by the key's
   scale, and compares the score with the bound. A lane has several queries. For each of them, one vote over both keys of
   every lane decides whether the warp has anything to append. Only then does the warp check the key ranges.
@@ -31,10 +31,10 @@ Shared memory: barriers, queries and keys as in fp8_mqa_logits_sm90, and for eac
 bounds and counters of the queries.
 Registers: a consumer thread has 8 registers fewer than in fp8_mqa_logits_sm90. So a producer thread has 16 more with
 two consumer warpgroups, and 24 more with three.
-Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a consumer warp executes 2
-instructions per key tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more.
-In a tile with candidates, it executes another 24 to append them. For k = 2048, a warp appends in 2 of 3 tiles at 128K
-keys, and in 1 of 4 at 512K.
+Roofline: bound like fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a consumer warp executes 2 instructions
+per key tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more. In a tile with
+candidates, it executes another 24 to append them. For k = 2048, a warp appends in 2 of 3 tiles at 128K keys, and in 1
+of 4 at 512K.
 """
 
 from collections.abc import Callable

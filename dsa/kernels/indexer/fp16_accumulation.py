@@ -136,7 +136,8 @@ def _add(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def _scaled(word: Uint32, factors: Uint32) -> Uint32:
-    """Return four e4m3 numbers, each multiplied by the same factor. `factors` contains the factor twice, in fp16."""
+    """Return the four e4m3 numbers in `word` times one factor, rounded to e4m3. `factors` contains the factor twice, in
+    fp16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 x, l; "
         "cvt.rn.f16x2.e4m3x2 y, h; mul.rn.f16x2 x, x, {$r1}; mul.rn.f16x2 y, y, {$r1}; "

@@ -17,8 +17,8 @@ Plan
   and wait for the next tile's keys. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups
   by named barriers (ping-pong) gained nothing: wgmma and the sums compete for the register file
   (docs/explanation/kernels.md).
-- fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and
-  adjust the weights. The sums over heads then take two heads per instruction (fp16_accumulation.py).
+- fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and the
+  weights by the inverse factors. The sums over heads then take two heads per instruction (fp16_accumulation.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
   are replaced by -inf or, with `compressed`, not written.
@@ -230,7 +230,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
-        """Write -inf to those columns of [0, fill_columns) in each row that the consumer warps do not write."""
+        """In each row, write -inf to those columns of [0, fill_columns) that the consumer warps do not write."""
         keys = k_scale.shape[0]
         scheduler = static_persistent_scheduler()
         width = 128 // self.out_dtype.width

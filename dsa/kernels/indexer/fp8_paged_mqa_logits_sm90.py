@@ -556,10 +556,10 @@ def compile_fp8_paged_mqa_logits(
     """half: fp16 accumulation (fp16_accumulation.py).
 
     -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H] fp32, lengths [B, 1 or
-    next_n], block_table [B, max_pages], schedule [CTAs + 1, 2] int32, out [B * next_n, columns] out_dtype, capacity,
-    fill_columns); P = page_size, and B, pages, max_pages > 0. A query sees at most `capacity` keys. Columns before
-    fill_columns that have no score get -inf. Pages, rows of weights and rows of out start at multiples of 16 bytes.
-    Rows of out have at least 64 * ceil(capacity / 64) columns."""
+    next_n] int32, block_table [B, max_pages] int32, schedule [CTAs + 1, 2] int32, out [B * next_n, columns] out_dtype,
+    capacity, fill_columns); P = page_size, and B, pages, max_pages > 0. A query sees at most `capacity` keys. Columns
+    before fill_columns that have no score get -inf. Pages, rows of weights and rows of out start at multiples of 16
+    bytes. Rows of out have at least 64 * ceil(capacity / 64) columns."""
     out_type = cute_dtype(out_dtype)
     batch, rows = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))

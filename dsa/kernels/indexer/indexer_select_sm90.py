@@ -28,9 +28,9 @@ scores, four lists of CAPACITY (order, key) pairs, 1 KiB of counts per selecting
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to CAPACITY - 1024 = 2048, so that after a cut to 2048 keys a list has room for nearly half as many
 new ones.
-Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
-two queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With
-fewer heads, a tile has fewer columns than in fp8_mqa_logits_sm90 (four queries), and the selection takes as long as the
+Roofline: with 64 heads, bound like fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its two
+queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With fewer
+heads, a tile has fewer columns than in fp8_mqa_logits_sm90 (four queries), and the selection takes as long as the
 scores.
 """
 
@@ -70,7 +70,7 @@ GROUPS = 2  # consumer warpgroups
 SELECT_WARP, SELECTING_WARPS = 1, 2  # first selecting warp in the last warpgroup; number of selecting warps
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS  # queries per selecting warp
 CAPACITY = MAX_SELECTED + 1024  # entries per list
-HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half of a key tile
+HALVES = TILE // WARP  # per query, a lane of a selecting warp has one score of each half of a key tile
 DIGIT_BITS = 8  # bits per digit of a list's orders
 DIGITS = 1 << DIGIT_BITS
 AHEAD = 4  # list entries that a lane loads before it uses the first

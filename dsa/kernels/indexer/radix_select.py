@@ -144,8 +144,8 @@ def find_digit(
     whether at least `rank` numbers were counted). If fewer were counted, the first three results mean nothing. The
     numbers' digits have been counted in `memory.counts`. Ranks begin with 1, the largest.
 
-    The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. Begins and ends with a barrier, and zeroes the
-    digit counts.
+    The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. first_pass: ignore the numbers with NaN's digit.
+    Begins and ends with a barrier, and zeroes the digit counts.
     """
     own = BINS // threads
     first = tid * own

@@ -89,10 +89,11 @@ class ScoreMainloop:
         return sm90.make_trivial_tiled_mma(e4m3, e4m3, major, major, self.accumulators, (1, 1, 1), (TILE, self.n))
 
     def loads(self, q: cute.Tensor, k: cute.Tensor, q_stages: int, rows: int = TILE):
-        """-> ((TMA atom and tensor of a block of queries, TMA atom and tensor of a block of `rows` keys), layouts).
+        """-> ((q_atom, q_tma, k_atom, k_tma), layouts): the TMA atoms and tensors for copies of a block of queries and
+        of a block of `rows` keys.
 
         The three layouts, in shared memory, are those of the queries, of the key tiles, and of the key tiles' memory
-        divided into blocks of `rows` keys, one block per copy."""
+        divided into blocks of `rows` keys."""
         k_layout, rows_layout = (
             sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (keys, self.n, self.dim), Float8E4M3FN, count)
             for keys, count in ((TILE, self.stages), (rows, self.stages * (TILE // rows)))

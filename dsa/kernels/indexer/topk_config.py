@@ -7,9 +7,9 @@ BITS = 32  # most numbers from which a thread selects: its mask of the selected 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """threads: threads per CTA. capacity: entries of a CTA's list of candidates. tile: numbers per thread in a tile of
-    a row that is streamed, or 0 if the configuration accepts only resident rows, which fit in shared memory. stages:
-    tiles in flight. cluster: CTAs per row."""
+    """threads: threads per CTA. capacity: entries of a CTA's list of candidates, 8 bytes each; a resident row uses the
+    list's memory. tile: numbers per thread in a tile of a row that is streamed, or 0 if the configuration accepts only
+    resident rows, which fit in shared memory. stages: tiles in flight. cluster: CTAs per row."""
 
     threads: int
     capacity: int
@@ -18,7 +18,7 @@ class TopkConfig:
     cluster: int = 1
 
     def resident_vectors(self, width: int) -> int:
-        """Return how many 16-byte vectors a resident row of `width`-bit numbers can overlap, 0 in clusters, which
+        """Return the most 16-byte vectors that a resident row of `width`-bit numbers can overlap; 0 for clusters, which
         stream every row."""
         return min(self.threads * BITS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
 

@@ -10,7 +10,7 @@ Plan
   (`collect`). Scores that are not below a threshold are appended to a list of candidates, with their columns and in
   ascending order of the columns. A row that fits the list needs no threshold.
 - Threshold: it comes from a sample of at most one number in 16. The sample consists of pairs of vectors (32 bytes) at
-  jittered positions. The threshold is the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the
+  jittered positions. The threshold is about the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the
   sample that the row's k-th largest number is expected to have. About 1.4 k candidates remain.
 - Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because a tie would
   go to the earlier, lower column. If fewer than k candidates remain at the end, the threshold was too high. The CTA
@@ -25,7 +25,7 @@ Plan
   is selected. A scan over the threads' numbers of set bits gives the output positions. Tiles are appended to the list
   in the same way.
 - With `BY_VALUE`, a bitonic sort then orders the selected columns by descending score, ties by ascending column.
-Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
+Shared memory: 8 CAPACITY bytes for the row or the list (scores, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns are contiguous. Rows may start at any element: numbers before the first and after the last
 multiple of 16 bytes are copied one by one. k is at most CAPACITY in configurations for resident rows, and at most
 CAPACITY / 2 in others. Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
