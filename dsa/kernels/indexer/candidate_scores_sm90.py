@@ -524,9 +524,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def finish(self, scoring: Scoring, own, counter, entry_step, key, v, place, quad):
-        """Handle the lane's scores of `key` and `key` + 8, which belong to the pass's tile v. In a sample, store all of
-        them, or NaN for keys that the query does not see. In other passes, append those that are candidates to the
-        lists."""
+        """Store the lane's scores of `key` and `key` + 8, which belong to the pass's tile v. In a sample, store all of
+        them, with NaN for keys that the query does not see. In other passes, append only candidates to the lists."""
         bounds, first_keys, counts, pointers = own
         for i in cutlass.range_constexpr(self.lane_q):
             values = [self.score(scoring, i, half, quad) for half in range(2)]

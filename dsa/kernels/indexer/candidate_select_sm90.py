@@ -5,11 +5,11 @@ The kernel writes the results of queries whose list determines them, and marks t
 
 Plan
 - One CTA per query, with the list of candidates in the registers of the CTA's threads. radix_select.py searches for the
-  k-th largest score in ranges of scores ("digits"). It divides the digit that contains this score until all candidates
-  of the digit are selected, the digit has few candidates, or the digit is a single score. If the digit has few
-  candidates, warps compare each of them with the others to find which are selected; ties go to the lowest keys. If the
-  digit is a single score with many candidates, all of them are ties, and a search bit by bit finds the highest key that
-  is selected.
+  k-th largest score in ranges of scores ("digits"). The search divides the digit that contains this score until all
+  candidates of the digit are selected, the digit has few candidates, or the digit is a single score. If the digit has
+  few candidates, warps compare each of them with the others to find which are selected; ties go to the lowest keys. If
+  the digit is a single score with many candidates, all of them are ties, and a search bit by bit finds the highest key
+  that is selected.
 - Order: the CTA counts the selected candidates in up to 4096 buckets of keys, all equally wide. The buckets reuse the
   memory of the digit counts, with two 16-bit counts per word. A scan finds where each bucket begins. A key's output
   position within the bucket follows from comparisons with the bucket's other keys.

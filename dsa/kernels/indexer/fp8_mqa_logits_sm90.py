@@ -366,9 +366,9 @@ def compile_fp8_mqa_logits(
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
     """Return the configuration that was fastest in measurements. With fewer than 64 heads, a tile of 256 columns has
-    many queries, whose ranges and reductions need registers and time. So these shapes use 128 columns, except with
-    HALF_CONFIG, and most of them use a third consumer warpgroup (docs/explanation/kernels.md). Other shapes than those
-    of HALF_CONFIG use one configuration for both accumulations."""
+    many queries, whose ranges and reductions need registers and time. So these shapes use 128 columns, most of them
+    with a third consumer warpgroup (docs/explanation/kernels.md). fp16 accumulation differs only with 32 or 64 heads of
+    128 channels, where it uses HALF_CONFIG."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")

@@ -1,4 +1,4 @@
-"""Lightning-indexer scores over contiguous keys and the selection of each query's k largest, in one kernel.
+"""Lightning-indexer scores over contiguous keys and the selection of each query's k largest scores, in one kernel.
 
 The indices are those of topk_indices(fp8_mqa_logits(...)), and the values have the same bits, except that a zero is
 always 0.0. Ties (equal scores) go to the lowest keys. The scores do not go through global memory.
@@ -13,9 +13,10 @@ Plan
   queries by all key tiles from the smallest start to the largest end of the queries' key ranges.
 - Warp roles: two consumer warpgroups multiply, and write a key tile's scores to shared memory. In the last warpgroup,
   one warp is the producer, and two other warps each select for two queries (SelectionList). A selecting warp appends
-  keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the bound.
-  Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are appended for k = 2048, and a
-  list is cut ten times. If scores ascend with the keys, all keys are appended, which is slower but correct.
+  keys with scores above a bound to the query's list. When a list is full, the warp cuts it to the k largest scores,
+  which raises the bound. Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are
+  appended for k = 2048, and a list is cut ten times. If scores ascend with the keys, all keys are appended, which is
+  slower but correct.
 - Pipelines: queries have one stage, because a block of queries lasts for hundreds of key tiles. Each consumer warpgroup
   has a ring of `stages` key tiles and a ring of `score_stages` tiles of scores. The ring of scores lets the consumers
   continue while lists are cut. The consumer warpgroups process the key tiles in turns. The selecting warps read the
@@ -30,8 +31,8 @@ Constraints: k up to CAPACITY - 1024 = 2048, so that after a cut to 2048 keys a 
 new ones.
 Roofline: with 64 heads, bound like fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its two
 queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With fewer
-heads, a tile has fewer columns than in fp8_mqa_logits_sm90 (four queries), and the selection takes as long as the
-scores.
+heads, the four queries of a tile have fewer columns than a tile of fp8_mqa_logits_sm90, and the selection takes as long
+as the scores.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ TWO_OPS_KEYS = 8192  # up to this many keys the op stores all scores, 32 KiB per
 # Top-k.
 TOPK_DTYPES = ("float32", "bfloat16")  # dtypes of the scores
 MAX_K, MAX_COLS = 4096, 2**30
-# Bits of the kernels' argument `options`. The first four say which optional tensors the caller passes; with PAGED, a
-# block table, the results are cache slots. BY_VALUE: sort the results by descending score. VALUES: return the scores,
-# too.
+# Bits of the kernels' argument `options`. STARTS, LENGTHS, ROW_TO_SEQ: the caller passes this tensor. PAGED: the caller
+# passes a block table, so the results are cache slots. BY_VALUE: sort the results by descending score. VALUES: return
+# the scores, too.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))

@@ -28,7 +28,7 @@ class TopkConfig:
 
 RESIDENT = (TopkConfig(256, 4096), TopkConfig(512, 8192))
 STREAMING = (TopkConfig(256, 4096, 32, 2), TopkConfig(512, 8192, 16, 2))
-# For long rows, if there are at most as many rows as SMs: eight, four, two or one CTAs per row.
+# For rows of more than 2048 vectors, if there are at most as many rows as SMs: eight, four, two or one CTAs per row.
 CLUSTERS = (*(TopkConfig(512, 8192, 16, 3, c) for c in (8, 4, 2)), TopkConfig(1024, 8192, 8, 3))
 CONFIGS = RESIDENT + STREAMING + CLUSTERS
 

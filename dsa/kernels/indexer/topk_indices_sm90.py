@@ -22,8 +22,8 @@ Plan
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list. If more
   scores tie with the k-th largest than are needed, those with the lowest columns are selected.
 - Order: a thread owns up to 32 consecutive numbers of the row or list, and has a mask with a bit for each number that
-  is selected. A scan over the threads' numbers of set bits gives the output positions. Tiles are appended to the list
-  in the same way.
+  is selected. A scan over the threads' numbers of set bits gives the output positions. Candidates of a tile are
+  appended to the list in the same way.
 - With `BY_VALUE`, a bitonic sort then orders the selected columns by descending score, ties by ascending column.
 Shared memory: 8 CAPACITY bytes for the row or the list (scores, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns are contiguous. Rows may start at any element: numbers before the first and after the last
