@@ -1,8 +1,8 @@
 """DeepSeek-V4's compressor: turns blocks of m tokens into cache entries of d channels (softmax, norm, RoPE, rounding),
 and writes new tokens to the state, which keeps the last tokens of each sequence for later calls. A token has two
-projections, kv and gate. An entry is the sum of its tokens' kv, weighted per channel by a softmax of Z = gate + ape
-over the tokens; ape is a bias per token of a block. With overlap, an entry is computed from 2 m tokens: those of a
-block and of the block before it.
+projections, kv and gate. An entry is a weighted sum of kv over the entry's tokens. The weights are, per channel, a
+softmax of Z = gate + ape over these tokens; ape is a bias per token of a block. With overlap, an entry is computed from
+2 m tokens: those of a block and of the block before it.
 
 Plan
 - An entry's tokens are divided into parts of 4 or 8 consecutive tokens. A thread has four channels of a part. It issues
@@ -61,9 +61,9 @@ MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences 
 
 
 class WorkTileInfo(NamedTuple):
-    """number: index of the work tile among those of the sequence, or -1 if there is no work tile. low, length: the
-    index in kv of the sequence's first new token, and the number of the sequence's new tokens. start: number of tokens
-    that the sequence has before its new tokens. state_slot: the sequence's slot in the state."""
+    """number: index of the work tile among those of the sequence, or -1 if the work tile does not exist. low, length:
+    the index in kv of the sequence's first new token, and the number of the sequence's new tokens. start: number of
+    tokens that the sequence has before its new tokens. state_slot: the sequence's slot in the state."""
 
     number: Int32
     low: Int32

@@ -69,7 +69,7 @@ def load_candidates(
     of the list, which has `front` of them, and then from the list's end backwards. Register i of thread `tid` gets
     entry `tid` + i * `threads`.
 
-    orders    gets the orders of the scores (`order_of`), and LOWEST where there is no entry
+    orders    gets the orders of the scores (`order_of`), and LOWEST in registers without an entry
     own_keys  gets the keys minus first_key; meaningless where `orders` is LOWEST"""
     first = Int64((entries[query, None].iterator + tid).toint())
     for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):

@@ -323,8 +323,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
         """Write the score of `key`, or -inf outside the query's range. With `compressed`, write nothing outside the
-        range. Write nothing if key_count is below 0 (there is no row) or if key is NO_KEY or NO_KEY + 8 (there is no
-        tile)."""
+        range. Write nothing if key_count is below 0 (a query without a row), or if key is NO_KEY or NO_KEY + 8 (before
+        the first tile)."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):

@@ -505,7 +505,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
         """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair; odd lanes
-        store the second row, or the first if there is no second row."""
+        store the second row, or keep the first row's unit, which is not used, if the pair has one row."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:
@@ -513,7 +513,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def epilogue(self, scoring: Scoring, scale, masked_key, limits, rows, key, quad):
-        """Add up the quad's sums over heads, so that each lane has the score of one key for each of its rows. Then
+        """Add up the quad's sums over heads, so that each lane has the score of one key for every row of the lane. Then
         scale, mask and store the scores.
 
         key         NO_KEY before the first tile, when there is nothing to store
@@ -541,8 +541,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
 @cute.jit
 def quad_pair(a, b, upper):
-    """Return a quad's sum of a in its lanes 0 and 1, and of b in its lanes 2 and 3, with two shuffles. The additions
-    are in the same order as in `quad_reduce_scatter`."""
+    """Return the sum of a over a quad of lanes in lanes 0 and 1, and the sum of b in lanes 2 and 3, with two shuffles.
+    The additions are in the same order as in `quad_reduce_scatter`."""
     keep = b if upper else a
     send = a if upper else b
     value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)

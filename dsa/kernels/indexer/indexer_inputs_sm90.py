@@ -52,7 +52,7 @@ class IndexerInputs:
 
     @cute.jit
     def lane_and_vector(self):
-        """-> (this thread's index among the LANES lanes of its vector, the vector's index)"""
+        """-> (this thread's index among the LANES lanes that share a vector, the vector's index)"""
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         return tid % LANES, block * VECTORS + tid // LANES

@@ -162,7 +162,7 @@ def find_digit(
         for j in cutlass.range_constexpr(width):
             total += mine[j]
     if const_expr(first_pass):
-        if tid == 0:  # position 0 has the digit of NaN (1023), and NaN is no candidate
+        if tid == 0:  # position 0 has the digit of NaN (1023), and NaN is never selected
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
     before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)

@@ -533,7 +533,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def to_slots(self, paging: Paging, sequence, columns: cute.Tensor, found, to_index, tid):
-        """Replace columns[:found] by cache slots of the sequence, or by -1 where there is no slot. A thread replaces
+        """Replace columns[:found] by cache slots of the sequence, or by -1 for keys without a slot. A thread replaces
         elements `tid`, `tid` + threads, ..., and can read these without a barrier."""
         if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
