@@ -504,8 +504,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair; odd lanes
-        store the second row, or keep the first row's unit, which is not used, if the pair has one row."""
+        """Keep query i's unit in the lanes that store this query's scores: in even lanes if the query is the first of a
+        pair, in odd lanes if it is the second. In a pair without a second query, odd lanes do not use their unit."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:

@@ -235,7 +235,7 @@ def find_floor(
             for j in cutlass.range_constexpr(width):
                 _count(_canonical(x[j]), shift, first, memory.counts.iterator)
         flip = (1 << digits) - 1
-        if prefix >> Uint32(31 - shift - digits) != 0:  # negative
+        if prefix >> Uint32(31 - shift - digits) != 0:  # negative numbers: digit 0 is the largest
             flip = Int32(0)
         digit, rank, inside, _ = find_digit(rank, flip, memory, tid, threads, False)
         prefix = first + digit
