@@ -1,28 +1,33 @@
-"""DeepSeek-V4's compressor: turns blocks of m tokens into cache entries (softmax, norm, RoPE, rounding), and writes new
-tokens to the state. With overlap, an entry is computed from 2 m tokens: those of a block and of the block before it.
+"""DeepSeek-V4's compressor: turns blocks of m tokens into cache entries of d channels (softmax, norm, RoPE, rounding),
+and writes new tokens to the state, which keeps the last tokens of each sequence for later calls. A token has two
+projections, kv and gate. An entry is a weighted sum of kv over the entry's tokens. The weights are, per channel, a
+softmax of Z = gate + ape over these tokens; ape is a bias per token of a block. With overlap, an entry is computed from
+2 m tokens: those of a block and of the block before it.
 
 Plan
-- An entry's tokens are divided into parts of a few consecutive tokens. A thread has four channels of a part. It issues
+- An entry's tokens are divided into parts of 4 or 8 consecutive tokens. A thread has four channels of a part. It issues
   the loads of both projections of all tokens of the part before it needs the first value, so a part costs one round
   trip to memory. Whether a token is new or in the state only decides the address and the dtype of the loads, and no
   branch waits for an earlier load.
-- A thread reduces its parts, per channel, to a maximum, a sum and a weighted sum. The parts of an entry are distributed
-  over groups of threads. The groups exchange their results through shared memory, and the epilogue's threads merge them
-  in a fixed order. So an entry's bits do not depend on which call of the kernel completes the entry.
-- An entry of 8 tokens has two parts, one per block, in one CTA. An entry of 128 tokens is 256 KiB in bf16, more than
-  one SM reads quickly. A cluster of 8 CTAs computes it: each CTA has 64 channels, which have one common scale, and
-  eight groups of threads that process two parts each. The CTAs exchange only their sums of squares.
-- The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes compute the
-  scale of 64 channels, and a warp computes the Hadamard transform of 128 channels. The epilogue's operands are loaded
-  together with the tokens. In a sequence's first work tile, the other warps meanwhile write the new tokens to the
-  state.
+- A thread reduces its parts, per channel, to a maximum of Z, a sum of exponentials and a weighted sum of kv. The parts
+  of an entry are distributed over groups of threads. The groups exchange their results through shared memory, and the
+  epilogue's threads merge them in a fixed order. So an entry's bits do not depend on which call of the kernel completes
+  the entry.
+- An entry of 8 tokens (m = 4) has two parts, one per block, in one CTA. The projections of an entry of 128 tokens are
+  256 KiB in bf16, more than one SM reads quickly. A cluster of 8 CTAs computes such an entry: each CTA has 64 channels,
+  which have one common scale, and eight groups of threads that process two parts each. The CTAs exchange only the
+  norm's sums of squares.
+- The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. For the V4 layout,
+  16 lanes compute the scale of 64 channels. For an index cache, a warp computes the Hadamard transform of 128 channels.
+  The epilogue's operands are loaded together with the tokens. In a sequence's first work tile, the other warps write
+  the new tokens to the state during the last entry's epilogue.
 - A work tile is one entry. But the first work tile of a sequence is the first two entries that the call completes for
   this sequence, or fewer if it completes fewer. Only these two entries read tokens from the state. After that, the same
   CTA overwrites the state with the new tokens; in a cluster, each CTA overwrites its channels. A CTA finds the sequence
   of a work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of disjoint sequences. If
-  boundaries are wrong and sequences overlap, a CTA processes several work tiles (static persistent).
-Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and for each channel of the CTA 3
-numbers per group of threads.
+  boundaries are wrong and sequences overlap, a CTA (or cluster) processes several work tiles (static persistent).
+Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and for each channel of the CTA the 3
+results of each group of threads.
 Constraints: m = 4 with overlap and d = 512 or 128, or m = 128 without overlap and d = 512. RoPE rotates 64 channels in
 pairs of adjacent channels. Rows start at multiples of 16 bytes.
 Roofline: bound by memory: both projections of each token are read once (with overlap, each of a token's two entries
@@ -50,15 +55,15 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = 4  # per thread
 SQUARES = 8  # most sums of squares per entry: one per warp, or in a cluster one per CTA
-KEPT_AT_ONCE = 2  # vectors per thread that are loaded together and then stored to the state
+KEPT_AT_ONCE = 2  # vectors of each operand that a thread loads together and then stores to the state
 MAX_POSITIONS = 2**31 - 512  # per sequence, so that positions up to two blocks past the last still fit an int32
 MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences could have more
 
 
 class WorkTileInfo(NamedTuple):
-    """number: index of the work tile among those of the sequence, or -1 if there is no work tile. low, length: the
-    sequence's first new token and its number of new tokens. start: number of tokens that the sequence has before its
-    new tokens. state_slot: the sequence's slot in the state."""
+    """number: index of the work tile among those of the sequence, or -1 if the work tile does not exist. low, length:
+    the index in kv of the sequence's first new token, and the number of the sequence's new tokens. start: number of
+    tokens that the sequence has before its new tokens. state_slot: the sequence's slot in the state."""
 
     number: Int32
     low: Int32
@@ -68,8 +73,8 @@ class WorkTileInfo(NamedTuple):
 
 
 class WriteCompressedKvSm90:
-    """dtype: dtype of the projections. layout: layout of the cache: a float dtype, "v4" or, for 128 channels,
-    "index"."""
+    """dtype: dtype of the projections. dim: d. ratio: m. layout: layout of the cache: a float dtype, "v4" (d = 512) or
+    "index" (d = 128)."""
 
     def __init__(self, dtype: type[cutlass.Numeric], dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
@@ -85,8 +90,8 @@ class WriteCompressedKvSm90:
         self.row = Fp8Row("v4", CHANNELS)
         self.launch_options = {}
         if dim == 512:
-            # Minimum CTAs per SM. With overlap, three CTAs per SM leave 80 registers per thread. That is enough for
-            # fp32 projections only, because `read` loads bf16 projections to additional registers.
+            # Minimum CTAs per SM. With overlap, three CTAs per SM leave 80 registers per thread. That is enough only
+            # for fp32 projections, because `read` loads bf16 projections to additional registers; for bf16, two CTAs.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:
@@ -169,7 +174,8 @@ class WriteCompressedKvSm90:
             total = totals[0]
             if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # Work tile 0 of a sequence is the entries 0 and 1, work tile n > 0 is entry n + 1.
+                # Of the entries that the call completes for the sequence, work tile 0 has entries 0 and 1, and work
+                # tile n > 0 has entry n + 1.
                 begin, end = number + 1, cutlass.min(number + 2, count)
                 if number == 0:
                     begin = Int32(0)
@@ -193,8 +199,8 @@ class WriteCompressedKvSm90:
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
         """-> (a sequence's first new token, number of new tokens, number of tokens before the new tokens). Whatever the
-        arguments contain, accesses stay inside the tensors. A sequence whose boundaries decrease or are out of range
-        has no new tokens, so it gets none that belong to other sequences."""
+        arguments contain, later accesses with these numbers stay inside the tensors. A sequence whose boundaries
+        decrease or are out of range has no new tokens, so it does not get tokens of other sequences."""
         low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
         length = Int32(0) if low < 0 or low > high or high > tokens else high - low
         return low, length, cutlass.max(cutlass.min(start, MAX_POSITIONS - tokens), 0)
@@ -212,9 +218,9 @@ class WriteCompressedKvSm90:
         index,
         lane,
     ):
-        """Write the WorkTileInfo of work tile `index` to `found`, with number = -1 if this work tile does not exist.
-        Write the number of work tiles of all sequences to `totals`. A sequence without a valid state slot has no work
-        tiles. One warp calls this."""
+        """Write the WorkTileInfo of work tile `index` (of all sequences) to `found`, with number = -1 if this work tile
+        does not exist. Write the number of work tiles of all sequences to `totals`. A sequence without a valid state
+        slot has no work tiles. One warp calls this."""
         if lane == 0:
             found[0, 0] = Int32(-1)  # stays if no lane finds the work tile
         cute.arch.sync_warp()
@@ -262,11 +268,11 @@ class WriteCompressedKvSm90:
         buffer,
         tid,
     ):
-        """Compute and store entry `number` of a sequence. The sequence's new tokens begin at row `low` of kv and at
-        position `start` of the sequence. buffer: 0 for the first entry that a CTA computes, then alternately 1 and
-        0."""
+        """Compute and store entry `number` of a sequence, counted from the sequence's start. The sequence's new tokens
+        begin at row `low` of kv and at position `start` of the sequence. buffer: 0 for the first entry that a CTA
+        computes, then alternately 1 and 0."""
         group, own = tid // self.row_threads, tid % self.row_threads
-        at = rank * self.row_threads + own  # index of this thread's vector of CHANNELS in the entry
+        at = rank * self.row_threads + own  # index in the entry of this thread's vector of CHANNELS channels
         token = low + ((number + 1) * self.ratio - 1 - start)
         gain = cute.make_rmem_tensor((CHANNELS,), Float32)
         angle = cute.make_rmem_tensor((CHANNELS // 2, 2), Float32)
@@ -313,7 +319,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def ask(self, weight, cos, sin, slots, gain, angle, slot, token, tokens, at):
-        """Load the epilogue's operands (gain, angles, slot) for the entry whose last token is `token`."""
+        """Load the epilogue's operands: this thread's gain (from `weight`), and the angles and the slot of `token`, the
+        entry's last token."""
         cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (at,)), gain)
         rotated = at - (self.dim - ROPE_CHANNELS) // CHANNELS
         if rotated >= 0:
@@ -326,12 +333,14 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
-        """Load KV (k) and Z (z), the two projections, of a part: the entry's tokens from `first` on. For new tokens,
-        the caller must add `bias` to z; in the state it is already added. For tokens before position 0, k and z keep
-        their initial values, which have no weight in the softmax."""
+        """Load kv (to k) and Z (to z) of a part, the entry's tokens from `first` on. Z is gate plus ape. For new
+        tokens, z gets gate and `bias` gets ape, and the caller adds them. For tokens in the state, z gets Z, and `bias`
+        keeps zeros. For tokens before position 0, k and z keep their initial values, which have no weight in the
+        softmax."""
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
-            # The first part is the previous block, the second this block. Each uses one half of a token's channels.
+            # The first part is the previous block, and uses the first half of a token's channels. The second part is
+            # the entry's own block, and uses the second half.
             position -= self.ratio
             column = at + first // self.ratio * self.row_threads
         if position >= 0:
@@ -366,8 +375,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def merge(self, parts, acc, own):
-        """Merge the results of all groups of threads in `parts`. acc gets the entry's values for this thread's
-        channels."""
+        """Merge the results of all groups of threads in `parts`. acc gets the entry's values, before the norm, for this
+        thread's channels."""
         found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
         for g in cutlass.range_constexpr(self.groups):
             for n in cutlass.range_constexpr(3):
@@ -385,7 +394,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def share_square(self, v, squares, rank, tid):
-        """Store the warp's sum of squares; in a cluster, store it to all CTAs through DSMEM."""
+        """Store this warp's sum of v^2. In a cluster, store it to all CTAs through DSMEM."""
         square = Float32(0.0)
         for i in cutlass.range_constexpr(CHANNELS):
             square = cute.math.fma(v[i], v[i], square)
@@ -399,8 +408,9 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def store(self, v, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid):
-        """Apply norm, RoPE and rounding to this thread's channels v, and store them to the slot of the block's last
-        token."""
+        """Apply norm, RoPE and, for an index cache, the Hadamard transform to this thread's channels v. Round them to
+        the cache's format, and store them to the slot of the block's last token, if the cache has this slot. square:
+        the entry's sum of squares."""
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
@@ -449,8 +459,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
-        """Write the new tokens' projections to the state, Z with its bias. If there are more new tokens than rows of
-        the state, write only the last tokens. The threads from `keeper` on do this."""
+        """Write kv and Z = gate + ape of a sequence's new tokens to the state, in fp32. If there are more new tokens
+        than rows of the state, write only the last tokens. The threads from `keeper` on do this."""
         vectors = self.row_threads * (2 if self.overlap else 1)  # per token in this CTA
         first, step = cutlass.max(length - state.shape[1], 0), self.threads - keeper
         total = (length - first) * vectors
@@ -478,7 +488,7 @@ class WriteCompressedKvSm90:
 
 @cute.jit
 def vector_of(row: cute.Tensor, at):
-    """Return the address of a row's vector number `at`, where a vector has CHANNELS numbers."""
+    """Return the global address of a row's vector number `at`, where a vector has CHANNELS numbers."""
     return Int64(cute.local_tile(row, (CHANNELS,), (at,)).iterator.toint())
 
 
@@ -498,10 +508,10 @@ def exp2(x: Float32) -> Float32:
 
 @cached
 def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool, layout: str):
-    """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots, cu_seqlens [B + 1],
-    starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size, eps); B > 0. c is 2 d with overlap,
-    otherwise d; m is `ratio`. n is at least the number of tokens of an entry. slots is [T] int32, or [2 T] int32 that
-    are the words of int64 slots.
+    """-> f(kv, gate [T, c] dtype, ape [m, c] fp32, weight [d] fp32, cos, sin [T, 32] fp32, cache, slots, cu_seqlens [B
+    + 1] int32, starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size, eps); B > 0. d is `dim`, m
+    is `ratio`, and c is 2 d with overlap, otherwise d. n is at least the number of tokens of an entry (2 m with
+    overlap, otherwise m). slots is [T] int32, or [2 T] int32 that are the words of int64 slots.
 
     cache: [pages, P, d] of the dtype `layout`; for "v4", [pages, P, 576] bytes, with a page's scales after its rows;
     for "index", [pages, P, 132] bytes. Rows, pages and the state start at multiples of 16 bytes."""
@@ -512,8 +522,8 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     kind, width = (
         (cute_dtype(layout), dim) if layout in FLOAT_DTYPES else (Uint8, dim + 4 if layout == "index" else 576)
     )
-    # A page of the index cache has all values first, then all scales. The cache's row dimension only gives the page
-    # size.
+    # A page of the index cache has all values first, then all scales. So the kernel does not use the rows of this
+    # tensor, only the number of rows per page.
     page = strides(1, 128 // kind.width)
     row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
     return compile_sm90(

@@ -2,11 +2,11 @@
 write_indexer_cache scatters rows to them.
 
 Plan
-- D / 16 lanes per token copy 16 bytes each, and one of them also copies the scale. A division by multiplication, with
-  numbers that the host computes, gives the page and offset of a slot.
+- D / 16 lanes per token copy 16 bytes each, and one of them also copies the scale. A fast division, with constants that
+  the host computes from page_size, gives the page and offset of a slot.
 - For a slot outside the cache, a read gives zeros and a write does nothing.
 Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiples of 16 bytes.
-Roofline: bound by memory, 2 (D + 4) bytes per token, and 8 for an int64 slot.
+Roofline: bound by memory: per token, D + 4 bytes are read and written, and 4 or 8 bytes of the slot are read.
 """
 
 import cutlass.cute as cute
@@ -78,9 +78,9 @@ class IndexerCacheSm90:
 
 @cached
 def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
-    """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. With
-    `write`, f copies k and k_scale to the slots of the cache. Otherwise f copies the slots' keys and scales to k and
-    k_scale. Rows and pages start at multiples of 16 bytes."""
+    """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T] slot_dtype, page_size); T, pages >
+    0. k has the bytes of e4m3 keys. With `write`, f copies k and k_scale to the slots of the cache. Otherwise f copies
+    the slots' keys and scales to k and k_scale. Rows of k and pages start at multiples of 16 bytes."""
     tokens = cute.sym_int()
     return compile_sm90(
         IndexerCacheSm90(dim, write),

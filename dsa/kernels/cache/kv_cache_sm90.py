@@ -2,19 +2,22 @@
 quantisation).
 
 Plan
-- One warp per token. A row stays in registers from the loads to the stores; kv_row.py says which channels a lane has.
-  All loads are contiguous over the warp. A load waits for another load only if its address depends on a slot.
-- FP8 rows: a shuffle tree computes the amax of the channels that share a scale. Each rounding is done as in the
-  references, so the bits are equal.
-- RMSNorm needs one shuffle tree. RoPE on interleaved pairs stays within a lane; for RoPE on halves, lane l exchanges
-  its channels with lane l XOR 16. Norm and RoPE each round to the projection's dtype, as separate ops do.
-- Float rows, with any number of channels, are copied and converted with 4 vectors per lane in flight.
+- One warp per token. A row stays in registers from the loads to the stores (float rows in rounds of 128 vectors).
+  kv_row.py says which channels a lane has. All loads of rows are contiguous over the warp. Only loads from a slot of
+  the cache wait for another load, that of the slot.
+- FP8 rows: a shuffle tree computes the amax of the channels that share a scale. Rounding is done as in the PyTorch
+  references (dsa/reference), so the bits are equal.
+- RMSNorm needs one shuffle tree. RoPE on interleaved pairs stays within a lane. For RoPE on halves (pairs of channels
+  32 apart), lane l exchanges its RoPE channels with lane l XOR 16. Norm and RoPE each round to the projection's dtype,
+  as separate ops do.
+- Copies between float rows and a float cache convert the dtype, with 4 vectors per lane in flight.
 - For a slot outside the cache, a write does nothing and a read gives zeros.
 Shared memory: none. Constraints: rows at multiples of 16 bytes; channels of float rows a multiple of 8.
-Roofline: bound by memory. Bytes per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576
-channels); with the projection, 256 more for cosines and sines. At the copy bandwidth, a warp has about 390 issue slots
-per 1808 bytes. For V3.2's layout a warp needs 180 of them to write, 140 to read and 340 to write from the projection.
-It needs 50 more to return the rows as a read would give them, and 110 more for scales that are not powers of two.
+Roofline: bound by memory. Bytes read and written per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4),
+2304 (bf16 cache, 576 channels); for a write from the projection, 256 more for cosines and sines. At the copy bandwidth,
+a warp has about 390 issue slots in the time of 1808 bytes. For V3.2's layout a warp needs 180 of them to write, 140 to
+read and 340 to write from the projection. A write needs 50 more to return the rows as a read would give them, and 110
+more for scales that are not powers of two.
 """
 
 import cutlass
@@ -44,7 +47,7 @@ UNROLL = 4  # vectors of a float row per lane in flight
 
 
 def _vector(*types: type[cutlass.Numeric]) -> int:
-    """Return how many elements of the widest of `types` fit in 16 bytes."""
+    """Return the number of channels per vector: how many elements of the widest of `types` fit in 16 bytes."""
     return 128 // max(t.width for t in types)
 
 
@@ -57,8 +60,8 @@ def _my_token():
 
 
 def _launch(kernel, tokens: Int32, stream) -> None:
-    """Launch one warp per token. With min_blocks_per_mp, even if it is 1, ptxas issues all loads first. Without it
-    ptxas saves registers and loads in four rounds."""
+    """Launch one warp per token. With min_blocks_per_mp, even if it is 1, ptxas issues all of a row's loads first.
+    Without min_blocks_per_mp, ptxas saves registers and loads the row in four rounds."""
     kernel.launch(
         grid=(cute.ceil_div(tokens, WARPS), 1, 1),
         block=(WARPS * WARP, 1, 1),
@@ -164,7 +167,7 @@ class ReadFp8RowsSm90(RowsSm90):
 
 
 class WriteMlaCacheSm90:
-    """Write rows from their projection: norm, RoPE, and conversion to the cache's layout.
+    """Write rows from their projection: RMSNorm, RoPE, and conversion to the cache's layout.
 
     layout    the cache's float dtype or FP8 layout
     channels  576 if the norm covers only the 512 channels before the RoPE channels; 512 if it covers all channels
@@ -251,7 +254,7 @@ class WriteMlaCacheSm90:
                     cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
             if keep != 0:
                 if const_expr(self.quantizes):
-                    # Return the values that a read of the row would give.
+                    # `rows` gets the values that a read of the cache's row would give.
                     self.row.dequantize(out, scales, v)
                     round_to(pair, BFloat16)
                 self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
@@ -259,7 +262,8 @@ class WriteMlaCacheSm90:
 
     @cute.jit
     def angles(self, row: cute.Tensor, lane: Int32):
-        """Return the cosines (or sines) of this lane's two RoPE channels."""
+        """Return this lane's cosines (or sines) from a token's row [32]: one for an interleaved pair, otherwise one for
+        each of the lane's two channels."""
         out = cute.make_rmem_tensor((1 if self.interleaved else 2,), Float32)
         for i in cutlass.range_constexpr(cute.size(out)):
             out[i] = row[lane if self.interleaved else lane % (WARP // 2) * 2 + i]
@@ -296,11 +300,12 @@ def _operands(dtype: type[cutlass.Numeric], layout: str) -> tuple[cute.Tensor, .
 
 @cached
 def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
-    """-> f(kv [T, d] dtype, cache [pages, P, row], slots); T, pages > 0. slots is [T] int32, or [2 T] int32 that are
-    the words of int64 slots.
+    """-> f(kv [T, d] dtype, cache [pages, P, row], slots), which writes kv to the cache; T, pages > 0. slots is [T]
+    int32, or [2 T] int32 that are the words of int64 slots.
 
-    layout: a float dtype; "v32", with row = 656 bytes; or "v4", with row = 576 bytes and a page's scales after its P
-    rows. Rows and pages start at multiples of 16 bytes. use_ue8m0 is False for float layouts."""
+    layout: a float dtype, with row = d channels; "v32", with d = 576 and row = 656 bytes; or "v4", with d = 512, row =
+    576 bytes and a page's scales after the page's P rows. Rows and pages start at multiples of 16 bytes. use_ue8m0 is
+    False for float layouts."""
     element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = WriteFp8RowsSm90(element, layout, use_ue8m0)
@@ -311,8 +316,8 @@ def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
 
 @cached
 def compile_read_kv_cache(layout: str, dtype: str):
-    """-> f(rows [T, d] dtype, cache, slots), which reads rows from the cache; layout, cache and slots are as in
-    `compile_write_kv_cache`."""
+    """-> f(rows [T, d] dtype, cache, slots), which copies the slots' rows from the cache to `rows`; layout, cache and
+    slots are as in `compile_write_kv_cache`."""
     element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = ReadFp8RowsSm90(layout, element)

@@ -1,10 +1,11 @@
-"""A row of the paged MLA cache: the layout of the row's parts in a page, and in the registers of a warp.
+"""A row of the paged MLA cache, which has one token: the layout of the row's parts in a page, and in the registers of a
+warp.
 
 A row has N channels (512 or 448) without RoPE, followed by the 64 channels that RoPE rotates. A warp holds a row in
 registers. The N channels are processed in steps of 32 V channels: in each step a lane holds V consecutive channels,
-which are 16 bytes in the caller's dtype. A lane also holds two adjacent RoPE channels, which are a pair of interleaved
-RoPE. So every access of a warp covers contiguous bytes, and channels that share a scale are in adjacent lanes of the
-same step.
+which are 16 bytes in the dtype of the caller's rows. A lane also holds two adjacent RoPE channels, which interleaved
+RoPE rotates as a pair. So every access of a warp covers contiguous bytes, and in an FP8 row the channels that share a
+scale are in adjacent lanes in one step.
 """
 
 import cutlass
@@ -56,8 +57,8 @@ class WarpRow:
 
     @cute.jit
     def load(self, row: cute.Tensor, v: cute.Tensor, lane: Int32):
-        """Load this lane's channels before the RoPE channels into v. If the last step has no channels for this lane,
-        they are zeros."""
+        """Load this lane's channels before the RoPE channels into v [V, steps]. If the row ends before this lane's
+        channels of the last step, they are zeros."""
         if const_expr(self.vectors % WARP != 0):
             v.fill(0)
         load_vectors(row, v, lane, WARP, self.vectors)
@@ -73,11 +74,11 @@ class WarpRow:
 
 
 class Fp8Row(WarpRow):
-    """A row of an FP8 layout: `nope` channels in e4m3, with a scale per 128 (V3.2) or 64 (V4) channels, and the 64 RoPE
-    channels in bf16.
+    """A row of an FP8 layout, V3.2 ("v32") or V4 ("v4"): `nope` channels in e4m3, with a scale per 128 (V3.2) or 64
+    (V4) channels, and the 64 RoPE channels in bf16.
 
     V3.2: a row has 656 bytes: values, 4 fp32 scales, RoPE channels. V4: a row has 576 bytes: values, RoPE channels.
-    After all rows of a page come 8 bytes per row: 7 ue8m0 scales and a zero.
+    After all rows of a page follow 8 bytes per row of the page: 7 ue8m0 scales and a zero.
     """
 
     def __init__(self, layout: str, vector: int):
@@ -106,8 +107,8 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def quantize(self, v: cute.Tensor, use_ue8m0: cutlass.Constexpr):
-        """Quantise v (fp32, [V, steps]), which is overwritten. -> (e4m3 values [V, steps], this lane's scale per
-        step)."""
+        """Quantise v (fp32, [V, steps]), which is overwritten. use_ue8m0: round scales up to powers of two, as V4
+        needs. -> (e4m3 values [V, steps], fp32 scales [steps] of this lane's channels)."""
         scales = cute.make_rmem_tensor((self.steps,), Float32)
         for j in cutlass.range_constexpr(self.steps):
             scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
@@ -115,7 +116,7 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def dequantize(self, values: cute.Tensor, scales: cute.Tensor, v: cute.Tensor):
-        """v (fp32) = values (e4m3, [V, steps]) times the scales of their steps."""
+        """v (fp32) = values (e4m3, [V, steps]) times scales (fp32, [steps])."""
         v.store(values.load().to(Float32))
         for j in cutlass.range_constexpr(self.steps):
             for i in cutlass.range_constexpr(self.vector):
@@ -147,12 +148,13 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:
-        """Return the scale of this lane's channels of step j. `places` contains the row's scales."""
+        """Return the fp32 scale of this lane's channels in step j. `places` are the row's scales in the cache
+        (`parts`)."""
         # V4's last step has fewer vectors than lanes. Lanes without a vector read the zero after the 7 scales.
         found = places[(j * WARP + lane) // self.lanes]
         if const_expr(not self.is_v4):
             return found
-        exponent = Uint32(found)  # convert before comparing: the compiler treats a Uint8 as never equal to 255
+        exponent = Uint32(found)  # convert before comparing: in the compiler, a Uint8 never equals 255
         bits = exponent << 23
         if exponent == 0:
             bits = Uint32(1 << 22)  # 2^-127 is subnormal in fp32

@@ -1,18 +1,19 @@
-"""Computation of the cache slots of packed tokens.
+"""Computation of the cache slots of packed tokens (the tokens of all sequences, one sequence after another).
 
 slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r = (position of token t in sequence b) //
 ratio. So `ratio` tokens share a cache row. The last of these tokens gets the row's slot, and the others get -1. If the
 pages are a ring buffer, the column of block_table is (r // page_size) modulo the number of columns, and only the
-sequence's last rows get slots.
+sequence's last rows get slots, as many as the pages can contain. The slot is -1 if no sequence contains the token, or
+if block_table has no such column or a negative page there.
 
 Plan
-- One thread per token. All threads search the same boundaries for their tokens' sequences, so the lanes of a warp
-  mostly load the same address, and loads hit L1.
+- One thread per token. The thread searches cu_seqlens, the boundaries of the sequences, for the token's sequence. The
+  lanes of a warp mostly load one address at a time, and loads hit L1.
 - With more than AT_ONCE sequences, the threads of a CTA first check together that the boundaries ascend. If they do,
-  each thread finds its sequence by binary search. Otherwise each thread compares with all sequences, because with a
-  single wrong boundary a binary search would give wrong results for tokens of other sequences, too.
+  each thread finds its sequence by binary search. Otherwise each thread compares its token with all boundaries, because
+  with a single wrong boundary a binary search would give wrong results for tokens of other sequences, too.
 - Positions are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A position that has a
-  slot fits in int32; slots are int64.
+  slot fits in int32. Slots are int64.
 Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows per page
 and tokens per row.
 Launch: programmatic dependent launch.
@@ -37,7 +38,7 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 class SlotMappingSm90:
     """cached_tokens: if True, sequence b has cache_seqlens[b] tokens, and its packed tokens are the last of these; if
     False, its packed tokens are the whole sequence. ring: whether a sequence's pages are a ring buffer, which contains
-    only the sequence's last rows."""
+    only the sequence's last rows; otherwise they contain all rows."""
 
     def __init__(self, cached_tokens: bool, ring: bool):
         self.cached_tokens, self.ring = cached_tokens, ring
@@ -100,7 +101,7 @@ class SlotMappingSm90:
     @cute.jit
     def ascends(self, starts: cute.Tensor, tid):
         """Whether the boundaries ascend: no boundary is below the previous one. For at most AT_ONCE sequences, return
-        False without a check, because `scan` is fast then. All threads of the CTA call this."""
+        False without a check, so that the caller uses `scan`, which is fast then. All threads of the CTA call this."""
         count, ordered = starts.shape[0] - 1, Boolean(False)
         if count > AT_ONCE:
             ordered = Boolean(True)
@@ -158,9 +159,9 @@ def _int32(*shape):
 
 @cached
 def compile_slot_mapping(cached_tokens: bool, ring: bool):
-    """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] or, without cached_tokens, None, slots [T]
-    int64, page_size, ratio). slots is contiguous; all other arguments are int32. B, max_pages > 0; T, page_size and
-    ratio are from 1 to MAX_MAPPED."""
+    """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] (None without cached_tokens), slots [T]
+    int64, page_size, ratio), which writes slots. slots is contiguous. All other arguments are int32. B, max_pages > 0;
+    T, page_size and ratio are from 1 to MAX_MAPPED."""
     batch = cute.sym_int()
     return compile_sm90(
         SlotMappingSm90(cached_tokens, ring),

@@ -9,15 +9,18 @@ Plan
   For a sample, the search counts maxima instead of scores. A thread has four maxima, each over up to six scores of
   different tiles. Each thread has a largest maximum; let x be the least of these over all threads. Every thread has a
   maximum of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The
-  digits begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees little of
-  the sample, or if the rank exceeds the number of threads, the CTA counts all scores.
-- The bound is -inf if all keys of a query fit in its list, or if the sample has at most `rank` scores. A list that
-  overflowed gets a bound of NaN, which no score reaches, and keeps a length above its capacity.
+  digits begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees so little
+  of the sample that there are fewer maxima than `rank`, or if the rank exceeds the number of threads, the CTA counts
+  all scores.
+- After the first pass, the bound is -inf if all keys that the query sees fit in a list, or if the sample has at most
+  `rank` scores. After a later pass, a bound of -inf stays, and so does the bound of a list with at most `rank` entries.
+  A list that overflowed gets a bound of NaN, which no score reaches, and a length of CAPACITY + 1.
 - The order of a list's entries is unspecified.
-Shared memory: 8 KiB of digit counts and a few sums; 32 KiB for the kept scores of a sample.
+Shared memory: 8 KiB of digit counts and a few sums; for a sample also 32 KiB, where the kept scores are collected.
 Registers: for a sample, a thread has 24 scores and at most 48 registers, so that an SM has room for five CTAs. For a
 list, a thread has 16 entries and at most 64 registers, so that an SM has room for four CTAs.
-Roofline: bound by the issue slots. With a sample, a query loads up to 24 KB and takes 7 thousand warp instructions.
+Roofline: bound by the issue slots. With a sample, a query's CTA loads up to 24 KB and executes 7 thousand warp
+instructions.
 """
 
 from collections.abc import Callable
@@ -54,7 +57,7 @@ class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
         self.threads, self.ctas = THREADS, SAMPLE_CTAS if sample else LIST_CTAS
-        self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers per thread
+        self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # scores per thread
         assert BATCH % VECTOR == 0  # every batch of a sample begins with a new vector
 
     @cute.jit
@@ -119,7 +122,7 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
-            count = from_warp(count, tid)  # from here on, counted from this warp's first thread
+            count = from_warp(count, tid)  # from here on, relative to this warp's first thread (`from_warp`)
         cute.arch.sync_threads()  # all threads have read the list before any thread overwrites it
 
         low = order_of(bound)
@@ -159,8 +162,8 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def load_sample(self, entries: cute.Tensor, query, count: Int32, orders: cute.Tensor, tid):
-        """Load the scores that the first pass has stored, and convert them to orders. A score is NaN where the query
-        does not see the key."""
+        """Load the `count` scores that the first pass has stored for the query, and convert them to orders. A score is
+        NaN where the query does not see the key."""
         sample = cute.make_tensor(
             cute.recast_ptr(entries[query, None].iterator, dtype=Float32), cute.make_layout(2 * CAPACITY)
         )
@@ -215,10 +218,10 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store in the list the scores that are not below `low`. This thread's scores go to entry `place` and the
-        following entries. The threads first collect these scores and their indices in the sample in `kept` (shared
-        memory), because the threads have different numbers of them. Then each thread computes the keys of equally many
-        scores."""
+        """Store in the list the `total` scores whose orders are not below `low`, but at most CAPACITY. Those of this
+        thread go to entry `place` and the following entries. The threads first write the orders and their indices in
+        the sample to `kept` (shared memory), because the threads have different numbers of them. Then each thread
+        computes the keys of equally many scores."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
@@ -244,9 +247,9 @@ class CandidateBoundsSm90:
 def compile_candidate_bounds(sample: bool):
     """sample: whether the input is the sample of the first pass; otherwise the input is a list of candidates per query.
 
-    -> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], keys, block_q, log_stride,
-    rank); S > 0. keys is the number of keys. block_q and log_stride are those of the previous pass. rank comes from
-    `bound_ranks`."""
+    -> f(starts [S] int32, ends [S] int32, entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S] fp32, keys,
+    block_q, log_stride, rank); S > 0. keys is the number of keys. block_q (queries per block) and log_stride are those
+    of the pass before this kernel. rank comes from `bound_ranks`."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     return compile_sm90(CandidateBoundsSm90(sample), starts, ends, *fake_lists(queries), *[Int32(1)] * 4, fake_stream())

@@ -1,10 +1,11 @@
 """Sizes and schedule of the candidate passes: capacity of the lists, strides of the passes, ranks of the bounds.
 
-indexer_select scores the keys in several passes, and stores only few of the scores. Each query has a list of
-candidates: the keys whose scores are not below the query's bound. The first pass scores every `strides[0]`-th key tile.
-The second pass scores every `strides[1]`-th tile except those already scored, and so on. The last pass scores all
-remaining tiles. After each pass but the last, the scores so far are a sample of all scores. The r-th largest of them,
-or a number slightly below it, is the bound for the next pass. Kernels and the bridge (host code) read these numbers.
+With many keys, the op indexer_select scores them in several passes, and stores only few of the scores. Each query has a
+list of candidates: the keys whose scores are not below the query's bound. The first pass scores every `strides[0]`-th
+key tile (see `pass_strides`). The second pass scores every `strides[1]`-th tile except those already scored, and so on.
+The last pass scores all remaining tiles. After each pass but the last, the scores so far are a sample of all scores.
+The r-th largest of them (see `bound_ranks`), or a number slightly below it, is the bound for the next pass. The kernels
+and the op's host code read these numbers.
 """
 
 import functools
@@ -14,20 +15,20 @@ import math
 LOG_TILE, LOG_GROUP = 6, 4
 TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys per tile; keys per TMA copy, which are one warp's 16 rows of a wgmma
 PARTS = TILE // GROUP
-CAPACITY = 4080  # candidates per list, 8 bytes each; with its other data, a query needs less than 32 KiB
-BATCH = 4  # a loop over a thread's candidates skips this many at once if no lane of the warp has any of them
-SAMPLE_TILES = 96  # the first pass keeps the scores of at most this many tiles
+CAPACITY = 4080  # candidates per list, 8 bytes each; with its counts and bound, a list takes less than 32 KiB
+BATCH = 4  # loops over the candidates in registers skip this many registers at once if they are empty in all lanes
+SAMPLE_TILES = 96  # the first pass scores at most this many tiles, and stores all their scores
 SAMPLES = SAMPLE_TILES * TILE
-FINAL_STRIDE = 4  # the last bound comes from a quarter of the keys
+FINAL_STRIDE = 4  # the bound for the last pass comes from every 4th key tile
 MOST_RATIO = 64  # largest ratio of the strides of consecutive passes
 LOG_MAX_KEYS = 28
-MAX_KEYS = 1 << LOG_MAX_KEYS  # so that a number of tiles times a number of CTAs fits an int32
+MAX_KEYS = 1 << LOG_MAX_KEYS  # with fewer keys, a number of tiles times a number of CTAs fits an int32
 NOTHING_LEFT = -(2**31)  # value in `remaining` (candidate_select_sm90.py) of a query whose result is complete
 
 
 def pass_strides(keys: int) -> tuple[int, ...]:
-    """Return the strides of all passes. The last stride is 1."""
-    tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # upper bound: the first group may begin before the first key
+    """Return the strides of all passes over `keys` keys, counted in key tiles. The last stride is 1."""
+    tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # upper bound: a block's first key can be inside a group
     strides = [FINAL_STRIDE]
     while -(-tiles // strides[0]) > SAMPLE_TILES:
         fits = 1 << (-(-tiles // SAMPLE_TILES) - 1).bit_length()
@@ -40,11 +41,11 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return, for each pass but the last, the rank (1: the largest) that the next pass's bound has among the scores so
     far.
 
-    Among the scores so far, the k-th largest score of all keys has the expected rank e = k / stride, with a standard
-    deviation of sqrt(e). The rank of the bound for the last pass is e plus 8 deviations plus 2, but at most the rank
-    with which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a full list. The rank of an
-    earlier bound is e plus 7 deviations plus 2, but at most the rank with which the next pass is expected to fill 0.6
-    of the list.
+    Among the scores up to a pass, the k-th largest score of all keys has the expected rank e = k / stride (the pass's
+    stride), with a standard deviation of sqrt(e). The rank of the bound for the last pass is e plus 8 deviations plus
+    2, but at most the rank with which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a
+    full list. The rank of an earlier bound is e plus 7 deviations plus 2, but at most the rank with which the next pass
+    is expected to fill 0.6 of the list.
     """
     ranks = []
     for stride, following in itertools.pairwise(strides):
@@ -58,6 +59,7 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def choose_ctas(queries: int, block_q: int, sms: int) -> int:
-    """Return the number of CTAs of a pass. At most two CTAs process a block of `block_q` queries."""
+    """Return the number of CTAs of a pass on `sms` SMs. At most two CTAs process a block of `block_q` queries, because
+    a list can be filled from its two ends."""
     blocks = -(-queries // block_q)
     return 2 * blocks if 2 * blocks <= sms else min(blocks, sms)

@@ -1,16 +1,19 @@
 """Key tiles and lists of candidates of the candidate passes (candidate_lists.py), for all kernels of these passes.
 
-Every S-th tile should be a fair sample of all keys, so a tile does not have 64 consecutive keys. The keys that a block
-of queries sees, from the smallest start to the largest end, are divided into groups of 16 consecutive keys. The list of
-groups is divided into four parts of `tiles` consecutive groups. Tile r consists of the r-th group of every part, one
-group per warp of a warpgroup. Key i of the group from part p is key (base + p * tiles + r) * 16 + i, where `base` is
-the index of the first group. So every S-th tile contains every S-th group of all parts. Four TMA copies load a tile.
+A pass scores every S-th tile (S is the pass's stride). These tiles should be a fair sample of the keys, so a tile does
+not consist of 64 consecutive keys. The keys that a block of queries sees, from the smallest start to the largest end,
+lie in groups of 16 consecutive keys, which begin at multiples of 16. The sequence of groups is divided into four parts
+of `tiles` consecutive groups, where `tiles` is the block's number of tiles. Tile r consists of the r-th group of every
+part, one group per warp of a warpgroup. Key i of the group from part p is key (base + p * tiles + r) * 16 + i, where
+`base` is the index of the first group. So the tiles of a pass contain every S-th group of each part. Four TMA copies
+load a tile.
 
-A query's list has CAPACITY entries. It is filled from both ends, because two CTAs can append to it:
-- entries [queries, CAPACITY]: 8 bytes each, a score and its key. After the first pass, a query's row contains the
+A query's list has CAPACITY entries. It is filled from both ends, because two CTAs can append to it. The lists of all
+queries are three tensors in global memory:
+- entries [queries, CAPACITY] int64: an fp32 score and its int32 key. After the first pass, a query's row contains the
   sample instead: fp32 scores without keys
-- counts [queries, 2]: number of entries at the front, and number of entries at the back
-- bounds [queries]: the least score that a candidate must have
+- counts [queries, 2] int32: number of entries at the front, and number of entries at the back
+- bounds [queries] fp32: the least score that a candidate must have
 """
 
 import cutlass
@@ -36,13 +39,13 @@ def frame_of(block, block_q, starts, ends, keys, lane):
 
 @cute.jit
 def tiles_of_pass(tiles, log_stride):
-    """Return the number of tiles whose index is a multiple of 2^log_stride, out of `tiles`."""
+    """Return how many of the tiles 0 to `tiles` - 1 have an index that is a multiple of 2^log_stride."""
     return (tiles + (Int32(1) << log_stride) - 1) >> log_stride
 
 
 @cute.jit
 def load_entry(entries: cute.Tensor, query, place):
-    """Load one entry. -> (score, key)"""
+    """Load entry number `place` of the query's list. -> (score, key)"""
     return cute.arch.inline_ptx(
         "ld.global.v2.b32 {" + "{$w0}, {$w1}" + "}, [{$r0}];",
         write_only_types=[Float32, Int32],
@@ -62,11 +65,12 @@ def load_candidates(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """Load a query's list of `count` entries into the registers of a CTA's threads. `front` of the entries are at the
-    front of the list, the others at the back. Register i of thread `tid` gets entry `tid` + i * `threads`.
+    """Load a query's list of `count` entries into the registers of a CTA's threads. Entries are numbered from the front
+    of the list, which has `front` of them, and then from the list's end backwards. Register i of thread `tid` gets
+    entry `tid` + i * `threads`.
 
-    orders    gets the orders of the scores (`order_of`), and LOWEST where there is no entry
-    own_keys  gets the keys, relative to first_key"""
+    orders    gets the orders of the scores (`order_of`), and LOWEST in registers without an entry
+    own_keys  gets the keys minus first_key; meaningless where `orders` is LOWEST"""
     first = Int64((entries[query, None].iterator + tid).toint())
     for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
         scores = cute.make_rmem_tensor((BATCH,), Float32)
@@ -90,8 +94,9 @@ def load_candidates(
 
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
-    """Return how many of `count` items do not come before this warp's first item. In round b, thread t of the CTA has
-    item b * threads + t. So if the result is at most b * threads, this warp has no items in round b and later."""
+    """Return `count` minus the index of this warp's first thread in the CTA. In round b, thread t has item b * threads
+    + t. So if the result is at most b * threads, all items of this warp from round b on are past the end of `count`
+    items."""
     return count - tid // WARP * WARP
 
 

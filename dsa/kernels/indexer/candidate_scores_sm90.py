@@ -1,5 +1,5 @@
 """Lightning-indexer scores of some of the key tiles. For each query the kernel stores candidates: the scores that are
-not below the query's bound, ties with the bound included.
+not below the query's bound, ties with the bound included. The first pass has no bounds and stores all scores.
 
 The scores are bitwise those of fp8_mqa_logits_sm90, because the wgmma and the sums over heads are the same.
 
@@ -7,32 +7,34 @@ Plan
 - For every block of queries, a pass scores the key tiles (candidate_passes.py) whose indices are multiples of
   1 << log_stride. The first pass stores all its scores as a sample. The later passes skip the multiples of
   1 << (log_stride + log_period), which earlier passes have scored, and append candidates to lists.
-- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and one producer warp per consumer
-  warpgroup. The producers execute more instructions than the single producer of fp8_mqa_logits_sm90. With several
-  producer warps, these instructions are spread over the quarters of an SM. Four TMA copies of 16 keys load a key tile.
-  The last warp of the producer warpgroup loads a block's queries and computes their key ranges.
+- Warp roles: two or three consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and four producer warps.
+  One producer warp per consumer warpgroup loads the warpgroup's key tiles, each by four TMA copies of 16 keys. The last
+  producer warp loads a block's queries and computes their key ranges. The producers execute more instructions than the
+  single producer of fp8_mqa_logits_sm90. With several producer warps, these instructions are spread over the quarters
+  of an SM.
 - Prologue: while the consumers score a block, each of the four producer warps prepares a quarter of the next block's
-  columns in shared memory, so that the consumers need not wait for it. With fp16 accumulation, the warp scales the
-  queries into fp16's range. With either accumulation, it packs the weights in the layout of the consumers' lanes.
-  Shared memory then contains everything that a consumer needs to know about the block.
-- Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies each sum over heads by the key's
+  columns in shared memory, so that the consumers need not wait for the preparation. With fp16 accumulation, the warp
+  scales the queries into fp16's range. With either accumulation, it packs the weights in the layout of the consumers'
+  lanes. Shared memory then contains everything that a consumer needs to know about the block.
+- Mainloop: as in fp8_mqa_logits_sm90. After the first pass, the epilogue multiplies each sum over heads by the key's
   scale, and compares the score with the bound. A lane has several queries. For each of them, one vote over both keys of
   every lane decides whether the warp has anything to append. Only then does the warp check the key ranges.
 - Lists: in a pass, at most two CTAs process the keys of a query. One CTA appends from the front of the list, and the
   other CTA appends from the end. So each CTA can assign entries by a counter in shared memory. An atomic on this
-  counter takes 100 cycles, during the next tile's wgmma; on a counter in global memory it would take 700. The order of
-  the entries is unspecified. The set of entries is deterministic unless the list overflows.
+  counter takes 100 cycles, which the next tile's wgmma hides; on a counter in global memory it would take 700. The
+  order of the entries is unspecified. The set of entries is deterministic unless the list overflows.
 - Scheduler: static persistent over blocks of queries, later blocks first. A CTA first computes whole blocks. The last
   one to two blocks per CTA are then divided evenly among all CTAs, so with B blocks each CTA computes B / CTAs blocks.
-  In a causal batch, later blocks have more keys. So the order of the CTAs reverses from one whole block to the next:
+  In a causal batch, later blocks have more keys. So the order in which CTAs get whole blocks reverses in every round:
   the CTA with the most keys in one round has the fewest in the next.
-Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for each of two blocks its weights, ranges,
-bounds and counters.
-Registers: a consumer thread has 8 registers fewer than in fp8_mqa_logits_sm90, so that a producer thread has 16 more
-with two consumer warpgroups, and 24 more with three.
-Roofline: the bounds of fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a warp executes 2 instructions per key
-tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more. To append, a warp
-executes 24 more. A warp appends in 2 of 3 tiles at 128K keys and k = 2048, and in 1 of 4 tiles at 512K keys.
+Shared memory: barriers, queries and keys as in fp8_mqa_logits_sm90, and for each of two blocks the weights, key ranges,
+bounds and counters of the queries.
+Registers: a consumer thread has 8 registers fewer than in fp8_mqa_logits_sm90. So a producer thread has 16 more with
+two consumer warpgroups, and 24 more with three.
+Roofline: bound like fp8_mqa_logits_sm90. With 64 heads and fp16 accumulation, a consumer warp executes 2 instructions
+per key tile fewer than in fp8_mqa_logits_sm90; with 64 heads and fp32 accumulation, it executes 12 more. In a tile with
+candidates, it executes another 24 to append them. For k = 2048, a warp appends in 2 of 3 tiles at 128K keys, and in 1
+of 4 at 512K.
 """
 
 from collections.abc import Callable
@@ -79,10 +81,11 @@ QUIET_NAN = float("nan")
 
 
 class Pass(NamedTuple):
-    """The arguments of a pass. starts, ends: the queries' key ranges. counts [queries, 2]: numbers of entries at the
-    front and at the back of the lists. bounds [queries]. keys: number of keys. log_stride, log_period: the pass scores
-    the key tiles whose indices are multiples of 1 << log_stride but not of 1 << (log_stride + log_period). For the
-    sample log_period is 0, and the pass scores all multiples of 1 << log_stride."""
+    """The arguments of a pass. starts, ends [queries] int32: the queries' key ranges. counts [queries, 2] int32:
+    numbers of entries at the front and at the back of the lists. bounds [queries] fp32: the least score of a candidate.
+    keys: number of keys. log_stride, log_period: the pass scores the key tiles whose indices are multiples of 1 <<
+    log_stride but not of 1 << (log_stride + log_period). For the sample log_period is 0, and the pass scores all
+    multiples of 1 << log_stride."""
 
     starts: cute.Tensor
     ends: cute.Tensor
@@ -95,8 +98,8 @@ class Pass(NamedTuple):
 
 class WorkTileInfo(NamedTuple):
     """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: the block's first key group and
-    number of key tiles (`frame_of`). first, end: the work tile's range of the pass's tiles. back: whether the CTA
-    appends from the lists' end."""
+    number of key tiles (`frame_of`). first, end: range of v, where the pass's tile v is the block's tile v <<
+    log_stride. back: whether the CTA appends from the lists' end."""
 
     block: Int32
     base: Int32
@@ -111,11 +114,12 @@ class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
     Each stage contains the fields of a WorkTileInfo (`info`). Per query it contains the bound, the key range
-    (first_keys, counts), the length of the list (counters), and with fp16 accumulation the power of two that the scores
-    are multiplied by (units). A query past the end has a count below 0. `factors` is the address of the powers of two
-    that the query rows were divided by. `weights` is the address of the packed weights, one row per lane of a quad.
-    info, bounds, key ranges and counters are valid after the queries' full barrier; all fields are valid after the
-    barrier `ready`."""
+    (first_keys, and the number of keys in counts), the number of entries at that end of the list where the CTA appends
+    (counters), and with fp16 accumulation the power of two that the scores are multiplied by (units). A query past the
+    end has a count below 0. `factors` is the address of the powers of two that the query rows were divided by (with
+    fp16 accumulation). `weights` is the address of the packed weights, one row per lane of a quad and stage. info,
+    bounds, key ranges and counters are valid after the queries' full barrier; all fields are valid after the barrier
+    `ready`."""
 
     info: cute.Tensor
     bounds: cute.Tensor
@@ -133,7 +137,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         super().__init__(heads, dim, Float32, False, False, half, cfg)
         self.sample = sample
         self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
-        # Words per lane of a quad: a word is a pair of fp16 weights (fp16 accumulation) or an fp32 weight.
+        # Words of packed weights per lane of a quad: a word is a pair of fp16 weights (fp16 accumulation) or an fp32
+        # weight.
         self.weight_row = (self.n // 8 if half else self.n // 4) + PADDING
         self.stage_q = self.block_q * Q_STAGES
 
@@ -238,7 +243,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def work_tiles_of_cta(self, queries):
-        """-> (number of this CTA's work tiles, (whole, piece, begin, end)). The CTA first computes `whole` blocks of
+        """-> (number of this CTA's work tiles, (whole, piece, begin, end)). Each CTA first computes `whole` blocks of
         queries. The remaining blocks are divided evenly among all CTAs. This CTA computes the range [begin, end) of
         them, counted in units of 1 / CTAs of a block. `piece` is the first remaining block that this range touches."""
         cta, ctas = static_persistent_scheduler()
@@ -251,8 +256,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def work_tile_of(self, number, share, given: Pass, lane) -> WorkTileInfo:
-        """Return the CTA's work tile `number`. `share` is the second result of `work_tiles_of_cta`. Later queries come
-        first: in a causal batch, they see the most keys."""
+        """Return the CTA's work tile `number`. `share` is the second result of `work_tiles_of_cta`. Blocks of later
+        queries come first: in a causal batch, they see the most keys."""
         cta, ctas = static_persistent_scheduler()
         whole, first_piece, begin, end = share
         blocks = cute.ceil_div(given.starts.shape[0], self.block_q)
@@ -280,8 +285,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def load_queries(self, q_atom, mq, weights, given: Pass, sq, blocks: Blocks, pipelines: Pipelines, lane):
-        """The role of the query producer. It computes the work tiles, loads their queries, loads and stores the lengths
-        of their lists, and prepares a quarter of each block."""
+        """The role of the query producer, producer warp QUERY_WARP. It computes the CTA's work tiles, loads their
+        queries, loads and stores the lengths of the queries' lists, and prepares a quarter of each block."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         count, share = self.work_tiles_of_cta(given.starts.shape[0])
         if lane < Q_STAGES:
@@ -313,8 +318,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def open_block(self, tile: WorkTileInfo, given: Pass, blocks: Blocks, stage: Int32, lane):
-        """Write to shared memory what the other warps need to know about a block, including the current lengths of its
-        lists."""
+        """Write to shared memory what the other warps need to know about a work tile: info, and per query the bound,
+        the key range and, if the CTA appends from the front, the current number of entries there."""
         if lane < self.block_q:
             query = tile.block * self.block_q + lane
             # A query past the end gets the bound NaN, which no score reaches.
@@ -333,7 +338,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def close_lists(self, given: Pass, blocks: Blocks, stage: Int32, lane):
-        """Write the list lengths of this stage's previous work tile to global memory, if there was one."""
+        """Except in a sample: write the list lengths of this stage's previous work tile, if there was one, to global
+        memory."""
         if const_expr(not self.sample):
             block, back = blocks.info[0, stage], blocks.info[5, stage]
             query = block * self.block_q + lane
@@ -345,11 +351,13 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """Prepare this producer warp's quarter of a block's columns. The block's queries must have arrived. With fp16
-        accumulation, scale the queries into fp16's range. With either accumulation, pack the weights."""
+        """Prepare quarter `part` of a block's columns, that of this producer warp. The block's queries must have
+        arrived. With fp16 accumulation, scale the queries into fp16's range. With either accumulation, pack the
+        weights. Then arrive at the stage's barrier `ready`."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
-        # Each lane has a pair of heads. If there are fewer pairs than lanes, several lanes have the same pair.
+        # Each lane has a pair of adjacent heads. If the quarter has fewer pairs than lanes, several lanes have the same
+        # pair.
         own = lane % (rows // 2)
         pair = part * (rows // 2) + own
         query, head = 2 * pair // self.heads, 2 * pair % self.heads
@@ -368,7 +376,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             most = cute.arch.fmax(cute.math.absf(a), cute.math.absf(b))
             for log in cutlass.range_constexpr((self.heads // 2).bit_length() - 1):
                 most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-            # Pass the query's largest weight, too, so that all its heads are divided by the same power of two.
+            # Pass the query's largest |weight|, too, so that the weights of all heads are divided by one power of two.
             pairs, unit = fp16_accumulation.pack_weights([a, b, most, most])
             store_4(to + pair // 4 * 4, pairs[0])
             blocks.units[query, stage] = unit
@@ -449,7 +457,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # index of the lane's first key in a key tile
-        # `opaque` keeps these numbers in registers. Otherwise, the compiler would recompute them for every tile.
+        # `opaque` hides how these numbers were computed. Otherwise, the compiler would recompute them for every tile.
         period = Int32(1) << given.log_period
         period_mask, late = opaque(period - 1), opaque(period - self.groups)
         step_keys = opaque(Int32(GROUP) << given.log_stride)
@@ -457,8 +465,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         q_state, k_state = start(), start()
         turn = warp // 4
 
-        # Per query of the lane: bound, key range, and the address of the list's first entry or, if the CTA appends from
-        # the end, of its last entry.
+        # Per query of the lane: bound, first key, number of keys, and the address of the list's first entry or, if the
+        # CTA appends from the end, of the last entry.
         own = [cute.make_rmem_tensor((self.lane_q,), dtype) for dtype in (Float32, Int32, Int32, Int64)]
         bounds, first_keys, counts, pointers = own
         tile = self.wait_for_block(blocks, pipelines, q_state)
@@ -517,12 +525,12 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def finish(self, scoring: Scoring, own, counter, entry_step, key, v, place, quad):
         """Store the lane's scores of `key` and `key` + 8, which belong to the pass's tile v. In a sample, store all of
-        them. In other passes, append those that are candidates to the lists."""
+        them, with NaN for keys that the query does not see. In other passes, append only candidates to the lists."""
         bounds, first_keys, counts, pointers = own
         for i in cutlass.range_constexpr(self.lane_q):
             values = [self.score(scoring, i, half, quad) for half in range(2)]
             if const_expr(self.sample):
-                # NaN where the query does not see the key. A query past the end has no row of entries.
+                # A query past the end (a count below 0) does not have a row of entries.
                 if key < NO_KEY and counts[i] >= 0:
                     for half in cutlass.range_constexpr(2):
                         inside = Uint32(key + 8 * half - first_keys[i]) < Uint32(counts[i])
@@ -542,8 +550,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
         """Append to the query's list, while there is room, those of a lane's scores of `key` and `key` + 8 for which
-        `taken` is 1. One atomic assigns the entries of both scores, because its latency is most of the cost of an
-        append."""
+        `taken` is 1. One atomic assigns the entries of both scores, because the atomic's latency is most of the cost of
+        an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",
@@ -562,12 +570,14 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
 @cached
 def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, config: MqaLogitsConfig):
-    """sample: the first pass, which stores all scores; half: fp16 accumulation (fp16_accumulation.py).
+    """sample: the first pass, which stores all scores; otherwise a later pass. half: fp16 accumulation
+    (fp16_accumulation.py).
 
-    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
-    entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
-    ctas comes from choose_ctas. For a sample, `log_period` is 0, and `counts` and `bounds` are not used. In the other
-    passes, 1 << log_period exceeds the number of consumer warpgroups."""
+    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv] fp32, weights [S, H] fp32, starts, ends [S] int32, entries
+    [S, CAPACITY] int64, counts [S, 2] int32, bounds [S] fp32, log_stride, log_period, ctas); 0 < Skv < MAX_KEYS. ctas
+    comes from `choose_ctas`, log_stride and log_period from `pass_strides` (see `Pass`). For a sample, `log_period` is
+    0, and `counts` and `bounds` are not used. In the other passes, 1 << log_period exceeds the number of consumer
+    warpgroups."""
     queries = cute.sym_int()
     return compile_sm90(
         CandidateScoresSm90(heads, dim, sample, half, config),

@@ -1,23 +1,24 @@
-"""Select the k largest of a query's candidates, in ascending order of the keys. Ties (equal scores) go to the lowest
-keys.
+"""Select the k candidates of each query with the largest scores, in ascending order of keys. Ties (equal scores) go to
+the lowest keys.
 
-The kernel also reports the queries whose list does not determine the result.
+The kernel writes the results of queries whose list determines them, and marks the other queries in `remaining`.
 
 Plan
-- One CTA per query, with the list in registers. radix_select.py searches for the k-th largest score in ranges of scores
-  ("digits"). It divides the digit that contains this score until all candidates of the digit are selected, the digit
-  has few candidates, or the digit is a single score. If the digit has few candidates, warps compare each of them with
-  the others to find which are selected; ties go to the lowest keys. If the digit is a single score with many
-  candidates, all of them are ties, and a search bit by bit finds the highest key that is selected.
+- One CTA per query, with the list of candidates in the registers of the CTA's threads. radix_select.py searches for the
+  k-th largest score in ranges of scores ("digits"). The search divides the digit that contains this score until all
+  candidates of the digit are selected, the digit has few candidates, or the digit is a single score. If the digit has
+  few candidates, warps compare each of them with the others to find which are selected; ties go to the lowest keys. If
+  the digit is a single score with many candidates, all of them are ties, and a search bit by bit finds the highest key
+  that is selected.
 - Order: the CTA counts the selected candidates in up to 4096 buckets of keys, all equally wide. The buckets reuse the
-  memory of the digit counts, with two 16-bit counts per word. A scan finds where each bucket begins. A thread finds the
-  output position of a key by comparison with the other keys of the bucket.
+  memory of the digit counts, with two 16-bit counts per word. A scan finds where each bucket begins. A key's output
+  position within the bucket follows from comparisons with the bucket's other keys.
 - A list does not determine the result if it overflowed, or if it has a bound above -inf and fewer entries than min(k,
   number of keys that the query sees). The kernel then writes the end of the query's key range to `remaining`, so that
   indexer_select_sm90 computes the query. For all other queries it writes NOTHING_LEFT.
 Shared memory: 25 KiB.
 Registers: 16 candidates per thread, two registers each; four CTAs per SM.
-Roofline: bound by the issue slots. A query loads 22 KB and takes about 10 thousand warp instructions.
+Roofline: bound by the issue slots. A query's CTA loads 22 KB and executes about 10 thousand warp instructions.
 """
 
 from collections.abc import Callable
@@ -61,10 +62,11 @@ NO_KEY = -1
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory. rank: memory of the search, whose digit counts are later reused as buckets. few [2, FEW]: orders
-    and keys of the candidates of a digit that has few. few_count [1]: number of candidates in `few`. last [2]: order
-    and key of the last candidate in `few` that is selected. keys, orders [MAX_SELECTED]: the selected candidates,
-    sorted by bucket; `keys` has two more elements, a NO_KEY before the first key and one after the last."""
+    """Shared memory, int32; keys are relative to the query's first key. rank: memory of the search, whose digit counts
+    are later reused as buckets. few [2, FEW]: orders and keys of the candidates of the digit that the search found, if
+    they are at most FEW. few_count [1]: number of candidates in `few`. last [2]: order and key of the worst candidate
+    in `few` that is selected. keys, orders [MAX_SELECTED]: the selected candidates, sorted by bucket; `keys` has two
+    more elements, a NO_KEY before the first key and one after the last. orders is written only with VALUES."""
 
     rank: RankMemory
     few: cute.Tensor
@@ -226,8 +228,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def cut(self, found: RankFound, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
-        """Find which candidates of the digit `found` are among the k best: the `found.rank` best, where ties go to the
-        lowest keys. -> (floor, last), for `is_selected`."""
+        """Find which candidates of the digit `found` are among the query's k best: the digit's `found.rank` best, where
+        ties go to the lowest keys. -> (floor, last), for `is_selected`."""
         floor, last = found.low, Int32(HIGHEST)
         if found.inside > found.rank:
             if found.inside <= FEW:
@@ -238,8 +240,8 @@ class CandidateSelectSm90:
                                 at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
                                 memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
-                # Each warp ranks every 8th of these candidates: it counts the candidates that are better. Of two that
-                # tie, the one with the lower key is better.
+                # Each of the 8 warps ranks every 8th candidate in `few`: it counts the candidates in `few` that are
+                # better. Of two that tie, the one with the lower key is better.
                 lane = tid % WARP
                 order, key = memory.few[0, lane], memory.few[1, lane]
                 for i in cutlass.range(tid // WARP, found.inside, THREADS // WARP, unroll=1):
@@ -255,8 +257,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: RankFound, memory: Memory, tid) -> Int32:
-        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. It is the largest
-        number below which there are fewer than `found.rank` of these keys."""
+        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. This key is the
+        largest number below which there are fewer than `found.rank` of these keys, found bit by bit."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))
@@ -280,7 +282,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def begin_buckets(self, memory: SelectMemory, tid) -> Int32:
-        """Replace each bucket's count by the position of the bucket's first key. -> the sum of all counts."""
+        """Replace each bucket's count by the position of the bucket's first key among the selected keys. -> the sum of
+        all counts."""
         words = cute.make_rmem_tensor((OWN_WORDS,), Int32)
         own = cute.local_tile(memory.counts, (OWN_WORDS,), (tid,))
         cute.autovec_copy(own, words)
@@ -298,9 +301,10 @@ class CandidateSelectSm90:
 
 @cached
 def compile_candidate_select():
-    """-> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], remaining [S] int32,
-    block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, keys, page_size, options); S > 0,
-    0 < keys < MAX_KEYS, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are used."""
+    """-> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2], bounds [S] fp32, remaining [S],
+    block_table [B, pages], row_to_seq [S], indices [S, k], values [S, k] fp32, keys, page_size, options); S > 0, 0 <
+    keys < MAX_KEYS, 0 < k <= MAX_SELECTED. Tensors without a dtype are int32. keys is the number of keys. The bits of
+    `options` say which of block_table, row_to_seq and values are used; the others may have any size."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     remaining = fake(Int32, (queries,), (1,), 4)

@@ -1,16 +1,19 @@
-"""fp16 accumulation: the sum over the heads of an index-score tile, at one instruction per accumulator.
+"""fp16 accumulation: the sum over the heads in a tile of index scores, with one instruction per accumulator.
 
-An FP8 wgmma can round its sums to fp16. Each accumulator register then has the sums of two adjacent columns, which are
-two heads of a query. One maximum and one multiply-add, on different pipes, process such a pair. The tensor cores read
-and write half as many registers. To avoid overflow, queries and weights are scaled:
-- A query row q[t, h] is scaled into fp16's range: q' = q 2^-e with the smallest e for which |q'|_1 <= ROW_SUM. No
-  channel of a key exceeds 448, so no product or partial sum overflows, whatever the keys are. Rounding has two sources:
-  e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16. Rounding can flip the sign of a product q . k only if
-  the product is close to 0. A key whose products with all heads are clearly negative still scores exactly 0.
-- The weights w[t, h] 2^e of a query are divided by a power of two, so that a sum over 8 heads cannot overflow, and are
-  rounded to fp16. The scores are multiplied by that power. This works for w 2^e below 2^123, and so for weights below
-  2^113. With larger weights, scores may be infinite, or NaN where products are not positive.
-A lane's sum over its heads, at most 8 terms per fp16 number, is fp16. The sum over the quad's lanes is fp32.
+An FP8 wgmma can round its sums, the products q . k, to fp16. Each accumulator register then has the sums of two
+adjacent columns, which are two heads of a query. One maximum and one multiply-add, on different pipes, process such a
+pair. The tensor cores read and write half as many registers as with fp32. To avoid overflow, queries and weights are
+scaled:
+- The row q[t, h] of query t and head h is scaled into fp16's range: q' = q 2^-e with the smallest e for which the sum
+  of magnitudes |q'|_1 is at most ROW_SUM. No channel of a key exceeds 448, so no product or partial sum overflows,
+  whatever the keys are. Rounding has two sources: e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16.
+  Rounding can flip the sign of a product q . k only if the product is close to 0. A key whose products with all heads
+  are clearly negative still scores exactly 0.
+- The weights w[t, h] 2^e of query t are divided by a power of two, so that a sum over 8 heads cannot overflow, and are
+  rounded to fp16. The scores are multiplied by that power. This works for |w| 2^e below 2^123 and so, because e is at
+  most 10, for |w| below 2^113. With larger weights, scores can be infinite, or NaN where products are not positive.
+A lane has at most 16 heads of a query. It sums them in a pair of fp16 numbers, at most 8 terms in each. The sum of the
+pair and the sum over the quad's lanes are fp32.
 """
 
 import cutlass
@@ -19,22 +22,24 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-# Threads that scale a tile's query rows. With L lanes per row, a step scales THREADS / L rows, which divides the tile's
-# number of rows. So all lanes of a warp take part in every shuffle.
+# Threads that scale a block's query rows. dim / VECTOR lanes share a row. The number of rows is a multiple of 32, so
+# either all lanes of a warp have rows in a step or none, and all lanes take part in every shuffle.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
 # |q'|_1 * 448 stays below 65504, the largest fp16 number. The margin of 1.5% covers the rounding of q' to e4m3, of
 # |q'|_1, and of products.
 ROW_SUM = 144.0
-LEAST_EXPONENT, MOST_EXPONENT = -8, 14  # bounds of e, which is at most 10 for finite numbers
+LEAST_EXPONENT, MOST_EXPONENT = -8, 14  # bounds of e; only NaN in a row can give more than 10
 
 
 @cute.jit
 def bring_into_range(queries: Int32, factors: Int32, rows: cutlass.Constexpr, dim: cutlass.Constexpr, thread):
-    """Multiply each query row in shared memory by 2^-e, in place, and store 2^e. THREADS threads call this. A barrier
-    must follow before other threads read the rows. For wgmma, a fence of the async proxy must come before that barrier.
+    """Multiply each query row in shared memory by 2^-e, in place, and store 2^e. Whole warps call this, once for each
+    `thread` below THREADS. A barrier must follow before other threads read the rows. For wgmma, a fence of the async
+    proxy must come before that barrier.
 
-    queries, factors  addresses of e4m3 [rows, dim], in any order within a row, and fp32 [rows]
+    queries  address in shared memory of the rows, e4m3 [rows, dim]; the order of the channels in a row does not matter
+    factors  address in shared memory of the powers 2^e, fp32 [rows]
     """
     lanes = dim // VECTOR  # per row
     first, place = thread // lanes, thread % lanes
@@ -58,15 +63,16 @@ def pack_weights(weights):
     """Convert a lane's weights of one query to fp16. -> (pairs of fp16, power of two to multiply the scores by). All
     lanes of a quad call this together and get the same power of two.
 
-    weights  [heads / 4] fp32, w 2^e of the lane's columns
+    weights  [heads / 4] fp32: w 2^e of the query's heads in this lane
     """
     most = Float32(0.0)
     for weight in weights:
         most = cute.arch.fmax(most, cute.math.absf(weight))
     for log in cutlass.range_constexpr(2):
         most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-    # `exponent` is the biased exponent of the largest |w|, so |w| < 2^(exponent - 126). Division by 2^(exponent - 123)
-    # leaves at most 1 / 8. Infinity stays infinity.
+    # `exponent` is the biased exponent of `most`, so unless 249 limits it, no |weight| reaches 2^(exponent - 126). The
+    # weights are divided by 2^(exponent - 123), which leaves less than 1 / 8. So 8 products with fp16 numbers have a
+    # finite sum. Infinity stays infinity.
     exponent = cutlass.min(Int32(most.bitcast(Uint32) >> 23), 249)
     inverse = Uint32((250 - exponent) << 23).bitcast(Float32)
     pairs = [pack(weights[2 * j] * inverse, weights[2 * j + 1] * inverse, Float16) for j in range(len(weights) // 2)]
@@ -130,7 +136,8 @@ def _add(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def _scaled(word: Uint32, factors: Uint32) -> Uint32:
-    """Return four e4m3 numbers, each multiplied by the same factor. `factors` contains the factor twice, in fp16."""
+    """Return the four e4m3 numbers in `word` times one factor, rounded to e4m3. `factors` contains the factor twice, in
+    fp16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 x, l; "
         "cvt.rn.f16x2.e4m3x2 y, h; mul.rn.f16x2 x, x, {$r1}; mul.rn.f16x2 y, y, {$r1}; "

@@ -1,4 +1,7 @@
-"""Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
+"""Lightning-indexer scores over contiguous keys.
+
+out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]) for starts[t] <= s < ends[t]. With `compressed`, the score
+of key s is in column s - starts[t] instead. There are H heads of D channels.
 
 Plan
 - A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread has accumulators of two keys and,
@@ -7,24 +10,25 @@ Plan
 - Warp roles: two or three consumer warpgroups multiply. `choose_config` gives two with N = 256 for 64 heads, three with
   N = 128 for 16 and 32 heads, and two with N = 128 for 8 heads. For fp16 accumulation with 32 or 64 heads of 128
   channels it gives three with N = 256. In the last warpgroup, one warp is the producer. If `clean` (clean_logits), the
-  other three write -inf to the columns that the consumers do not write, so no separate kernel is needed for this.
+  other three warps write -inf to the columns that the consumers do not write, so no separate kernel is needed for this.
 - Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
   stages of 64 keys. The consumer warpgroups process the key tiles in turns.
-- Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next
-  tile's wgmma. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups by named barriers
-  (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/explanation/kernels.md).
-- fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and
-  adjust the weights. The sums over heads then take two heads per instruction (fp16_accumulation.py).
+- Mainloop: during a tile's wgmma, the consumers run the previous tile's epilogue (quad reduction, scale, mask, store)
+  and wait for the next tile's keys. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups
+  by named barriers (ping-pong) gained nothing: wgmma and the sums compete for the register file
+  (docs/explanation/kernels.md).
+- fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and the
+  weights by the inverse factors. The sums over heads then take two heads per instruction (fp16_accumulation.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
-  are masked.
+  are replaced by -inf or, with `compressed`, not written.
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D bytes of keys; together at most 225 KiB.
-Registers: N / 2 accumulators and N / 4 weights per consumer thread, or half as many with fp16 accumulation. A consumer
-thread has 232 registers with two consumer warpgroups and 160 with three; the other threads have 40 or 32.
-Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But the other instructions (two per
-accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about 830 cycles. With fp16
-accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel then reaches the rate of
-an FP8 GEMM. Keys come from L2, 8 KB per tile.
+Registers: N / 2 for accumulators and N / 4 for weights per consumer thread, or half as many with fp16 accumulation. A
+consumer thread has 232 registers with two consumer warpgroups and 160 with three; the other threads have 40 or 32.
+Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But with fp32 accumulation the sums over
+heads (two instructions per accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about
+830 cycles. With fp16 accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel
+then reaches the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable
@@ -60,7 +64,7 @@ from dsa.kernels.indexer.score_mainloop import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 LOAD_WARP, FILL_WARP = 0, 1  # in the last warpgroup: the producer, and the first of the warps that write -inf
-FILL_THREADS = 96  # threads that write -inf
+FILL_THREADS = 96  # threads that write -inf, if `clean`
 Q_STAGES = 2
 
 
@@ -75,14 +79,14 @@ class MqaLogitsConfig:
 
     def fits(self, heads: int, half: bool = False) -> bool:
         """Whether this configuration has enough registers (fp16 accumulation needs half as many), enough shared memory
-        for 128 channels, and a multiple of four queries per block, one for each lane of a quad."""
+        for 128 channels, and a multiple of four queries per block, so that the lanes of a quad store equally many."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         columns = self.columns // 2 if half else self.columns
         return registers_fit(columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
 # For fp16 accumulation with 32 or 64 heads of 128 channels, as published models have. The accumulators need half as
-# many registers, so a third warpgroup fits even with wide tiles.
+# many registers as in fp32, so three consumer warpgroups fit even with 256 columns.
 HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
@@ -182,9 +186,10 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         """-> (block, first, end, first key tile of the chunk) of work tile `index`. `block` is the index of the block
         of queries. Of the chunk's key tiles, those in [first, end) lie between the smallest start and the largest end
         of the block's queries.
-        Later queries come first: in a causal batch, they see the most keys. Consecutive work tiles are blocks of the
-        same chunk. If they were chunks of the same block, a CTA could get the same chunk of every block, for example
-        with two chunks and an even number of CTAs. In a causal batch the chunks differ in work, so the CTAs would, too.
+        Blocks of later queries come first: in a causal batch, they see the most keys, and long work tiles at the end
+        would leave SMs idle. Consecutive work tiles are blocks of the same chunk. If they were chunks of the same
+        block, a CTA could get the same chunk of every block, for example with two chunks and an even number of CTAs. In
+        a causal batch the chunks differ in work, so the CTAs would, too.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -225,7 +230,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
-        """Write -inf to those columns of [0, fill_columns) that the consumer warps do not write."""
+        """In each row, write -inf to those columns of [0, fill_columns) that the consumer warps do not write."""
         keys = k_scale.shape[0]
         scheduler = static_persistent_scheduler()
         width = 128 // self.out_dtype.width
@@ -264,8 +269,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
-        # work tiles, so their numbers of tiles differ by at most one.
+        # This warpgroup's next key tile; between work tiles, relative to the first key tile of the next work tile. The
+        # warpgroups take turns across work tiles, so their numbers of tiles differ by at most one.
         tile = warp // 4
 
         first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -318,8 +323,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
         """Write the score of `key`, or -inf outside the query's range. With `compressed`, write nothing outside the
-        range. Write nothing if key_count is below 0 (there is no row) or if key is NO_KEY or NO_KEY + 8 (there is no
-        tile)."""
+        range. Write nothing if key_count is below 0 (a query without a row), or if key is NO_KEY or NO_KEY + 8 (before
+        the first tile)."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):
@@ -346,9 +351,10 @@ def compile_fp8_mqa_logits(
     """clean: write -inf to the columns in [0, fill_columns) that have no score. compressed: column j of row t is the
     score of key starts[t] + j. half: fp16 accumulation (fp16_accumulation.py).
 
-    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S], out [S, columns],
-    fill_columns, chunk, ctas); S, Skv > 0. chunk is the number of key tiles per work tile (`choose_chunk`). Rows of out
-    start at multiples of 16 bytes. Unless compressed, out has at least 64 * ceil(Skv / 64) columns."""
+    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv] fp32, weights [S, H] fp32, starts [S], ends [S] int32, out
+    [S, columns] out_dtype, fill_columns, chunk, ctas); S, Skv > 0. chunk is the number of key tiles per work tile
+    (`choose_chunk`). Rows of k and out start at multiples of 16 bytes. Unless compressed, out has at least 64 *
+    ceil(Skv / 64) columns."""
     queries, out_type = cute.sym_int(), cute_dtype(out_dtype)
     scored = fake_scored(heads, dim, queries)
     out = fake(out_type, (queries, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
@@ -359,9 +365,10 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
-    """Return the measured winner. With fewer than 64 heads and fp32 accumulation, a wide tile has many queries, whose
-    ranges and reductions need registers and time. So these shapes use narrower tiles, most of them with a third
-    warpgroup (docs/explanation/kernels.md)."""
+    """Return the configuration that was fastest in measurements. With fewer than 64 heads, a tile of 256 columns has
+    many queries, whose ranges and reductions need registers and time. So these shapes use 128 columns, most of them
+    with a third consumer warpgroup (docs/explanation/kernels.md). fp16 accumulation differs only with 32 or 64 heads of
+    128 channels, where it uses HALF_CONFIG."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")

@@ -1,32 +1,35 @@
 """Lightning-indexer scores over a paged key cache.
 
-out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s])
+out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s]), where n = next_n is the number of
+query tokens per sequence. There are H heads of D channels.
 
 Plan
 - A wgmma tile has 64 keys as rows. Its columns are the N = next_n * H (query, head) pairs of one sequence. So the keys
   are read once for all queries of the sequence, and the sum over heads stays in registers except for shuffles over the
   quad.
-- Scheduler: stream-K. A CTA processes one row of the schedule: consecutive splits of 256 keys. A row can begin in one
-  sequence and end in another. A work tile is the part of these splits that belongs to one sequence.
+- Scheduler: stream-K. CTA i processes consecutive splits of 256 keys: from the split in row i of the schedule up to the
+  one in row i + 1 (paged_mqa_logits_metadata_sm90.py). They can begin in one sequence and end in another. A work tile
+  is the part of the CTA's splits that belongs to one sequence.
 - Warp roles: the consumer warpgroups process a work tile's key tiles in turns. Each has its own producer warp in the
   last warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads
-  a work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. After its loads, the last
-  warpgroup writes -inf to the columns after the last tile of every row (clean_logits).
+  a work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. With clean_logits, the warps
+  of the last warpgroup then write -inf to the columns after the last key tile of each sequence.
 - Pipelines: queries, weights and WorkTileInfo have a ring of SEQUENCES stages. Keys and scales have a ring of STAGES
   stages per consumer warpgroup. A producer warp loads lengths and page numbers 32 at a time, so it waits for them once
   per 32. A page outside the cache is not loaded, and its keys score -inf. A stage's valid mask has a bit for each page
   of the tile that is in the cache.
 - Mainloop: the consumers read a work tile's WorkTileInfo; one with 0 key tiles ends the loop. A tile's epilogue (quad
   reduction, scale, mask, store) runs during the next tile's wgmma.
-- fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
-  range, in shared memory, and adjust its weights (fp16_accumulation.py). For this they synchronize once per work tile.
-  The producers continue meanwhile.
+- fp16 accumulation, if the caller asks for it and there are more than 128 columns: the consumer warpgroups first scale
+  a work tile's queries into fp16's range, in shared memory, and the weights by the inverse factors
+  (fp16_accumulation.py). For this the consumer warpgroups synchronize once per work tile. The producers continue
+  meanwhile.
 Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes of
-queries, GROUPS x STAGES x 64 x (D + 4) bytes of keys.
-Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
-Roofline: bound by memory up to N = 128, and by arithmetic beyond. At D = 128, a key has 132 bytes, and loading a tile
-takes an SM about 450 cycles. The tensor cores take 2 N cycles per tile. The sums over heads take about N + 60 cycles
-more, which fp16 accumulation hides (docs/explanation/kernels.md).
+queries with their weights and factors, GROUPS x STAGES x 64 x (D + 4) bytes of keys with their scales.
+Registers: N / 2 for accumulators and N / 4 for weights per consumer thread; half as many with fp16 accumulation.
+Roofline: bound by memory up to N = 128, and by arithmetic beyond. At D = 128, a key has 132 bytes, and an SM loads a
+tile in about 450 cycles if all SMs load. The tensor cores take 2 N cycles per tile. The sums over heads take about N +
+60 cycles more, which fp16 accumulation hides (docs/explanation/kernels.md).
 """
 
 from collections.abc import Callable
@@ -62,8 +65,8 @@ from dsa.kernels.indexer.score_mainloop import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_BYTES = 8192  # bytes of a row in one work tile of the warps that write -inf
-# Up to this many columns per tile, fp16 accumulation is not faster, so it is not used. Besides, tiles of fewer than 32
-# columns would not fill the warps that scale the queries.
+# Up to this many columns per tile (next_n * heads), fp16 accumulation is not faster than fp32, so it is not used. It
+# also needs a multiple of 32 columns, so that whole warps scale the queries.
 MEMORY_BOUND_COLUMNS = 128
 
 
@@ -81,8 +84,8 @@ FIELDS = len(WorkTileInfo._fields)
 
 @dataclass(frozen=True)
 class PagedMqaLogitsConfig:
-    """stages: key tiles in flight per consumer warpgroup. sequences: stages of queries. groups: number of consumer
-    warpgroups."""
+    """stages: key tiles in flight per consumer warpgroup. sequences: work tiles whose queries are in flight. groups:
+    number of consumer warpgroups."""
 
     stages: int = choices(2, 3, 4, 5, 8)
     sequences: int = choices(2, 4)
@@ -96,7 +99,7 @@ class PagedMqaLogitsConfig:
         return registers_fit(columns // 2 if half else columns, self.groups) and shared <= SHARED_BYTES
 
 
-# For fp16 accumulation. The accumulators need half as many registers, so a third warpgroup fits.
+# For fp16 accumulation. The accumulators need half as many registers as in fp32, so three consumer warpgroups fit.
 FP16_CONFIG = PagedMqaLogitsConfig(stages=4, sequences=2, groups=3)
 
 
@@ -115,8 +118,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         self.next_n, self.page, self.out_dtype = next_n, page_size, out_dtype
         self.sequences, self.pages_a_tile = cfg.sequences, TILE // page_size
         self.lane_q = (next_n + 1) // 2  # rows of the output that a lane stores to
-        # Words per stage of queries: the fields of its WorkTileInfo, and for each query the number of keys that it
-        # sees. Stages are multiples of 16 bytes, so that vector instructions can access them.
+        # Words of `info` per stage of queries: the fields of a WorkTileInfo, and for each query the number of keys that
+        # it sees. A stage has a multiple of 16 bytes, so that vector instructions can access it.
         self.info_words = cute.round_up(FIELDS + next_n, 4)
 
     @cute.jit
@@ -205,8 +208,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         wait_for_prerequisite_grids()
         first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         if warp >= self.consumer_warps:
-            # A short call is bound by the producers' chain of dependent loads: schedule, then lengths and page numbers,
-            # then keys. So load the schedule before the barrier, and prefetch the lengths to L2.
+            # A call with few keys is bound by the producers' chain of dependent loads: schedule, then lengths and page
+            # numbers, then keys. So load the schedule before the CTA's barrier, and prefetch the lengths to L2.
             cta, _, _ = cute.arch.block_idx()
             first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
             if warp == self.consumer_warps and lane * 32 < lengths.shape[0]:
@@ -231,8 +234,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def tile_of_split(self, split):
-        """Return the first key tile of a split of the schedule. The split is clipped, so that the product fits an
-        int32."""
+        """Return the index in the sequence of a split's first key tile. The split is clipped, because a wrong schedule
+        can contain any number and the result must fit an int32."""
         return cutlass.max(cutlass.min(split, NO_KEY // SCHEDULE_SPLIT), 0) * (SCHEDULE_SPLIT // TILE)
 
     @cute.jit
@@ -281,7 +284,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         group,
     ):
         """The mainloop of the producer warp of consumer warpgroup `group`. The warp of group 0 also loads queries and
-        weights."""
+        weights, and writes each WorkTileInfo. begins, ends: the rows (sequence, split) of the schedule at which this
+        CTA begins and ends."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, spages, mk, (self.page, self.dim), (0, 0, None))
         bulk = cute.nvgpu.cpasync.CopyBulkG2SOp()
@@ -372,9 +376,9 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         from the sequence's tile `first` on; `tile` is relative to `first`. -> (the warpgroup's next tile, relative to
         the end of this work tile; k_state)
 
-        copies        copy atom, source and target for a page's keys; the same for a page's scales
-        valid_pages   [stages]: bit i is set if page i of the tile is in the cache
-        page_numbers  page numbers of the first tiles to load, one per lane
+        copies        ((copy atom, source, target) for a page's keys, the same three for a page's scales)
+        valid_pages   [stages] uint32: bit i is set if page i of the stage's tile is in the cache
+        page_numbers  one per lane: the pages of the first 32 / pages_a_tile tiles to load (`page_numbers`)
         """
         (k_atom, tkg, tks), (scales_atom, gscales, scales) = copies
         at, pages = Int32(0), gscales.shape[1]
@@ -409,7 +413,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
-        """Write -inf to the columns after the last tile of every row, up to fill_columns."""
+        """Write -inf to the columns of every row from the end of the sequence's last key tile up to fill_columns."""
         width = 128 // self.out_dtype.width
         chunk = FILL_BYTES * 8 // self.out_dtype.width
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
@@ -434,13 +438,13 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     ):
         """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
-        limits = cute.make_rmem_tensor((self.lane_q,), Int32)  # number of keys that each of the lane's rows sees
+        limits = cute.make_rmem_tensor((self.lane_q,), Int32)  # number of keys that each query row of the lane sees
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
         quad = lane % 4
-        # A lane stores one key per row of the output. The quad reduction transposes: lanes 2 and 3 of a quad get the
-        # upper 8 of 16 keys, and odd lanes get the second query of a pair. If there is no second query, odd lanes get a
-        # copy of the first.
+        # Per tile, a lane stores one key's score to each of the lane's rows of the output. The quad reduction
+        # transposes: lanes 2 and 3 of a quad get the upper 8 of the warp's 16 keys, and odd lanes get the second query
+        # of a pair. If a pair has only one query, odd lanes get a copy of that query's score and do not store it.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         own_page = key_in_tile // self.page
@@ -487,7 +491,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def take_weights(self, scoring: Scoring, sq, sw, powers, stage, tid, quad):
-        """Load a work tile's weights into registers. With fp16 accumulation, also scale its queries."""
+        """Load the weights of this lane's columns into registers, halved for the fp32 `head_sum`. With fp16
+        accumulation, scale the weights and the work tile's queries instead (`bring_into_range`)."""
         if const_expr(self.half):
             self.bring_into_range(
                 *(scoring, sq, powers, stage), lambda j, column, c: sw[column + c, stage], *(tid, quad)
@@ -499,8 +504,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lanes that store its scores: even lanes store the first row of a pair; odd lanes
-        store the second row, or the first if there is no second row."""
+        """Keep query i's unit in the lanes that store this query's scores: in even lanes if the query is the first of a
+        pair, in odd lanes if it is the second. In a pair without a second query, odd lanes do not use their unit."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:
@@ -508,8 +513,12 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def epilogue(self, scoring: Scoring, scale, masked_key, limits, rows, key, quad):
-        """Add up the quad's sums over heads, so that each lane has the score of one key for each of its rows. Then
-        scale, mask and store the scores. A key of NO_KEY means that there is no tile."""
+        """Add up the quad's sums over heads, so that each lane has the score of one key for every row of the lane. Then
+        scale, mask and store the scores.
+
+        key         NO_KEY before the first tile, when there is nothing to store
+        masked_key  `key`, or NO_KEY if the key's page is not in the cache
+        limits      number of keys that each of the lane's rows sees"""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
             own = [scoring.sums[at] for at in range(4 * i, min(4 * i + 4, 2 * self.next_n))]
@@ -532,8 +541,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
 @cute.jit
 def quad_pair(a, b, upper):
-    """Return a quad's sum of a in its lanes 0 and 1, and of b in its lanes 2 and 3, with two shuffles. The additions
-    are in the same order as in `quad_reduce_scatter`."""
+    """Return the sum of a over a quad of lanes in lanes 0 and 1, and the sum of b in lanes 2 and 3, with two shuffles.
+    The additions are in the same order as in `quad_reduce_scatter`."""
     keep = b if upper else a
     send = a if upper else b
     value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)
@@ -546,11 +555,11 @@ def compile_fp8_paged_mqa_logits(
 ):
     """half: fp16 accumulation (fp16_accumulation.py).
 
-    -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
-    next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns); P =
-    page_size, and B, pages, max_pages > 0. A query sees at most `capacity` keys. Columns before fill_columns that have
-    no score get -inf. Pages, rows of weights and rows of out start at multiples of 16 bytes. Rows of out have at least
-    64 * ceil(capacity / 64) columns."""
+    -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H] fp32, lengths [B, 1 or
+    next_n] int32, block_table [B, max_pages] int32, schedule [CTAs + 1, 2] int32, out [B * next_n, columns] out_dtype,
+    capacity, fill_columns); P = page_size, and B, pages, max_pages > 0. A query sees at most `capacity` keys. Columns
+    before fill_columns that have no score get -inf. Pages, rows of weights and rows of out start at multiples of 16
+    bytes. Rows of out have at least 64 * ceil(capacity / 64) columns."""
     out_type = cute_dtype(out_dtype)
     batch, rows = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
@@ -567,13 +576,13 @@ def compile_fp8_paged_mqa_logits(
 
 
 def bound_by_arithmetic(heads: int, next_n: int) -> bool:
-    """Whether fp16 accumulation is faster. With up to MEMORY_BOUND_COLUMNS columns it is not, because loading the keys
-    takes longer than the arithmetic even with fp32 accumulation."""
+    """Whether fp16 accumulation is faster than fp32. With up to MEMORY_BOUND_COLUMNS columns it is not, because loading
+    the keys takes longer than the arithmetic even with fp32 accumulation."""
     return heads * next_n > MEMORY_BOUND_COLUMNS
 
 
 def choose_config(heads: int, next_n: int, half: bool = False) -> PagedMqaLogitsConfig:
-    """Return the measured winner."""
+    """Return the configuration that was fastest in measurements; fp16 accumulation has one for all shapes."""
     if half:
         return FP16_CONFIG
     return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")

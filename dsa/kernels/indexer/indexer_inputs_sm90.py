@@ -4,16 +4,17 @@ quantisation, store.
 Plan
 - 8 lanes process a vector of 128 channels, with 16 consecutive channels per lane. The channels stay in registers from
   the load to the store: the projection is read once, and one byte per channel is written.
-- LayerNorm takes two shuffle trees: one for the mean, one for the mean of the centred squares. RoPE on interleaved
-  pairs (adjacent channels) stays within a lane. RoPE on halves (channels R / 2 apart) exchanges with the lane R / 32
-  away. Each step rounds to the projection's dtype, as separate ops would.
-- Queries: a vector is one head of a token, and its scale multiplies the head's weight. Keys: a vector is a token's key.
-  The kernel writes the key to the token's slot in the cache, unless the slot is outside the cache. A page has the
-  values of all keys first, then the scales.
+- LayerNorm takes two shuffle trees: one for the mean, one for the mean of the centred squares. RoPE rotates R channels.
+  On interleaved pairs (adjacent channels) it stays within a lane. On halves (pairs of channels R / 2 apart) a lane
+  exchanges with the lane R / 32 away. Norm, RoPE and Hadamard transform each round to the projection's dtype, as
+  separate ops would.
+- There are two kernels. Queries: a vector is one head of a token's query, and its scale multiplies the head's weight.
+  Keys: a vector is a token's key. The kernel writes the key to the token's slot in the cache, unless the slot is
+  outside the cache. A page has the values of all keys first, then the scales.
 Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at multiples of 16 bytes.
-Roofline: memory moves 3 bytes per channel (bf16). But the kernel of queries is bound by the issue slots: about 32
-instructions per channel limit it to 57% of the copy bandwidth for long inputs. There are few keys, so their kernel
-costs little more than a launch.
+Roofline: 3 bytes per channel (bf16) are read and written. But the kernel of queries is bound by the issue slots: about
+32 thread instructions per channel limit it to 57% of the copy bandwidth for long inputs. A token has one key but many
+query heads, so the kernel of keys costs little more than a launch.
 """
 
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class IndexerInputs:
     rotated      R, the number of channels that RoPE rotates
     interleaved  whether RoPE rotates pairs of adjacent channels; otherwise it rotates pairs of channels R / 2 apart
     last         whether RoPE rotates the last R channels; otherwise it rotates the first R
+    use_ue8m0    whether scales are rounded up to powers of two
     """
 
     def __init__(self, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool):
@@ -50,7 +52,7 @@ class IndexerInputs:
 
     @cute.jit
     def lane_and_vector(self):
-        """-> (this thread's index among the LANES lanes of its vector, the vector's index)"""
+        """-> (this thread's index among the LANES lanes that share a vector, the vector's index)"""
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         return tid % LANES, block * VECTORS + tid // LANES
@@ -66,7 +68,7 @@ class IndexerInputs:
 
     @cute.jit
     def rotate(self, v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
-        """Apply RoPE to this lane's channels v, with the cosines and sines of its token."""
+        """Apply RoPE to this lane's channels v. cos, sin [R / 2]: those of the token."""
         span = self.rotated // CHANNELS  # number of lanes with rotated channels
         place = lane - (LANES - span if self.last else 0)
         inside = place >= 0 and place < span
@@ -239,8 +241,8 @@ def compile_write_indexer_keys(
     dtype: str, slot_dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
 ):
     """-> f(k [T, 128] dtype, weight [128], bias [128] fp32, cos, sin [T, R / 2] fp32, cache [pages, bytes] uint8, slots
-    [T], page_size, eps), which writes the converted keys to the cache; T, pages > 0. Rows and pages start at multiples
-    of 16 bytes."""
+    [T] slot_dtype, page_size, eps), which writes the converted keys to the cache; T, pages > 0. Pages and the rows of
+    k, cos and sin start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
     k = fake(element, (tokens, GROUP), (*strides(1, 128 // element.width), 1))

@@ -1,21 +1,22 @@
-"""Lightning-indexer scores over contiguous keys and the selection of each query's k largest, in one kernel.
+"""Lightning-indexer scores over contiguous keys and the selection of each query's k largest scores, in one kernel.
 
-The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. Ties (equal scores) go to
-the lowest keys. The scores do not go through global memory.
+The indices are those of topk_indices(fp8_mqa_logits(...)), and the values have the same bits, except that a zero is
+always 0.0. Ties (equal scores) go to the lowest keys. The scores do not go through global memory.
 
-If the op uses lists of candidates, the kernel computes only the queries whose list does not determine the result. For
-the other queries candidate_select_sm90.py has written an `ends` of NOTHING_LEFT, so they see no keys. For a query that
-sees no keys the kernel writes nothing, because candidate_select_sm90.py or the op has written the row. A work tile that
-has only such queries ends at once.
+For fewer than MAX_KEYS keys, the op first uses lists of candidates (candidate_lists.py), and the kernel computes only
+the queries whose list does not determine the result. For the other queries candidate_select_sm90.py has written an
+`ends` of NOTHING_LEFT, so they see no keys. For a query that sees no keys the kernel writes nothing, because
+candidate_select_sm90.py or the op has written the row. A work tile that has only such queries ends at once.
 
 Plan
 - Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
-  queries by the key tiles from the smallest start to the largest end of the queries' key ranges.
+  queries by all key tiles from the smallest start to the largest end of the queries' key ranges.
 - Warp roles: two consumer warpgroups multiply, and write a key tile's scores to shared memory. In the last warpgroup,
   one warp is the producer, and two other warps each select for two queries (SelectionList). A selecting warp appends
-  keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the bound.
-  Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are appended for k = 2048, and a
-  list is cut ten times. If scores ascend with the keys, all keys are appended, which is slower but correct.
+  keys with scores above a bound to the query's list. When a list is full, the warp cuts it to the k largest scores,
+  which raises the bound. Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are
+  appended for k = 2048, and a list is cut ten times. If scores ascend with the keys, all keys are appended, which is
+  slower but correct.
 - Pipelines: queries have one stage, because a block of queries lasts for hundreds of key tiles. Each consumer warpgroup
   has a ring of `stages` key tiles and a ring of `score_stages` tiles of scores. The ring of scores lets the consumers
   continue while lists are cut. The consumer warpgroups process the key tiles in turns. The selecting warps read the
@@ -26,10 +27,12 @@ Plan
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D bytes of keys, GROUPS x score_stages x 4 x 72
 scores, four lists of CAPACITY (order, key) pairs, 1 KiB of counts per selecting warp; together at most 208 KiB.
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
-Constraints: k up to CAPACITY - 1024, so that after a cut a list has room for nearly half as many new keys as it keeps.
-Roofline: with 64 heads, the bounds of fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its
-two queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With
-fewer heads, a tile has fewer columns than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
+Constraints: k up to CAPACITY - 1024 = 2048, so that after a cut to 2048 keys a list has room for nearly half as many
+new ones.
+Roofline: with 64 heads, bound like fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its two
+queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With fewer
+heads, the four queries of a tile have fewer columns than a tile of fp8_mqa_logits_sm90, and the selection takes as long
+as the scores.
 """
 
 from collections.abc import Callable
@@ -68,11 +71,11 @@ GROUPS = 2  # consumer warpgroups
 SELECT_WARP, SELECTING_WARPS = 1, 2  # first selecting warp in the last warpgroup; number of selecting warps
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS  # queries per selecting warp
 CAPACITY = MAX_SELECTED + 1024  # entries per list
-HALVES = TILE // WARP  # a lane of a selecting warp has one score of each half of a key tile
+HALVES = TILE // WARP  # per query, a lane of a selecting warp has one score of each half of a key tile
 DIGIT_BITS = 8  # bits per digit of a list's orders
 DIGITS = 1 << DIGIT_BITS
 AHEAD = 4  # list entries that a lane loads before it uses the first
-SLACK = 64  # entries beyond k that a cut can keep
+SLACK = 64  # entries beyond k that a cut of a full list may keep, which saves passes over the list
 SCORE_ROW = TILE + 8  # stride between two queries' scores, so that a warp's stores have no bank conflicts
 
 
@@ -85,7 +88,8 @@ class SelectConfig:
     score_stages: int = 12
 
     def fits(self, heads: int, dim: int) -> bool:
-        """Whether the registers and the shared memory (with room for alignment) are enough for this configuration."""
+        """Whether a consumer thread has enough registers for this configuration with fp32 accumulation, and a CTA
+        enough shared memory (with room for alignment)."""
         scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
         lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
         shared = (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
@@ -97,20 +101,22 @@ CONFIG = SelectConfig()
 
 @dataclass(frozen=True)
 class SelectionList:
-    """List of a query's best keys so far, in shared memory. One warp fills the list, and cuts it to the k best when it
-    is full.
+    """List of a query's best keys so far, those with the largest scores, in shared memory. One warp fills the list, and
+    cuts it to the k best (and at most SLACK more) when it is full.
 
     The list contains a score as its order, an integer that sorts like the score. Keys are appended in ascending order,
     and a cut preserves that order. So of several ties the first in the list has the lowest key, and a cut keeps the
-    first ones. Whatever the scores are, the list ends up with exactly the k largest, ties by lowest key, sorted by key.
+    first ones. After the last cut, which keeps no more than k, the list has exactly the k largest scores, sorted by
+    key, whatever the scores are.
 
     A cut finds the k-th largest order digit by digit. First it divides the range from the least to the largest order
     into up to 256 digits of equal width. Then it divides the digit that contains the k-th largest order in the same
     way, and so on. The cut ends when few enough entries share the digit to keep all of them, or when all entries of the
     digit are ties.
 
-    orders, keys  [CAPACITY]
-    counts        [DIGITS + 4]; element DIGITS counts entries without a digit and is not read
+    orders, keys  [CAPACITY] int32
+    counts        [DIGITS + 4] int32, common to the warp's lists; element DIGITS counts entries without a digit and is
+                  not read
     """
 
     orders: cute.Tensor
@@ -163,8 +169,8 @@ class SelectionList:
 
     @cute.jit
     def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
-        """Set counts[d] to the number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), d <
-        digits."""
+        """Set counts[d] to the number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), for all
+        d < digits."""
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
@@ -188,8 +194,8 @@ class SelectionList:
 
     @cute.jit
     def find(self, rank: Int32, lane: Int32):
-        """-> (digit of the `rank`-th best entry, number of entries with higher digits, number of entries with this
-        digit)"""
+        """Search `counts`. -> (digit of the `rank`-th best of the counted entries, number of them with higher digits,
+        number of them with this digit)"""
         own = DIGITS // WARP
         mine = cute.make_rmem_tensor((own,), Int32)
         cute.autovec_copy(cute.local_tile(self.counts, (own,), (lane,)), mine)
@@ -319,7 +325,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
 
-        # A work tile is not divided into chunks of keys.
+        # One chunk has all keys, because one list selects from all keys of a query.
         chunk = cute.ceil_div(k_scale.shape[0], TILE)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -376,8 +382,9 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         score_ring = score_pipeline.ring(warp // 4, self.score_stages)
         q_state, k_state, s_state = start(), start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
-        # work tiles: the next work tile begins with the warpgroup whose turn it is.
+        # This warpgroup's next key tile; between work tiles, relative to the first key tile of the next work tile. The
+        # warpgroups take turns across work tiles: the next work tile begins with the warpgroup whose turn it is, as the
+        # selecting warps expect.
         tile = warp // 4
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
@@ -411,8 +418,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def pass_on(self, scoring: Scoring, scores, ring: Pipeline, state, row_key, quad):
-        """Store a warp's part of a tile's scores in shared memory, for the selecting warps. Each lane stores the scores
-        of one query for two keys."""
+        """Store this warp's scores of a tile (16 keys, 4 queries) in shared memory, for the selecting warps. Each lane
+        stores the scores of one query for two keys."""
         ring.producer_wait(state)
         for half in cutlass.range_constexpr(2):
             scores[row_key + 8 * half, quad, ring.index(state)] = self.score(scoring, 0, half, quad)
@@ -436,7 +443,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         number,
         lane,
     ):
-        """The mainloop of a selecting warp, which fills the lists of its queries."""
+        """The mainloop of selecting warp `number`, which fills the lists of OWN_QUERIES queries per work tile and
+        writes the results."""
         first_keys, key_counts, counts, floors = (cute.make_rmem_tensor((OWN_QUERIES,), Int32) for _ in range(4))
         own = cute.make_rmem_tensor((HALVES, OWN_QUERIES), Float32)
         k = indices.shape[1]
@@ -481,9 +489,9 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging: Paging, options, lane):
-        """Write a query's row of indices and, with VALUES, its row of scores. Indices are relative to the query's first
-        key. With PAGED they are cache slots instead, or -1 with a score of -inf where the block table has no page.
-        After the selected keys, a row is padded with -1, and with scores of -inf."""
+        """Write a query's row of indices and, with VALUES, the query's row of scores. Indices are relative to the
+        query's first key. With PAGED they are cache slots instead, or -1 with a score of -inf for keys without a slot
+        (`Paging.slot`). If `count` is below k, the row of indices ends with -1, and the row of scores with -inf."""
         known = Int32(0)
         if options & PAGED:
             sequence = paging.sequence(query, options)
@@ -509,10 +517,10 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfig):
     """half: fp16 accumulation (fp16_accumulation.py).
 
-    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
-    block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv
-    > 0, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are used; the other tensors may have any
-    size."""
+    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv] fp32, weights [S, H] fp32, starts, ends [S], block_table [B,
+    pages], row_to_seq [S], indices [S, k] (all int32), values [S, k] fp32, page_size, options, ctas); S, Skv > 0, 0 < k
+    <= MAX_SELECTED. The bits of `options` say which of block_table, row_to_seq and values are used; the others may have
+    any size."""
     queries = cute.sym_int()
     return compile_sm90(
         IndexerSelectSm90(heads, dim, half, config),

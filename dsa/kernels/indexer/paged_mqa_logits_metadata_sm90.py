@@ -4,10 +4,10 @@ Plan
 - One CTA. All threads together sum the numbers of splits of all sequences. Then the CTA processes 1024 sequences at a
   time: a scan gives the number of splits up to the end of each sequence.
 - Boundary i of the schedule is the index of the first split of SM i, computed from the total. In the round of 1024
-  sequences that contains this split, thread i finds the split's sequence by binary search in the scanned ends.
+  sequences that contains this split, thread i % 1024 finds the split's sequence by binary search in the scanned ends.
 - A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores, because
-  the SM that begins the next sequence first processes all remaining keys of this one.
-Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or SMs.
+  an SM whose splits end in a later sequence processes all remaining keys of this one.
+Shared memory: 1024 ends and 32 sums, all int32. Constraints: none on the number of sequences or SMs.
 Roofline: bound by latency, a few microseconds.
 """
 

@@ -1,18 +1,19 @@
-"""Exact search for the r-th largest of many numbers by counting digits. The numbers are a list in shared memory, or are
-in the registers of a CTA's threads.
+"""Search for the r-th largest of many numbers by counting digits. The numbers are a list in shared memory, or are in
+the registers of a CTA's threads.
 
 `find_floor` searches a list. The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa),
 11 bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest digit finds the
 digit of the r-th largest number. The next pass counts the second digits of the numbers that have this first digit, and
-so on. The search ends early if r to r + `slack` numbers have this digit or a larger one. It ends at the latest after
-the third digit, because numbers with three equal digits are ties (equal). Two passes suffice for most lists, three for
-any list. bf16 numbers are converted to fp32.
+so on. The search ends early if at most r + `slack` numbers begin with the digits found so far or are larger. It ends at
+the latest after the third digit, because numbers with three equal digits are ties (equal). Two passes suffice for most
+lists, three for any list. bf16 numbers are converted to fp32.
 
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
 digits of equal width. A scan from the largest digit finds the digit of the r-th largest number. The next pass divides
-the orders of that digit, and so on, until all numbers of the digit are accepted, the digit has few numbers, or the
-digit is a single order. Orders have 32 bits, so three passes are enough for any input.
+the orders of that digit, and so on. The search ends when at most r + `slack` numbers are in this digit or above it,
+when the digit has few numbers, or when the digit is a single order. Orders have 32 bits, so three passes are enough for
+any input.
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,15 @@ BINS = 1 << LOG_DIGITS
 LOWEST = -(2**31)  # order of NaN, below that of -inf
 HIGHEST = 2**31 - 1
 VECTOR_BYTES = 16
-MINUS_INFINITY = 0xFF800000  # bits of fp32
+MINUS_INFINITY = 0xFF800000  # bits of the fp32 number -inf
 
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory. counts [BINS + 4]: digit counts, and in element BINS the numbers without a digit. sums [2, 32]:
-    the memory of block scans, two rows so that two consecutive scans need no barrier between them. found [4]: a result
-    that one thread passes to all. `clear` zeroes counts and sums before their first use."""
+    """Shared memory, int32. counts [BINS + 4]: the digit counts, and in element BINS the count of numbers without a
+    digit, which is not read. sums [2, 32]: the memory of block scans, two rows so that two consecutive scans need no
+    barrier between them. found [4]: the result of `find_digit`, which one thread passes to all. `clear` zeroes counts
+    and sums before their first use."""
 
     counts: cute.Tensor
     sums: cute.Tensor
@@ -100,8 +102,8 @@ def _canonical(x: Float32) -> Uint32:
 
 @cute.jit
 def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
-    """Count the digit (bits >> shift) - first. If that is outside [0, BINS), count it in bin BINS, which is cheaper
-    than a branch."""
+    """Count the digit (bits >> shift) - first in `counts` (shared memory). If the digit is outside [0, BINS), count it
+    in bin BINS, which is cheaper than a branch."""
     cute.arch.inline_ptx(
         "{{ .reg .b32 d; shr.u32 d, {$r0}, {$r1}; sub.u32 d, d, {$r2}; "
         f"min.u32 d, d, {BINS}; "
@@ -112,8 +114,8 @@ def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
 
 @cute.jit
 def next_above(x: Float32) -> Float32:
-    """Return the least number above x, which must not be -0.0. Above infinity the result is NaN, and no number is at
-    least NaN."""
+    """Return the least number above x, which must not be -0.0. For x = infinity the result is NaN, and a comparison
+    number >= NaN is always false."""
     bits = bits_of(x)
     return from_bits(bits - 1 if Int32(bits) < 0 else bits + 1)
 
@@ -139,10 +141,11 @@ def find_digit(
     first_pass: cutlass.Constexpr,
 ):
     """-> (digit of the rank-th largest number, the number's rank within the digit, how many numbers have this digit,
-    whether at least `rank` numbers were counted). Ranks begin with 1, the largest.
+    whether at least `rank` numbers were counted). If fewer were counted, the first three results mean nothing. The
+    numbers' digits have been counted in `memory.counts`. Ranks begin with 1, the largest.
 
-    The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. Begins and ends with a barrier, and zeroes the
-    counts.
+    The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. first_pass: ignore the numbers with NaN's digit.
+    Begins and ends with a barrier, and zeroes the digit counts.
     """
     own = BINS // threads
     first = tid * own
@@ -159,7 +162,7 @@ def find_digit(
         for j in cutlass.range_constexpr(width):
             total += mine[j]
     if const_expr(first_pass):
-        if tid == 0:  # position 0 has the digit of NaN (1023), and NaN is no candidate
+        if tid == 0:  # position 0 has the digit of NaN (1023), and NaN is never selected
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
     before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
@@ -182,7 +185,7 @@ def find_digit(
 
 @cute.jit
 def _least(prefix: Uint32, shift: Int32) -> Float32:
-    """Return the least number whose upper 32 - shift bits are `prefix`."""
+    """Return the least number whose upper 32 - shift bits are `prefix`, but at least -inf."""
     low = prefix << Uint32(shift)
     if Int32(low) < 0:
         low = cutlass.min(low + ((Uint32(1) << Uint32(shift)) - 1), Uint32(MINUS_INFINITY))
@@ -202,10 +205,11 @@ def find_floor(
     """-> (floor, equal, excess): `rank` + excess of the numbers are at least floor.
 
     excess is 0, or at most `slack` if that saves a pass. A larger excess means that more numbers than needed tie with
-    (are equal to) the rank-th largest. Then floor is that number, and `equal` of the tied numbers are needed. If fewer
-    than `rank` numbers are not NaN, floor is -inf, and only these numbers are at least floor.
+    (are equal to) the rank-th largest. Then floor is that number, and `equal` of the tied numbers are needed. But if
+    fewer than `rank` numbers are not NaN, floor is -inf, excess is 0, and only these fewer numbers are at least floor.
 
-    numbers  fp32 or bf16 in shared memory, written before a barrier. NaN is never at least floor
+    numbers  fp32 or bf16 in shared memory; a barrier must separate the writes from this call. NaN is never at least
+             floor
     vectors  number of 16-byte vectors in `numbers`
     rank     at least 1, and at most the number of numbers in the vectors
     """
@@ -231,7 +235,7 @@ def find_floor(
             for j in cutlass.range_constexpr(width):
                 _count(_canonical(x[j]), shift, first, memory.counts.iterator)
         flip = (1 << digits) - 1
-        if prefix >> Uint32(31 - shift - digits) != 0:  # negative
+        if prefix >> Uint32(31 - shift - digits) != 0:  # negative numbers: digit 0 is the largest
             flip = Int32(0)
         digit, rank, inside, _ = find_digit(rank, flip, memory, tid, threads, False)
         prefix = first + digit
@@ -289,7 +293,7 @@ class RankFound(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Shared memory. digits: the digit counts, zero before and after a search. largest [32]: each warp's largest
+    """Shared memory. digits: its digit counts are zero before and after a search. largest [32]: each warp's largest
     order."""
 
     digits: SelectMemory
@@ -311,26 +315,29 @@ class RankMemory:
         tid,
         threads: cutlass.Constexpr,
     ) -> RankFound:
-        """Find a digit that contains the rank-th largest of all orders (1: the largest). If there are fewer than `rank`
-        numbers, the result begins at `low`.
+        """Find a digit that contains the rank-th largest order (1: the largest) of all threads. If there are fewer than
+        `rank` orders, the result's `low` is the argument `low`.
 
         The search ends at a digit in one of three cases: the digit and all higher digits contain at most `rank` +
         `slack` numbers; the digit contains at most `few` numbers; or the digit is a single order.
 
-        orders  this thread's orders, LOWEST where there is no number. If `count` is at most b * `threads`, this warp's
-                registers from b on contain no number; b is the first register of a batch
-        low     at least the order of -inf, and at most the order of any number
+        orders  this thread's orders, LOWEST in empty registers
+        count   if it is at most b * `threads`, where b is the first register of a batch, this warp's registers from b
+                on are empty
+        low     at least the order of -inf, and at most all orders but LOWEST
         rank    at least 1
-        The caller may call `digits.clear` right before, without a barrier. Begins and ends with a barrier.
+        The caller may call `digits.clear` right before, without a barrier. Contains a barrier before the first use of
+        `digits`, and ends with a barrier.
         """
         assert cute.size(orders) % BATCH == 0
         span, inside = self.span(orders, count, low, tid, threads), Int32(0)
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
-            # An order outside the current range is more than `span` above `low` in unsigned arithmetic, so it goes to
-            # bin BINS. An empty register goes there, too: LOWEST is at least 2^23 past the end of the range, and a
-            # digit has at most 2^21 orders.
+            # An order outside the current range, [low, low + span], is more than `span` above `low` in unsigned
+            # arithmetic. Digits are compared, so an order right after the range could still share the last digit. In
+            # the first pass only LOWEST is outside. It is at least 2^23 past the end of the range, and a digit has at
+            # most 2^21 orders, so empty registers go to bin BINS. Later ranges are whole digits.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:

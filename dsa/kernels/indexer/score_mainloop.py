@@ -1,8 +1,9 @@
-"""Tiles of index scores, as all score kernels compute them. An FP8 wgmma multiplies 64 keys by N columns, one column
-per (query, head). Each lane adds up its heads. Then the four lanes of a quad add up their sums, so that each lane gets
-different scores.
+"""Tiles of index scores, as the score kernels of this folder compute them. An FP8 wgmma multiplies 64 keys by N
+columns, one column per (query, head). Each lane sums the weighted relu of the products over its heads. Then the four
+lanes of a quad add up their sums, so that each lane gets the scores of different queries or keys.
 
-Each kernel's mainloop chooses the key tiles and uses their scores. With contiguous keys, the mainloop of a tile is:
+Each kernel's mainloop chooses the key tiles and uses their scores. With contiguous keys (not in cache pages), the steps
+for a tile are:
 
     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(state), q_stage)
     ...                                   # during the wgmma: the previous tile's epilogue, the choice of the next tile
@@ -30,10 +31,10 @@ from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.indexer import fp16_accumulation
 
 TILE = 64  # keys per tile
-# A number above all keys. It is the smallest start of a block of queries that sees no keys, and the key of a tile that
-# does not exist.
+# Greater than every key's index. It stands for the smallest start of a block of queries that see no keys, and for the
+# key of a tile that does not exist.
 NO_KEY = 2**30
-RANGE_BARRIER = 1  # named barrier after which a block's queries are in fp16's range
+RANGE_BARRIER = 1  # with fp16 accumulation: the named barrier after which a block's queries are scaled down
 
 
 class Pipelines(NamedTuple):
@@ -48,13 +49,13 @@ class Pipelines(NamedTuple):
 class Scoring:
     """State of a consumer thread, in registers except for the operands. A thread has two keys of a tile, 8 rows apart.
 
-    acc, flat  the thread's accumulators, in the shape of wgmma and in that of `head_sum`
+    acc, flat  the thread's accumulators: the same registers in the shape of wgmma and in that of `head_sum`
     ra, rb     the wgmma operands, in shared memory
     sums       sums over the lane's heads: [query][key]; pairs of fp16 with fp16 accumulation
     scales     scales of the two keys
     w          weights of the lane's columns. fp32: half of each weight (see `head_sum`). fp16 accumulation: pairs of
                fp16, not halved, but scaled by powers of two (see `pack_weights`)
-    unit       with fp16 accumulation: power of two by which the scores of each query are multiplied
+    unit       with fp16 accumulation: for each query whose scores the lane stores, the power of two to multiply them by
     """
 
     acc: cute.Tensor
@@ -68,8 +69,8 @@ class Scoring:
 
 
 class ScoreMainloop:
-    """Base class of the score kernels. columns: N of the wgmma. half: fp16 accumulation. groups: number of consumer
-    warpgroups. stages: key tiles in flight per consumer warpgroup."""
+    """Base class of the score kernels. columns: N of the wgmma. half: fp16 accumulation (otherwise fp32). groups:
+    number of consumer warpgroups. stages: key tiles in flight per consumer warpgroup."""
 
     def __init__(self, heads: int, dim: int, columns: int, half: bool, groups: int, stages: int):
         self.half, self.accumulators = half, Float16 if half else Float32
@@ -79,7 +80,7 @@ class ScoreMainloop:
         self.consumer_warps, self.threads = 4 * groups, (groups + 1) * WARPGROUP
         self.consumer_registers, self.producer_registers = REGISTERS[groups]
         self.block_q = columns // heads  # queries per block
-        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth of the block
+        self.lane_q = self.block_q // 4  # queries whose scores a lane stores: every fourth of the block
 
     def mma(self) -> cute.TiledMma:
         """Return the wgmma of keys [64, D] and queries [N, D], both e4m3 in shared memory, with fp32 or fp16
@@ -88,10 +89,11 @@ class ScoreMainloop:
         return sm90.make_trivial_tiled_mma(e4m3, e4m3, major, major, self.accumulators, (1, 1, 1), (TILE, self.n))
 
     def loads(self, q: cute.Tensor, k: cute.Tensor, q_stages: int, rows: int = TILE):
-        """-> ((TMA atom and tensor of a block of queries, TMA atom and tensor of a block of `rows` keys), layouts).
+        """-> ((q_atom, q_tma, k_atom, k_tma), layouts): the TMA atoms and tensors for copies of a block of queries and
+        of a block of `rows` keys.
 
-        The layouts, in shared memory, are those of the queries, of the key tiles, and of the key tiles' memory as
-        blocks of `rows` keys."""
+        The three layouts, in shared memory, are those of the queries, of the key tiles, and of the key tiles' memory
+        divided into blocks of `rows` keys."""
         k_layout, rows_layout = (
             sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (keys, self.n, self.dim), Float8E4M3FN, count)
             for keys, count in ((TILE, self.stages), (rows, self.stages * (TILE // rows)))
@@ -118,7 +120,7 @@ class ScoreMainloop:
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
         scales.fill(0.0)
-        # The order of these allocations, including the replaced ones, affects ptxas's register allocation.
+        # The order of these allocations, including those that are replaced below, affects ptxas's register allocation.
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
         unit = cute.make_rmem_tensor((self.lane_q,), Float32)
         if self.half:
@@ -131,8 +133,8 @@ class ScoreMainloop:
     def take_queries(
         self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
     ):
-        """Load a block's weights into registers, and wait for its queries. With fp16 accumulation, also bring the
-        queries into fp16's range."""
+        """Load the weights of this lane's columns into registers, and wait for the block's queries. With fp16
+        accumulation, also bring the queries into fp16's range (`bring_into_range`)."""
         given = cute.make_rmem_tensor((self.n // 4,), Float32) if self.half else scoring.w
         for j in range(self.n // 8):
             t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
@@ -145,10 +147,10 @@ class ScoreMainloop:
 
     @cute.jit
     def bring_into_range(self, scoring: Scoring, sq, factors, stage, weight_of: cutlass.Constexpr[Callable], tid, quad):
-        """With fp16 accumulation: scale a block's queries into fp16's range, and adjust the weights. All threads of all
-        consumer warpgroups must call this, because it contains a barrier.
+        """With fp16 accumulation: scale a block's queries into fp16's range, and compute scoring.w and scoring.unit
+        from the block's weights. All threads of all consumer warpgroups must call this, because it contains a barrier.
 
-        factors    address of the powers of two that the query rows of all stages are divided by
+        factors    address in shared memory of fp32 [stages, N], the powers of two that the query rows are divided by
         weight_of  (j, column, c) -> weight of column + c, which is the lane's (2 j + c)-th column
         """
         own = factors + stage * (self.n * 4)
@@ -177,14 +179,14 @@ class ScoreMainloop:
 
     @cute.jit
     def take_scales(self, scoring: Scoring, k_scale, key):
-        """Load the scales of `key` and `key` + 8."""
+        """Load the scales of `key` and `key` + 8. Past the last key, load the last key's scale."""
         keys = k_scale.shape[0]
         for half in cutlass.range_constexpr(2):
             scoring.scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
 
     @cute.jit
     def finish_tile(self, scoring: Scoring, ring: Pipeline, state):
-        """Wait for the tile's product, release the stage of its keys, and add up the heads."""
+        """Wait for the tile's wgmma, release the stage of the tile's keys, and sum over the heads."""
         cute.nvgpu.warpgroup.wait_group(0)
         ring.consumer_release(state)
         self.add_heads(scoring)
@@ -216,16 +218,16 @@ def thread_index():
 
 
 def tile_partition(atom: cute.CopyAtom, smem: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], at=(None, 0)):
-    """Partition shared memory `smem` [rows, columns, stages] and the blocks of x for copies by the TMA `atom`. x is
-    divided into blocks of `shape`; a None in `at` keeps all blocks along this mode. -> (smem [one copy, stage], x [one
-    copy, block])."""
+    """Partition shared memory `smem` [rows, columns, stages] and the blocks of x (global memory) for copies by the TMA
+    `atom`. x is divided into blocks of `shape`. `at` has a block's index for each mode of x, or None for all blocks
+    along the mode. -> (smem [one copy, stage], x [one copy, block])."""
     source, target = cute.group_modes(cute.local_tile(x, shape, at), 0, 2), cute.group_modes(smem, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), target, source)
 
 
 def registers_fit(columns: int, groups: int) -> bool:
-    """Whether a consumer thread has enough registers for its accumulators, its weights and 24 other numbers, with
-    `groups` consumer warpgroups."""
+    """Whether a consumer thread has enough registers for the fp32 accumulators and weights of `columns` columns and for
+    24 other numbers, with `groups` consumer warpgroups."""
     return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
 
 
@@ -272,8 +274,8 @@ def keys_of_block(block, block_q, queries, starts, ends, keys, lane):
 
 
 def fake_scored(heads: int, dim: int, queries) -> tuple[cute.Tensor, ...]:
-    """Return fake tensors for scores over contiguous keys: q [S * H, D], k [Skv, D], k_scale [Skv], weights [S, H],
-    starts [S], ends [S]."""
+    """Return fake tensors for scores over contiguous keys: q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv] fp32,
+    weights [S, H] fp32, starts [S] int32, ends [S] int32."""
     keys = cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
     k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))

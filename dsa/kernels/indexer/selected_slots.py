@@ -12,8 +12,9 @@ from dsa.kernels.indexer.limits import ROW_TO_SEQ, VALUES
 
 
 class Paging(NamedTuple):
-    """block_table [B, pages]. row_to_seq [S]: sequence of each query, if `options` has the bit ROW_TO_SEQ; without this
-    bit, query i belongs to sequence i. divisor: a fast divisor by page_size, the keys per page."""
+    """block_table [B, pages] int32: the cache pages of each sequence, negative for a missing page. row_to_seq [S]
+    int32: sequence of each query. It is used only if `options` has the bit ROW_TO_SEQ; otherwise query i belongs to
+    sequence i. page_size: keys per page. divisor: for fast division by page_size."""
 
     block_table: cute.Tensor
     row_to_seq: cute.Tensor
@@ -30,13 +31,14 @@ class Paging(NamedTuple):
 
     @cute.jit
     def exists(self, sequence):
-        """Whether the block table has a row for the sequence and at least one page per row."""
+        """Whether the block table has a row for the sequence, and at least one column."""
         return sequence >= 0 and sequence < self.block_table.shape[0] and self.block_table.shape[1] > 0
 
     @cute.jit
     def slot(self, sequence, index, valid=True) -> Int32:
-        """Return the cache slot of key number `index` >= 0 of an existing sequence, or -1 if the block table has no
-        page for the key or `valid` is false. No branch surrounds the load, so that several loads overlap."""
+        """Return the cache slot of key number `index` >= 0 of a sequence for which `exists` is true. The result is -1
+        if the block table has no page for the key (no column or a negative number), if the slot is at least MAX_SLOTS,
+        or if `valid` is false. No branch surrounds the load, so that several loads overlap."""
         last = self.block_table.shape[1] - 1
         page, offset = divmod(index, self.divisor)
         physical = self.block_table[sequence, cutlass.min(page, last)]
@@ -47,7 +49,8 @@ class Paging(NamedTuple):
 
 @cute.jit
 def fill_rest(indices: cute.Tensor, values: cute.Tensor, row, found, options, tid, threads: cutlass.Constexpr):
-    """Write -1 to a row's indices from element `found` on, and -inf to its values. All threads of the CTA call this."""
+    """Write -1 to a row's indices from element `found` on and, if `options` has VALUES, -inf to the row's values from
+    there on. All threads of the CTA call this."""
     for i in cutlass.range(found + tid, indices.shape[1], threads, unroll=1):
         indices[row, i] = Int32(-1)
         if options & VALUES:
@@ -55,8 +58,8 @@ def fill_rest(indices: cute.Tensor, values: cute.Tensor, row, found, options, ti
 
 
 def fake_selection(rows) -> tuple[cute.Tensor, ...]:
-    """Return fake tensors: block_table [B, pages], row_to_seq [S], indices [rows, k], values [S, k]. S may differ from
-    `rows`, because row_to_seq and values are optional."""
+    """Return fake tensors: block_table, row_to_seq, indices [rows, k] (int32) and values (fp32). All but indices are
+    optional, and placeholders of any size can stand for them, so `rows` does not fix their sizes."""
     block_table = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     row_to_seq = fake(Int32, (cute.sym_int(),), strides(1), 4)
     indices = fake(Int32, (rows, cute.sym_int()), (*strides(1), 1), 4)

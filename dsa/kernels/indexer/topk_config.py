@@ -1,14 +1,15 @@
-"""Variants of the top-k kernel, and the choice among them for each shape."""
+"""Configurations of the top-k kernel (topk_indices_sm90.py), and the choice among them for each shape."""
 
 from dataclasses import dataclass
 
-BITS = 32  # most numbers of a row or list per thread: the thread's mask has a bit for each
+BITS = 32  # most numbers from which a thread selects: its mask of the selected ones has 32 bits
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """threads: threads per CTA. capacity: entries of a CTA's list. tile: numbers per thread in a tile, or 0 if all rows
-    are resident in shared memory. stages: tiles in flight. cluster: CTAs per row."""
+    """threads: threads per CTA. capacity: entries of a CTA's list of candidates, 8 bytes each; a resident row uses the
+    list's memory. tile: numbers per thread in a tile of a row that is streamed, or 0 if the configuration accepts only
+    resident rows, which fit in shared memory. stages: tiles in flight. cluster: CTAs per row."""
 
     threads: int
     capacity: int
@@ -17,8 +18,8 @@ class TopkConfig:
     cluster: int = 1
 
     def resident_vectors(self, width: int) -> int:
-        """Return the number of 16-byte vectors that the longest resident row touches, for numbers of `width` bits. In
-        clusters no row is resident."""
+        """Return the most 16-byte vectors that a resident row of `width`-bit numbers can overlap; 0 for clusters, which
+        stream every row."""
         return min(self.threads * BITS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
 
     def takes(self, k: int) -> bool:
@@ -27,13 +28,14 @@ class TopkConfig:
 
 RESIDENT = (TopkConfig(256, 4096), TopkConfig(512, 8192))
 STREAMING = (TopkConfig(256, 4096, 32, 2), TopkConfig(512, 8192, 16, 2))
-# For long rows, if there are at most as many rows as SMs: eight, four, two or one CTAs per row.
+# For rows of more than 2048 vectors, if there are at most as many rows as SMs: eight, four, two or one CTAs per row.
 CLUSTERS = (*(TopkConfig(512, 8192, 16, 3, c) for c in (8, 4, 2)), TopkConfig(1024, 8192, 8, 3))
 CONFIGS = RESIDENT + STREAMING + CLUSTERS
 
 
 def choose_config(rows: int, vectors: int, k: int, width: int, sms: int) -> TopkConfig:
-    """Return the measured winner for scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
+    """Return the configuration that was fastest in measurements for this shape. A row of `width`-bit scores overlaps up
+    to `vectors` vectors of 16 bytes."""
     if rows > sms:
         candidates = RESIDENT + STREAMING
     elif vectors <= 2048:

@@ -5,33 +5,33 @@ from starts and lengths. Ties (equal scores) go to the lowest columns. Columns a
 `PAGED`, they are converted to cache slots.
 
 Plan
-- One CTA per row. A row that fits into shared memory ("resident") is loaded by one bulk copy and selected from there.
+- One CTA per row. A row that fits into shared memory ("resident") is loaded by one bulk copy and searched there.
 - Streaming: a longer row goes through a pipeline of tiles in shared memory, which one thread fills by bulk copies
   (`collect`). Scores that are not below a threshold are appended to a list of candidates, with their columns and in
   ascending order of the columns. A row that fits the list needs no threshold.
 - Threshold: it comes from a sample of at most one number in 16. The sample consists of pairs of vectors (32 bytes) at
-  jittered positions. The threshold is the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the
+  jittered positions. The threshold is about the sample's (r + 4.5 sqrt r)-th largest number, where r is the rank in the
   sample that the row's k-th largest number is expected to have. About 1.4 k candidates remain.
 - Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because a tie would
   go to the earlier, lower column. If fewer than k candidates remain at the end, the threshold was too high. The CTA
   then reads the row again with a lower threshold, and finally without a threshold. So the result is exact for any
   input, and only the time depends on the sample.
 - If there are at most as many rows as SMs, a cluster of up to 8 CTAs processes each long row (topk_config.py). Each CTA
-  lists a part of the row, with the same threshold. The CTA appends its list to those of the earlier CTAs, in the shared
-  memory of the first CTA. The first CTA then continues alone.
+  lists the candidates of a part of the row, all with one threshold. The CTA appends its list to those of the earlier
+  CTAs, in the shared memory of the first CTA. The first CTA then continues alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list. If more
   scores tie with the k-th largest than are needed, those with the lowest columns are selected.
 - Order: a thread owns up to 32 consecutive numbers of the row or list, and has a mask with a bit for each number that
-  is selected. A scan over the threads' numbers of set bits gives the output positions. Tiles are appended to the list
-  in the same way.
-- By value: a bitonic sort then orders the selected columns by descending value, ties by ascending column.
-Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
+  is selected. A scan over the threads' numbers of set bits gives the output positions. Candidates of a tile are
+  appended to the list in the same way.
+- With `BY_VALUE`, a bitonic sort then orders the selected columns by descending score, ties by ascending column.
+Shared memory: 8 CAPACITY bytes for the row or the list (scores, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns are contiguous. Rows may start at any element: numbers before the first and after the last
-multiple of 16 bytes are copied one by one. k is at most CAPACITY if rows are resident, and at most half of it
-otherwise. Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
-Roofline: bound by memory: the scores are read once. At 128K columns, where a number takes 14 instructions, the kernel
-reaches 80% of the copy bandwidth. A number takes 20 instructions at 32K columns and 34 at 8K, because fewer numbers
-share a row's fixed cost. At 8K columns, 60% of the issue slots and of the shared-memory cycles are used.
+multiple of 16 bytes are copied one by one. k is at most CAPACITY in configurations for resident rows, and at most
+CAPACITY / 2 in others. Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
+Roofline: bound by memory: the scores are read once. At 128K columns, where a number takes 14 thread instructions, the
+kernel reaches 80% of the copy bandwidth. A number takes 20 instructions at 32K columns and 34 at 8K, because fewer
+numbers share a row's fixed cost. At 8K columns, 60% of the issue slots and of the shared-memory cycles are used.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 MINUS_INFINITY, NAN = Float32(float("-inf")), Float32(float("nan"))
 ITEMS_AT_ONCE = 4  # candidates per thread and round when a list is cut
 SAMPLE = 4096  # most numbers in a sample; a list of any configuration has room for them
-MARGIN = 4.5  # added to the threshold's rank in the sample, in standard deviations of that rank
+MARGIN = 4.5  # in standard deviations: how far the threshold's rank in the sample exceeds the expected rank
 MAX_ATTEMPTS = 3  # most reads of a row: two with a threshold, one without
 
 
@@ -207,7 +207,7 @@ class TopkIndicesSm90:
         self, row: Row, rank, k, candidates: Candidates, tiles, memory: SelectMemory, loaded: Mbarriers, list_sizes, tid
     ):
         """List the row's candidates. With a cluster, the list is in the shared memory of the cluster's first CTA. ->
-        number of candidates. NaN pads the list to a multiple of a vector.
+        number of candidates. NaN pads the list to whole vectors of 16 bytes.
 
         loaded  a full barrier for each stage of `tiles`. Empty barriers are not needed: the scan over a tile's counts
                 is a barrier, after which all threads are done with the previous tile"""
@@ -275,7 +275,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def fill_vector(self, candidates: Candidates, count, tid):
-        """Pad a list with NaN to a multiple of a vector. Begins and ends with a barrier."""
+        """Pad a list of `count` scores with NaN to whole vectors of 16 bytes. Begins and ends with a barrier."""
         cute.arch.sync_threads()
         if tid < (0 - count) & (self.width - 1):
             candidates.scores[count + tid] = self.dtype(float("nan"))
@@ -314,9 +314,9 @@ class TopkIndicesSm90:
 
     @cute.jit
     def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
-        """Return a number that is likely to be slightly below the row's k-th largest, or far below it in a second
-        attempt. The search may stop at a lower number if that saves a pass and the row is still expected to fill at
-        most 0.8 of the list."""
+        """Return a threshold that is likely to be slightly below the row's k-th largest score. The second attempt
+        doubles its rank. The search can stop at a lower number if that saves a pass and the row is still expected to
+        fill at most 0.8 of the list."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         samples = self.samples(n)
@@ -340,8 +340,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def cut(self, candidates: Candidates, count, k, memory: SelectMemory, tid) -> Float32:
-        """Keep the k largest of the list, in order. -> the least number that later candidates must reach: the next
-        number above the k-th largest, because ties go to the lower columns, which are already in the list.
+        """Keep the k largest scores of the list, by ascending column. -> the least score that later candidates must
+        have: the next number above the k-th largest, because ties go to the lower columns, which the list already has.
 
         The list is compacted in place, a few entries per thread at a time. An entry never moves to a higher index, and
         the scan's barrier comes between a round's reads and writes, so no entry is overwritten before it is read.
@@ -396,8 +396,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def gather(self, candidates: Candidates, count, total, list_size, k, memory: SelectMemory, list_sizes, rank, tid):
-        """Append the other CTAs' lists to the first CTA's list, in order. -> number of entries of the first CTA's list.
-        Ends with a barrier."""
+        """Append the other CTAs' lists to the first CTA's list, in order. total, list_size: from `all_list_sizes`. ->
+        length of the first CTA's list. Ends with a barrier."""
         if total <= self.capacity:
             before = cute.arch.warp_redux_sync(list_size if tid % WARP < rank else Int32(0), "add")
             if rank > 0:
@@ -405,8 +405,8 @@ class TopkIndicesSm90:
             cluster_sync()
             count = total
         else:
-            # Too many entries: cut each list to k and append one CTA's list after the other. Before an append that does
-            # not fit, cut the first CTA's list to k. Then it fits, because k is at most half of the capacity.
+            # Too many entries: cut each list to at most k, and append one CTA's list after the other. Before an append
+            # that does not fit, cut the first CTA's list to k. Then it fits, because k is at most half of the capacity.
             if count > k:
                 self.cut(candidates, count, k, memory, tid)
                 count = k
@@ -468,7 +468,7 @@ class TopkIndicesSm90:
         self, row: Row, candidates: Candidates, columns: cute.Tensor, length, k, resident, memory: SelectMemory, tid
     ):
         """Write the columns of the k largest of the row or list, which has `length` vectors, to `columns` in ascending
-        order. Ties go to the lowest columns. -> number of columns, less than k if there are fewer numbers."""
+        order. Ties go to the lowest columns. -> number of columns, less than k if fewer scores are not NaN."""
         floor, equal, excess = MINUS_INFINITY, Int32(0), Int32(0)
         if length * self.width > k:
             floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
@@ -533,8 +533,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def to_slots(self, paging: Paging, sequence, columns: cute.Tensor, found, to_index, tid):
-        """Replace columns[:found] by cache slots of the sequence, or by -1 where there is no slot. A thread replaces
-        the columns `tid`, `tid` + threads and so on."""
+        """Replace columns[:found] by cache slots of the sequence, or by -1 for keys without a slot. A thread replaces
+        elements `tid`, `tid` + threads, ..., and can read these without a barrier."""
         if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
                 index = columns[i] + to_index  # negative if a start far below 0 made the sum overflow
@@ -546,7 +546,7 @@ class TopkIndicesSm90:
 
 @cute.jit
 def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, index: Int32, options: Int32):
-    """-> (the row's start as given, the row). The row excludes columns outside the matrix."""
+    """-> (the row's start as given, or 0; the `Row`, which excludes columns outside the matrix)."""
     start, cols = Int32(0), scores.shape[1]
     if options & STARTS:
         start = starts[index]
@@ -602,9 +602,9 @@ def load_one_by_one(row: Row, vector, target: cute.Tensor, at):
 
 @cached
 def compile_topk_indices(dtype: str, cfg: TopkConfig):
-    """-> f(scores [rows, cols] dtype, starts, lengths [rows], block_table [B, pages], row_to_seq [rows],
-    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0, and cfg.takes(k). The bits
-    of `options` say which tensors are used; the other tensors may have any size."""
+    """-> f(scores [rows, cols] dtype, starts, lengths [rows], block_table [B, pages], row_to_seq [rows], indices [rows,
+    k] (all int32), values [rows, k] fp32, page_size, options); rows, cols, k > 0, and cfg.takes(k). The bits of
+    `options` say which optional tensors are used; the others may have any size."""
     element = cute_dtype(dtype)
     rows = cute.sym_int()
     scores = fake(element, (rows, cute.sym_int()), (*strides(1), 1), element.width // 8)
