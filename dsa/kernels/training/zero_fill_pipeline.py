@@ -81,7 +81,8 @@ class ZeroFillPipeline:
 
     @cute.jit
     def commit(self, state: PipelineState):
-        """Signal the consumers that the producer warp's writes to a stage are complete."""
+        """Signal the consumers that a partial tile is complete. The producer warp calls this after `zero_rows` and its
+        other writes to the stage."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.ring.producer_commit(state)
