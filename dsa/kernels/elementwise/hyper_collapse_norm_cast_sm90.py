@@ -14,7 +14,7 @@ Plan
 - Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. This does not delay
   the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
   base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
-- With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
+- With more than CTAS tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
 Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by latency: of memory, of the sum over the CTA,
@@ -47,7 +47,7 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
 MAX_TOKENS = 4  # per CTA
-CTAS = 1024  # about two waves; with more tokens than this, a CTA gets several tokens
+CTAS = 1024  # about two waves; with more tokens than this, a CTA gets up to MAX_TOKENS tokens
 STREAMS_BARRIER, NORM_BARRIER = 1, 2  # named barriers
 
 
@@ -134,8 +134,8 @@ class HyperCollapseNormCastSm90:
                 mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
             )
         else:
-            # 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into the words,
-            # so that the compiler converts them again and does not keep their fp32 values in registers.
+            # This is 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into
+            # the words, so that the compiler converts them again and does not keep their fp32 values in registers.
             zero = Uint32(together >> 8)
             # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
             for i in cutlass.range(count, unroll=1):
@@ -240,7 +240,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, sums: cute.Tensor, tid: Int32) -> Float32:
-        """Return the sum of x over the row's threads, with the same bits in every thread."""
+        """Return the sum of x over the row's threads. Every thread of the row gets the same bits."""
         total = warp_reduce_sum(x)
         if const_expr(self.warps > 1):
             if tid % WARP == 0:

@@ -44,8 +44,8 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 MAX_TOKENS = 4  # per CTA of collapse
 CTAS = 1024  # of collapse, about two waves; with more tokens than this, a CTA gets up to MAX_TOKENS tokens
-# Shared-memory carveout in percent, far more than collapse needs. If none is given, the DSL asks a CUDA driver for the
-# SM's limit.
+# Shared-memory carveout in percent, far more than collapse needs. Without it, and with several CTAs per SM, the DSL
+# asks a CUDA driver for the SM's limit, so compiling would need a driver.
 SHARED_MEMORY_PERCENT = 10
 EXPAND_THREADS = 128
 
@@ -111,7 +111,7 @@ class HyperCollapseSm90:
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.warps, MAX_TOKENS)))
         scales = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS))
         first = block * together
-        # 0, because together <= MAX_TOKENS, but the compiler cannot know it (see `weighted_sum`).
+        # This is 0, because together <= MAX_TOKENS, but the compiler cannot know it (see `weighted_sum`).
         zero = Uint32(together >> 8)
         wait_for_prerequisite_grids()
         if const_expr(post is None):

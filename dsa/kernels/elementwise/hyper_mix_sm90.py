@@ -4,8 +4,9 @@ mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concate
 Plan
 - A tile has `rows` (32, 64, 128 or 256) tokens and all outputs. With tiles of up to 128 tokens, a cluster of 8 CTAs
   computes a tile, and each CTA computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With tiles of 256
-  tokens, CTAs are persistent and there are no clusters, which would leave some SMs idle. A work unit is then half a
-  group of a tile. CTAs write the sums of work units to global memory, and a second kernel adds them.
+  tokens, CTAs are persistent and there are no clusters, which would leave some SMs idle. A work unit, which is what a
+  CTA computes at a time, is then half a group of a tile. CTAs write the sums of work units to global memory, and a
+  second kernel adds them.
 - Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of fewer than 256
   tokens, several warps have the same tokens and different slices. One producer warp loads by TMA.
 - Pipeline: a ring of stages. A stage is a block of 64 channels of the tile's tokens and of the 72 matrix rows.
@@ -190,7 +191,8 @@ class HyperMixSm90:
     @cute.jit
     def work(self, tokens, blocks):
         """-> (this CTA's first work unit, number of work units of all CTAs, step from one work unit of this CTA to the
-        next, number of blocks in the longest slice)."""
+        next, number of blocks in the longest slice). A work unit is a group of a tile in a cluster, and half a group
+        otherwise."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return cta, cute.ceil_div(tokens, self.rows) * self.units, ctas, cute.ceil_div(blocks, SLICES)
@@ -392,8 +394,8 @@ def compile_hyper_mix(rows: int):
 
 @cached
 def compile_hyper_mix_persistent(rows: int):
-    """-> f(streams, parts, halves [16, T, 24] fp32, mix, ctas). halves is scratch; streams, parts and mix are as in
-    `compile_hyper_mix`."""
+    """-> f(streams, parts, halves [16, T, 24] fp32, mix, ctas). halves is scratch for the sums of work units; ctas:
+    number of persistent CTAs; streams, parts and mix are as in `compile_hyper_mix`."""
     return compile_sm90(
         HyperMixPersistentSm90(rows),
         *_operands(),

@@ -1,4 +1,4 @@
-"""Gradients of RMSNorm over rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps).
+"""Gradients of RMSNorm over rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps), from g, the gradient of y.
 
     dx = r (g w - x r^2 mean(g w x)),    dw = sum over rows of g x r
 
@@ -13,8 +13,8 @@ Plan
   Iterations alternate between two buffers in shared memory, so one barrier per row is enough.
 - A thread accumulates its part of dw in fp32 over its rows, in order, and writes it once to parts [P, D]. The caller
   adds the P parts to get dw. The bits are the same in every run with the same number of SMs, which determines P.
-Shared memory: four numbers per warp. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most 1024
-vectors: 256 threads x MAX_EARLY vectors.
+Shared memory: four numbers per warp of a row. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most
+1024 vectors: 256 threads x MAX_EARLY vectors.
 Roofline: bound by memory, 3 D elements per row. About 9 instructions per channel.
 """
 

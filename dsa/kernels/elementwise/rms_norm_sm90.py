@@ -19,8 +19,9 @@ Plan
   bits do not depend on other rows.
 - Vectors past the row's end are not loaded and count as zeros. x is [A, B, D], and the strides of A and B are
   arbitrary: a division with precomputed numbers gives a row's two indices, and offsets have 64 bits.
-Shared memory: one number per warp. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most
-`max_channels`. With a cast, D is a multiple of 128 and lanes >= 32. With RoPE, R is a multiple of 8 and lanes <= 32.
+Shared memory: one number per warp, if several warps process a row. Constraints: rows at multiples of 16 bytes, D a
+multiple of 8 and at most `max_channels`. With a cast, D is a multiple of 128 and lanes >= 32. With RoPE, R is a
+multiple of 8 and lanes <= 32.
 Roofline: bound by memory, 2 D elements per row, 2 D more with a residual, D bytes more with a cast. About 5
 instructions per channel take a fifth of the issue slots in that time.
 """
@@ -90,8 +91,9 @@ class RmsNormSm90:
 
     @cute.jit
     def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
-        """Launch the kernel. x, residual, total, out and q are [A, B, D]. With a cast, A is 1 and scale is [B, D /
-        128]. With RoPE, cos and sin are [A, R / 2]."""
+        """Launch the kernel. x, residual, total (for residual + x), out and q (for out, cast) are [A, B, D]. What an
+        operation does not have is None. With a cast, A is 1 and scale is [B, D / 128]. With RoPE, cos and sin are [A, R
+        / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])

@@ -143,8 +143,8 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
     """Return the configuration for an input with this number of elements. With short inputs a thread has one group, so
-    that there are more CTAs. With long 16-bit inputs a thread has two groups, 32 bytes of loads in flight. wide:
-    whether D, R and the alignment of rows allow P = 4."""
+    that there are more CTAs. With long 16-bit inputs (LONG_INPUT) and P = 4 a thread has two groups, so that 32 bytes
+    of loads are in flight. wide: whether D, R and the alignment of rows allow P = 4."""
     if not wide:
         return RotaryConfig(pairs=1)
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)

@@ -22,8 +22,8 @@ def thread_indices():
 
 @cute.jit
 def finish_prologue():
-    """Make initialized barriers and shared memory visible to the CTA, then wait for the previous kernels. Called by all
-    threads."""
+    """Make initialized barriers and shared memory visible to all threads of the CTA, then wait until the previous
+    kernels have ended. Called by all threads."""
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     wait_for_prerequisite_grids()

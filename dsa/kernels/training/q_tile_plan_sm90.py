@@ -7,7 +7,7 @@ Plan
   that it separates.
 - The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
   tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
-  Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048 queries.
+Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048 queries.
 """
 
 import cutlass

@@ -277,7 +277,7 @@ class SparseMlaBackwardSm90:
                 count = next_key_tile(count)
             if (count & 1) != side:
                 # This warpgroup owned the last key tile, and `store_dq` overwrites the tile's dS. So wait until both
-                # consumers have read dS: each of them then releases its half of the keys.
+                # halves of the keys are released: each consumer releases its half after it has read dS.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:

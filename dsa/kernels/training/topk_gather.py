@@ -134,7 +134,8 @@ def gather_tile(
 
 @cute.jit
 def load_chunk(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane):
-    """Load a warp's 16 rows of a chunk from shared memory to registers, as operand A. words: [4, STEPS, chunks]."""
+    """Load a warp's 16 rows of a chunk from shared memory to registers, as operand A. words: the operand's 32-bit
+    words, [4, STEPS, chunks]."""
     for step in cutlass.range_constexpr(STEPS):
         address = source + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4))
         for i, word in enumerate(load_matrices(Int32(address.toint()))):

@@ -42,8 +42,8 @@ def zero_fill_storage(stages: int) -> type:
 @dataclass(frozen=True)
 class ZeroFillPipeline:
     """The pipeline described above. ring: the pipeline that the consumers use. landed: the barrier on which the
-    producer waits for copies of partial tiles. `landed` is stored after the ring's full barriers, so `copy_barrier`
-    selects a barrier by an index."""
+    producer waits for copies of partial tiles. `landed` is stored after the ring's full barriers, so that
+    `copy_barrier` can select a barrier by an index."""
 
     ring: Pipeline
     landed: Mbarriers
