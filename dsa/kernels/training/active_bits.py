@@ -45,9 +45,9 @@ def sign_bits(acc, block: cutlass.Constexpr) -> Uint32:
 
 @cute.jit
 def permute(a: Uint32, b: Uint32, selector) -> Uint32:
-    """Return a word of four selected bytes. Hex digit i of `selector` selects byte i of the word: 0 to 3 are the bytes
-    of a, 4 to 7 the bytes of b. A digit with 8 added gives a byte that is filled with the sign bit of the selected
-    byte."""
+    """Return a word of four selected bytes. Hex digit i of `selector` selects byte i of the word, where digit 0 and
+    byte 0 are the lowest: values 0 to 3 are the bytes of a, 4 to 7 the bytes of b. A value with 8 added gives a byte
+    that is filled with the sign bit of the selected byte."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, Uint32(selector)]
     )

@@ -16,7 +16,8 @@ Plan
   scaled score, has an error below 2^-64.
 - Of each 16 consecutive numbers in a row of dKV's sums, numbers 4q to 4q + 3 (q from 0 to 3) are channels 2q, 2q + 1,
   2q + 8, 2q + 9. A thread of the kernel that converts loads 16 numbers and reorders them.
-Roofline: bound by memory. The kernels read out and dout, dKV's sums, and the rows of every list once each.
+Roofline: bound by memory. The kernels read out, dout and dKV's sums once and, with `ordered`, the rows of every key
+once.
 """
 
 import itertools
