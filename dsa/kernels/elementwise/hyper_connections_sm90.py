@@ -52,8 +52,8 @@ EXPAND_THREADS = 128
 
 class HyperCollapseSm90:
     """The collapse. If post and comb are None, the kernel collapses the streams for the model's head. mix and base then
-    contain only pre's elements. Also, a CTA then has only one token, because without Sinkhorn there is no latency that
-    several tokens could share."""
+    contain only pre's elements. Also, a CTA then has only one token, because only Sinkhorn has a latency that several
+    tokens could share."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps

@@ -2,10 +2,10 @@
 the product.
 
 A word contains the bits of one thread's 32 wgmma accumulators in a block of 64 keys x 64 (query, head) columns. The
-accumulators are those of keys r and r + 8 with r = 16 * warp + lane / 4 (warp: 0 to 3, the warp in its warpgroup), and
-of columns 8 j + 2 (lane % 4) + e with j from 0 to 7 and e 0 or 1. Byte 2 * half + e of the word, with half 0 or 1,
-belongs to key r + 8 * half and to the columns with this e. In a byte, the highest bit belongs to j = 0, and the lowest
-bit to j = 7.
+accumulators are those of keys r and r + 8 with r = 16 * warp + lane / 4 (warp: 0 to 3, index in the warpgroup), and of
+columns 8 j + 2 (lane % 4) + e with j from 0 to 7 and e 0 or 1. Byte 2 * half + e of the word, with half 0 or 1, belongs
+to key r + 8 * half and to the columns with this e. In a byte, the highest bit belongs to j = 0, and the lowest bit to j
+= 7.
 
 A block of 64 x 64 has 128 words, 32 adjacent words per warp. `word_place` orders a warp's words so that the words of
 keys r and r + 1, with r even, are adjacent. In the query gradient (indexer_query_grad_sm90.py), operand A has (query,

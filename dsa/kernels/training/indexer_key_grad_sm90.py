@@ -7,10 +7,10 @@ Plan
   warpgroup keeps the sums of 128 keys, two tiles of 64 x D, in registers. Operand B is the queries in shared memory.
   All warpgroups read the same queries.
 - Operand A is dI w where a head is active and 0 elsewhere, computed in registers. indexer_scores_sm90.py stores each
-  word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A
-  transposing ldmatrix loads dI, with each number in both halves of a word. The lane multiplies the word by two weights
-  and rounds the products to bf16. Then it masks the two products by a shift of the bits, a byte permutation that
-  replicates sign bits, and an AND.
+  word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of the lane's elements.
+  A transposing ldmatrix loads dI, with each number in both halves of a word. The lane multiplies the word by two
+  weights and rounds the products to bf16. Then it masks the two products by a shift of the bits, a byte permutation
+  that replicates sign bits, and an AND.
 - While a warpgroup computes one tile's operand A, the wgmma of its other tile or of another warpgroup runs.
 - Stream-K (key_block_scheduler.py): all (key block, column block) pairs are one list, and each CTA gets an equal range
   of it. If all pairs of a key block are in the range of one CTA, this CTA adds its sums to dk directly. If several CTAs
@@ -66,8 +66,7 @@ FIXUP_THREADS = 256
 
 # Words of a CTA's row of `fixup`, which describe the CTA's partial sums. The head is the key block in which the CTA's
 # range begins, and the tail is the key block in which the range ends. Other CTAs can have pairs of both.
-# TAIL: 1 if the CTA's range has the first pair of its tail but not the tail's last pair. Then partial_sums[cta, 1] is
-# valid.
+# TAIL: 1 if the CTA's range has the tail's first pair but not the tail's last pair. Then partial_sums[cta, 1] is valid.
 # TAIL_KEY, TAIL_KEYS: the first key and the number of keys of the tail.
 # HEAD: 1 if another CTA has the first pair of the head. Then partial_sums[cta, 0] is valid.
 # HEAD_ENDS: 1 if HEAD is 1 and the CTA's range has the last pair of the head.

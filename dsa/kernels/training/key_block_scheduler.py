@@ -94,8 +94,8 @@ class KeyBlockScheduler:
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
-        """Load and return the span whose first q tile is `first`. The span has no columns if there is no q tile
-        `first`, or if it is unused. Called by a whole warp."""
+        """Load and return the span whose first q tile is `first`. The span has no columns if `first` is past the last q
+        tile, or if q tile `first` is unused. Called by a whole warp."""
         count = q_tiles.shape[0]
         q_tile = load_q_tile(q_tiles, cutlass.min(first, count - 1))
         end, found = first, Int32(WARP)

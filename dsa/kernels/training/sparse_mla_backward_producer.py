@@ -38,7 +38,7 @@ class BackwardConfig:
 
     dtype         dtype of q, kv, dout and dq
     channels      channels per key
-    ordered       store the dKV of each key tile to rows of its own, which another kernel sums in a fixed order, instead
+    ordered       store the dKV of each key tile to separate rows, which another kernel sums in a fixed order, instead
                   of adding it to the rows of the keys
     rope          whether keys have a rope part
     strip         channels of dKV per product. 64: operand A is P^T from registers and dS^T from shared memory. 32: both

@@ -28,8 +28,8 @@ Pipeline
   the other consumer can start the scores of the next work tile's first key tile.
 Sums of dKV
 - The sums are in fp32, in the threads' register order: of each 16 channels, lane q of a quad has channels 2q, 2q + 1,
-  2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to rows of its
-  own, in the same order of channels, and another kernel sums these rows in a fixed order.
+  2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to separate
+  rows, in the same order of channels, and another kernel sums these rows in a fixed order.
 - Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes have a line.
 - For an invalid index the key is a row of zeros in shared memory and P = 0. Without `ordered`, its dKV is added to a
   padding row. There is one per CTA, after the rows of the keys.
@@ -481,8 +481,8 @@ class SparseMlaBackwardSm90:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # Of each 32 numbers of a row, a lane adds to the first 16 in its quad's row and to the last 16 in the
-                # other quad's row.
+                # Of each 32 numbers of a row, a lane adds to the first 16 in the row of the lane's quad, and to the
+                # last 16 in the row of the other quad.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):

@@ -4,7 +4,7 @@ One kernel runs before the main kernel. It computes delta[t, h] = out[t, h] . do
 two terms per query and head, l and e, that the main kernel needs:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
-share is the part of the softmax that the sink leaves to the keys. Without a sink, share is 1 and there is no dsink.
+share is the part of the softmax that the sink leaves to the keys. Without a sink, share is 1 and dsink does not exist.
 After the main kernel, one kernel converts dKV's fp32 sums, stored in the order of the main kernel's registers, to 16
 bits. With `ordered`, the main kernel stores several rows of dKV per key. Then another kernel, with one CTA per key,
 first adds up the key's rows in a fixed order.
