@@ -1,1 +1,1 @@
-"""CuTe DSL kernels of norm, rotary embedding and hyper connections."""
+"""CuTe DSL kernels of norms, rotary embedding and hyper-connections."""

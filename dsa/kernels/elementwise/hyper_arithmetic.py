@@ -1,10 +1,10 @@
 """Arithmetic shared by the hyper-connection kernels, so that all of them give the same bits.
 
-Sinkhorn normalisation here leaves the matrix A unchanged and updates two vectors of factors: comb_ij = r_i A_ij c_j.
-The sum of row i is r_i (A c)_i. A step updates the four factors of the rows or the four factors of the columns. Per
-factor, a step costs five multiply-adds, a product and a reciprocal. That is less than dividing 16 numbers, and the
-rounding errors of the steps do not add up. `_balance` interleaves the four sums of a step. If the code computed them
-one after the other, the compiler would keep that order, and a step would take twice as long.
+Sinkhorn normalisation of a 4 x 4 matrix A here leaves A unchanged and updates two vectors of factors: comb_ij = r_i
+A_ij c_j. The sum of row i is r_i (A c)_i. A step updates the four factors r or the four factors c. Per factor, a step
+costs five multiply-adds, a product and a reciprocal. That is less than dividing 16 numbers, and the rounding errors of
+the steps do not add up. `_balance` interleaves the four sums of a step. If the code computed them one after the other,
+the compiler would keep that order, and a step would take twice as long.
 """
 
 import cutlass
@@ -50,7 +50,7 @@ def add_squares(total: Float32, word: Uint32, dtype: cutlass.Constexpr) -> Float
 
 @cute.jit
 def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr, zero: Uint32) -> cute.Tensor:
-    """Return sum_k pre[k] X_k for 16 bytes of each stream X_k, rounded to `dtype`.
+    """Return sum_k pre[k] X_k for 16 bytes of each stream X_k, computed in fp32 and rounded to `dtype`.
 
     words  [4, streams]: the 16 bytes of each stream
     zero   0, as a value that the compiler does not know: see the comment in the loop
@@ -79,8 +79,9 @@ def shared_by_shuffles(own: Float32) -> cute.Tensor:
 
 @cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
-    """Return given * y + sum_j weights[j] X_j in fp32, for `width` consecutive channels. y [width]; streams [width, 4]:
-    X_j is column j."""
+    """Return given * y + sum_j weights[j] X_j in fp32, for `width` consecutive channels of a token. y [width]; streams
+    [width, 4 or more]: X_j is column j, j < 4. given, weights: the token's element of post and column of comb for the
+    new stream."""
     acc = cute.make_rmem_tensor((cute.size(y),), Float32)
     for i in cutlass.range_constexpr(cute.size(y)):
         acc[i] = given * y[i].to(Float32)
@@ -91,8 +92,9 @@ def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cu
 
 @cute.jit
 def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inverse, iterations, hc_eps):
-    """-> (post [4], comb [16]) of one token. Each calling thread computes one token. mix [24]: the token's row.
-    inverse: 1 / sqrt(mean square of the token's streams + eps)."""
+    """-> (post [4], comb [16]) of one token, by the formulas of `dsa.hyper_collapse`. Each calling thread computes one
+    token. mix [24]: the token's row. base [24]; scale [3]. inverse: 1 / sqrt(mean square of the token's streams +
+    eps)."""
     given = _logits(mix, base, 1, inverse * scale[1])
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         given[k] = Float32(2.0) * sigmoid(given[k])
@@ -122,7 +124,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
-    """Return factor * mix + base for the four elements 4 * `part` to 4 * `part` + 3."""
+    """Return factor * mix + base for the elements 4 * `part` to 4 * `part` + 3 of mix and base."""
     z, bias = [loaded(cute.local_tile(x, (HYPER_STREAMS,), (part,))) for x in (mix, base)]
     z.store(z.load() * factor + bias.load())
     return z
@@ -130,8 +132,8 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 
 @cute.jit
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
-    """Update `scales`, the factors of the columns of a if `of_columns`, otherwise of the rows. Each column (or row) is
-    divided by the sum of the column (or row) + hc_eps. across: the factors of the other dimension."""
+    """Divide the factors of the columns of comb (if `of_columns`) or of the rows (otherwise), in place, by the sum of
+    their column or row plus hc_eps. scales: these factors. across: the factors of the other dimension."""
     totals = filled((HYPER_STREAMS,), 0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):
         for n in cutlass.range_constexpr(HYPER_STREAMS):

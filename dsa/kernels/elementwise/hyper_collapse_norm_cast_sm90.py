@@ -4,17 +4,17 @@ Plan
 - A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses
   them for the mean square and for x, the collapsed streams. Norm and cast use x, rounded to bf16, from registers. x
   itself is not stored.
-- To get the bits of the separate kernels, this kernel adds in the order of those kernels. The norm assigns vectors to
-  threads as `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`, which has `shares`
-  (2 or 4) times as many threads per token. So each thread here computes the sums of `shares` threads of that kernel,
-  one after the other.
+- To get the bits of the separate kernels for collapse and for norm and cast, this kernel adds in their order. The norm
+  assigns vectors to threads as `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`,
+  which has `shares` (2 or 4) times as many threads per token. So each thread here computes the sums of `shares` threads
+  of that kernel, one after the other.
 - One extra warp computes post and comb, one token per lane. This warp loads mix, base and scale before the mean square
   is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps after the softmax. Each step has four
   independent reciprocals. The chain takes longer than x, norm and cast, which the other warps compute meanwhile.
 - Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. This does not delay
   the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
   base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
-- With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
+- With more than CTAS tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
 Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by latency: of memory, of the sum over the CTA,
@@ -47,7 +47,7 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
 MAX_TOKENS = 4  # per CTA
-CTAS = 1024  # about two waves; with more tokens than this, a CTA gets several tokens
+CTAS = 1024  # about two waves; with more tokens than this, a CTA gets up to MAX_TOKENS tokens
 STREAMS_BARRIER, NORM_BARRIER = 1, 2  # named barriers
 
 
@@ -134,8 +134,8 @@ class HyperCollapseNormCastSm90:
                 mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
             )
         else:
-            # 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into the words,
-            # so that the compiler converts them again and does not keep their fp32 values in registers.
+            # This is 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into
+            # the words, so that the compiler converts them again and does not keep their fp32 values in registers.
             zero = Uint32(together >> 8)
             # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
             for i in cutlass.range(count, unroll=1):
@@ -146,8 +146,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
-        """Compute post and comb of the CTA's tokens, one token per lane. For the other warps, which compute pre but do
-        not load mix and base, write pre's elements of mix * scale and of base to `logits`."""
+        """Run the extra warp: compute post and comb of the CTA's tokens, one token per lane. For the other warps, which
+        compute pre but do not load mix and base, write pre's elements of mix * scale and of base to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = loaded(mix[first + own, None]), loaded(base)
@@ -168,7 +168,8 @@ class HyperCollapseNormCastSm90:
     @cute.jit
     def inverse(self, squares, of_streams, eps):
         """Return 1 / sqrt(mean square of the token's streams + eps). `squares` contains one sum for each warp that the
-        separate collapse kernel would have. The sums are added as a tree: pairs, then pairs of pairs, and so on."""
+        separate collapse kernel would have. The sums are added in the order of that kernel, as a tree: pairs, then
+        pairs of pairs, and so on."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
@@ -177,8 +178,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def collapse(self, streams, logits, squares, t, of_streams, zero, eps, hc_eps, tid) -> cute.Tensor:
-        """-> this thread's elements of x of token t, as words [4, vectors]. After the barrier, `logits` from `mixing`
-        and `squares` are valid."""
+        """-> this thread's bf16 elements of x of token t, as words [4, vectors]. Each warp writes its sums of squares
+        to `squares`. After the barrier, `squares` and `logits` from `mixing` are complete."""
         vectors = streams.shape[2] // VECTOR
         words = filled((WORDS, HYPER_STREAMS, self.vectors), 0, Uint32)
         starts = [cute.local_tile(streams[t, k, None], (VECTOR,), (tid,)) for k in range(HYPER_STREAMS)]
@@ -208,7 +209,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
-        """Compute and store the norm of token t and its FP8 cast."""
+        """Compute and store the norm of x of token t, and the norm's FP8 cast. x: from `collapse`."""
         vectors = weight.shape[0] // VECTOR
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
@@ -239,7 +240,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, sums: cute.Tensor, tid: Int32) -> Float32:
-        """Return the sum of x over the row's threads, with the same bits in every thread."""
+        """Return the sum of x over the row's threads. Every thread of the row gets the same bits."""
         total = warp_reduce_sum(x)
         if const_expr(self.warps > 1):
             if tid % WARP == 0:
@@ -253,8 +254,8 @@ class HyperCollapseNormCastSm90:
 def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
     """-> f(streams [T, 4, D] bf16, mix [T, 24], base [24], scale [3], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
     q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
-    multiple of 128 and at most lanes * vectors 16-byte vectors. Rows of all tensors but scale and q_scale start at
-    multiples of 16 bytes."""
+    multiple of 128 and at most lanes * vectors 16-byte vectors. y, q, q_scale, post and comb are results. Rows of all
+    tensors but scale and q_scale start at multiples of 16 bytes."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     return compile_sm90(
         HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),

@@ -11,7 +11,8 @@ Plan, collapse
   of over a microsecond. So with more than CTAS tokens, a CTA has up to MAX_TOKENS tokens, and this latency occurs once
   for all of them.
 Plan, expand
-- A thread loads 16 bytes of a token's output and of its four streams, and computes 16 bytes of each new stream.
+- A thread loads 16 bytes of a token's sublayer output and of each of the token's four streams, and computes 16 bytes of
+  each new stream.
 Shared memory: in collapse, one sum per warp and token, and per token the reciprocal of the root mean square.
 Constraints: four streams, D a multiple of 8, rows at multiples of 16 bytes; in collapse, D at most 2048 vectors of 16
 bytes.
@@ -42,22 +43,23 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREA
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 MAX_TOKENS = 4  # per CTA of collapse
-CTAS = 1024  # of collapse, about two waves; with more tokens than this, a CTA gets several tokens
-# Shared-memory carveout in percent, far more than collapse needs. If none is given, the DSL asks a CUDA driver for the
-# SM's limit.
+CTAS = 1024  # of collapse, about two waves; with more tokens than this, a CTA gets up to MAX_TOKENS tokens
+# Shared-memory carveout in percent, far more than collapse needs. Without it, and with several CTAs per SM, the DSL
+# asks a CUDA driver for the SM's limit, so compiling would need a driver.
 SHARED_MEMORY_PERCENT = 10
 EXPAND_THREADS = 128
 
 
 class HyperCollapseSm90:
     """The collapse. If post and comb are None, the kernel collapses the streams for the model's head. mix and base then
-    contain only pre's elements. A CTA has one token, because without Sinkhorn, tokens have no latency to share."""
+    contain only pre's elements. Also, a CTA then has only one token, because only Sinkhorn has a latency that several
+    tokens could share."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
         self.width, self.warps = 128 // dtype.width, threads // WARP
-        # CTAs per SM. A thread with 8 vectors (32 registers) gets 64 registers, and a thread with 16 vectors gets 128
-        # registers.
+        # CTAs per SM. A thread with 8 vectors of streams (32 registers) gets 64 registers, and a thread with 16 vectors
+        # gets 128.
         self.ctas = 2048 // (threads * steps)
 
     @cute.jit
@@ -109,7 +111,7 @@ class HyperCollapseSm90:
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.warps, MAX_TOKENS)))
         scales = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS))
         first = block * together
-        # 0, because together <= MAX_TOKENS, but the compiler cannot know it (see `weighted_sum`).
+        # This is 0, because together <= MAX_TOKENS, but the compiler cannot know it (see `weighted_sum`).
         zero = Uint32(together >> 8)
         wait_for_prerequisite_grids()
         if const_expr(post is None):
@@ -137,8 +139,8 @@ class HyperCollapseSm90:
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
         """Compute and store x of token t, and return 1 / sqrt(mean square of the token's streams + eps). Each warp
-        writes its sum of squares to `sums`. Every token of a CTA has separate sums, so one barrier per token is
-        enough."""
+        writes its sum of squares to `sums`. Every token of a CTA has separate `sums`, so the barrier between write and
+        read is enough: none is needed before the next token."""
         vectors = streams.shape[2] // self.width
         # Load 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
         words = filled((WORDS, HYPER_STREAMS, self.steps), 0, Uint32)
@@ -214,8 +216,8 @@ class HyperExpandSm90:
 @cached
 def compile_hyper_collapse(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 24], base [24], scale [3] fp32, x [T, D] dtype, post [T, 4], comb [T, 16]
-    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps 16-byte vectors. Rows of all tensors
-    but scale start at multiples of 16 bytes."""
+    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps 16-byte vectors. x, post and comb are
+    results. Rows of all tensors but scale start at multiples of 16 bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),

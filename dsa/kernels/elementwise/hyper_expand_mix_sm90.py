@@ -3,7 +3,8 @@
 Plan
 - As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, and each of the cluster's 64
   warps computes one of the 64 slices. The sums are added in the order of that kernel, so the bits are equal. There are
-  at most 8 tokens. They are the upper octet of the mma's 16 rows; the lower octet is zeros.
+  at most 8 tokens (the op uses this kernel for up to 4). They are the upper octet of the mma's 16 rows; the lower octet
+  is zeros.
 - A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. The warp
   writes these channels to shared memory, and only the same warp reads them back as mma operands. All clusters compute
   the same new streams, and the cluster with the first outputs stores them.
@@ -49,7 +50,7 @@ from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 AT_ONCE = 4  # tokens whose loads are in flight together
 OWN_OUTPUTS = 2  # outputs per cluster
-TOGETHER = 4  # blocks per iteration: one vector per lane
+TOGETHER = 4  # blocks per iteration, in which each lane has one vector per token
 THREADS = GROUP_SLICES * WARP
 PAIRS = 4 * 8  # pairs of adjacent mma columns: 4 per token, 8 tokens
 ROW = TOGETHER * BLOCK + VECTOR  # stride of rows in shared memory, padded so that a quarter-warp reads all banks
@@ -142,9 +143,9 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def send(self, received, barrier, rank, pair, group):
-        """Send this CTA's two sums `group` of a pair of results to the CTA that owns the pair. That CTA's mbarrier
-        counts their bytes. A cluster barrier instead would also wait until the stores of the new streams have reached
-        L2."""
+        """Send `group`, this CTA's two sums of pair `pair`, to the CTA of the cluster that owns the pair. That CTA's
+        mbarrier counts their bytes. A cluster barrier instead would also wait until the stores of the new streams have
+        reached L2."""
         owned = received.shape[1]
         there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
         counted = cute.arch.map_dsmem_ptr(barrier, pair // owned)
@@ -158,8 +159,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def channel(self, channels, begin, end, lane):
-        """Find this lane's vector in the blocks from `begin` on. -> (its stream, its index in the stream, whether it
-        exists)."""
+        """Find this lane's vector in the TOGETHER blocks from `begin` on. end: end of the slice's blocks. -> (the
+        vector's stream, its index in the stream, whether it exists: it is before block `end` and inside the stream)."""
         of_stream = cute.ceil_div(channels, BLOCK)
         block = begin + lane // (BLOCK // VECTOR)
         stream = Int32(0)
@@ -172,7 +173,7 @@ class HyperExpandMixSm90:
     def multiply(self, y, streams, post, comb, parts, new, kept, matrix, zero, column, first, end, warp, lane):
         """-> this lane's two sums of a slice, for two adjacent mma columns and one token. The slice is the blocks
         [first, end). `kept` and `matrix` are this warp's shared memory for new streams and matrix; `zero` is a zero in
-        shared memory."""
+        shared memory, which this warp has written."""
         tokens, channels = streams.shape[0], streams.shape[2]
         place, quad = octet_row(lane // 4), lane % 4
         row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS
@@ -214,14 +215,14 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def operand(self, row: cute.Tensor, at: Int32) -> cute.Tensor:
-        """Load vector `at` of a row in shared memory, as words."""
+        """Load vector `at` of a row in shared memory, as four words."""
         return loaded(cute.recast_tensor(cute.local_tile(row, (VECTOR,), (at,)), Uint32))
 
     @cute.jit
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
-        """Load operands of `at_once` tokens from `first` on. -> (the four old streams and y at this lane's vector
-        [8, 5, tokens], their weights in new stream `stream` [5, tokens]). For tokens past the end, the last token is
-        loaded. If the vector does not exist, all results are zeros."""
+        """Load operands of `at_once` tokens from `first` on. -> (the four old streams and then y at this lane's vector,
+        bf16 [8, 5, tokens]; their weights in new stream `stream`, fp32 [5, tokens]). For tokens past the end, the last
+        token is loaded. If the vector does not exist, all results are zeros."""
         raw = filled((VECTOR, HYPER_STREAMS + 1, self.at_once), 0.0, BFloat16)
         weights = filled((HYPER_STREAMS + 1, self.at_once), 0.0)
         if exists:
@@ -236,8 +237,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def expand(self, raw, weights, new, kept, first: Int32, stream, at, stores: Boolean, lane):
-        """Compute the new stream at this lane's vector for `at_once` tokens. Write it to `kept` (shared memory) and, if
-        `stores`, to `new` (global memory)."""
+        """Compute new stream `stream` at this lane's vector for `at_once` tokens from `first` on, from the results of
+        `load`. Write it to `kept` (shared memory) and, if `stores`, to `new` (global memory)."""
         for i in cutlass.range_constexpr(self.at_once):
             t = cutlass.min(first + i, new.shape[0] - 1)
             acc = new_stream(
@@ -252,7 +253,8 @@ class HyperExpandMixSm90:
 @cached
 def compile_hyper_expand_mix(most: int):
     """-> f(y [T, D], streams [T, 4, D] bf16, post [T, 4], comb [T, 16] fp32, parts [3, C, 4 D], new [T, 4, D] bf16, mix
-    [T, C] fp32); T from 1 to `most`, C, D > 0. Rows of all tensors but mix start at multiples of 16 bytes."""
+    [T, C] fp32); T from 1 to `most`, C, D > 0. new and mix are results. Rows of all tensors but mix start at multiples
+    of 16 bytes."""
     tokens, count = cute.sym_int(), cute.sym_int()
     channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
     return compile_sm90(

@@ -12,8 +12,10 @@ Plan
   that own the results; each CTA owns 1/8 of the tokens. The owners add the 8 groups and store.
 - Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2. It does not load the slice,
   because the previous kernel may still be writing the matrix.
-Shared memory: slices, 256 x rows bytes; received groups, 32 x rows bytes.
-Constraints: D a multiple of 8, rows at multiples of 16 bytes. Loads of tokens past the end read the last token instead.
+Shared memory: slices, 256 x rows bytes; received groups, 32 x rows bytes. rows is the number of tokens of a cluster, 16
+or 32.
+Constraints: D a multiple of 8, rows at multiples of 16 bytes. Loads of tokens past the end read the last token instead,
+and loads of outputs past the end the last output.
 Roofline: bound by memory. The matrix is read once per 16 or 32 tokens, from L2 except for the first time. With few
 tokens, bound by the latency of the launch, of one or two rounds of loads, and of two barriers.
 """
@@ -99,7 +101,7 @@ class HyperMixFewTokensSm90:
     @cute.jit
     def multiply(self, streams, parts, tile, column, first, end, nothing, warp, lane) -> cute.Tensor:
         """-> this lane's sums of a slice: [2 adjacent mma columns, octet of tokens]. The slice is the blocks
-        [first, end). nothing: one zero in shared memory."""
+        [first, end). nothing: a zero in shared memory, which this warp has written."""
         of_stream, vectors = cute.ceil_div(streams.shape[2], BLOCK), streams.shape[2] // VECTOR
         place, quad = octet_row(lane // 4), lane % 4
         output = cutlass.min(column * OUTPUTS + place, parts.shape[1] - 1)

@@ -2,10 +2,11 @@
 mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan
-- A tile has `rows` (32, 64, 128 or 256) tokens and all outputs. With up to 128 tokens, a cluster of 8 CTAs computes a
-  tile, and each CTA computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With 256 tokens, CTAs are
-  persistent and there are no clusters, which would leave some SMs idle. A work unit is then half a group of a tile.
-  CTAs write the sums of work units to global memory, and a second kernel adds them.
+- A tile has `rows` (32, 64, 128 or 256) tokens and all outputs. With tiles of up to 128 tokens, a cluster of 8 CTAs
+  computes a tile, and each CTA computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With tiles of 256
+  tokens, CTAs are persistent and there are no clusters, which would leave some SMs idle. A work unit, which is what a
+  CTA computes at a time, is then half a group of a tile. CTAs write the sums of work units to global memory, and a
+  second kernel adds them.
 - Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of fewer than 256
   tokens, several warps have the same tokens and different slices. One producer warp loads by TMA.
 - Pipeline: a ring of stages. A stage is a block of 64 channels of the tile's tokens and of the 72 matrix rows.
@@ -16,9 +17,9 @@ Plan
 - In tiles of fewer than 256 tokens, warps exchange their slices through shared memory. Then each thread adds the slices
   of some pairs of results.
 - Epilogue in a cluster: each lane sends its sums of the CTA's group to the CTAs that own the results; each CTA owns 1/8
-  of the tokens. The owners add the 8 groups and store.
-Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB with 64 and 128 tokens (with 32, they reuse the
-stages of the streams); in a cluster, the received groups, 96 x rows bytes.
+  of the tokens. The owners add the 8 groups and store the results.
+Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB in tiles of 64 and 128 tokens (in tiles of 32,
+they reuse the stages of the streams); in a cluster, the received groups, 96 x rows bytes.
 Constraints: a token's n streams are contiguous, D is a multiple of 64 (so that the blocks of hyper_mix_sums.py do not
 straddle streams), and rows are aligned to 16 bytes.
 Roofline: bound by memory, 2 n D bytes per token. The matrix is read from L2 once per tile. With 1/132 of the memory
@@ -179,7 +180,8 @@ class HyperMixSm90:
         return storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
 
     def exchange(self, storage) -> cute.Tensor:
-        """Return the buffer for the warps' slices: [2, pairs, warps with different slices]."""
+        """Return the shared-memory buffer for the sums of the warps' slices: fp32 [2, pairs, warps with different
+        slices]."""
         shape = 2, self.pairs, self.slice_warps
         if not self.exchange_in_stages:
             return storage.exchange.get_tensor(cute.make_layout(shape))
@@ -189,7 +191,8 @@ class HyperMixSm90:
     @cute.jit
     def work(self, tokens, blocks):
         """-> (this CTA's first work unit, number of work units of all CTAs, step from one work unit of this CTA to the
-        next, number of blocks in the longest slice)."""
+        next, number of blocks in the longest slice). A work unit is a group of a tile in a cluster, and half a group
+        otherwise."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return cta, cute.ceil_div(tokens, self.rows) * self.units, ctas, cute.ceil_div(blocks, SLICES)
@@ -224,8 +227,8 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply(self, storage, pipeline: Pipeline, out: cute.Tensor, tokens, blocks, warp, tid):
-        """The role of a consumer warp. Per work unit, run the mainloop, and then send the sums to their owners (in a
-        cluster) or store them to global memory."""
+        """The role of a consumer warp. Per work unit, run the mainloop, and then send the sums to the CTAs that own the
+        results (in a cluster) or store them to global memory."""
         lane = tid % WARP
         place, quad = octet_row(lane // 4), lane % 4
         token_warp, slice_warp = warp % self.token_warps, warp // self.token_warps
@@ -289,8 +292,8 @@ class HyperMixSm90:
 
     @cute.jit
     def add_slices(self, storage, group: cute.Tensor, half_group: cute.Tensor, acc: cute.Tensor, warp, tid):
-        """Add a round's slices to `half_group`, this thread's sums of half a group. If the round covers both halves,
-        add the first half to `group` before the second half begins."""
+        """Add a round's slices, which are in `acc` of all consumer warps, to `half_group`, this thread's sums of half a
+        group. If the round covers both halves, add the first half to `group` before the second half begins."""
         lane, exchange, slice_warp = tid % WARP, None, warp // self.token_warps
         if const_expr(self.slice_warps > 1):
             exchange = self.exchange(storage)
@@ -332,7 +335,7 @@ class HyperMixSm90:
 
     @cute.jit
     def send_group(self, received: cute.Tensor, group: cute.Tensor, tid):
-        """Send this thread's sums of the CTA's group to the CTAs that own the results."""
+        """Send `group`, this thread's sums of the CTA's group, to the CTAs that own the results."""
         cta, _, _ = cute.arch.block_idx()
         for i in cutlass.range_constexpr(self.own_pairs):
             pair = tid + i * CONSUMERS
@@ -384,15 +387,15 @@ class HyperMixPersistentSm90(HyperMixSm90):
 
 @cached
 def compile_hyper_mix(rows: int):
-    """-> f(streams [T, n D], parts [72, n D] bf16, mix [T, 24] fp32); T > 0, n D a multiple of 64, rows of streams and
-    parts at multiples of 16 bytes."""
+    """-> f(streams [T, n D], parts [72, n D] bf16, mix [T, 24] fp32); T > 0, rows of streams and parts at multiples of
+    16 bytes. mix is the result. n D is a multiple of 64 (D too, for the bits of the kernel for few tokens)."""
     return compile_sm90(HyperMixSm90(rows), *_operands(), _result(), fake_stream())
 
 
 @cached
 def compile_hyper_mix_persistent(rows: int):
-    """-> f(streams, parts, halves [16, T, 24] fp32, mix, ctas). halves is scratch; streams, parts and mix are as in
-    `compile_hyper_mix`."""
+    """-> f(streams, parts, halves [16, T, 24] fp32, mix, ctas). halves is scratch for the sums of work units; ctas:
+    number of persistent CTAs; streams, parts and mix are as in `compile_hyper_mix`."""
     return compile_sm90(
         HyperMixPersistentSm90(rows),
         *_operands(),

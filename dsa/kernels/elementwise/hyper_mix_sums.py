@@ -1,9 +1,10 @@
-"""The order of summation that the kernels of hyper_mix share, so that all of them give a token the same bits.
+"""The order of summation that the kernels of hyper_mix and hyper_expand_mix share, so that all of them give a token the
+same bits.
 
 The channels of each stream are divided into blocks of 64; a partial last block is padded with zeros. The blocks of all
 streams are divided into SLICES slices. The matrix is the sum of three bf16 matrices, the parts high, middle and low.
-For each slice and each part, a chain of mma instructions of 16 channels, which starts from zero, multiplies the streams
-by the part. The slice's sum is
+For each slice and each part, a chain of mma instructions multiplies the streams by the part, 16 channels per
+instruction. The chain starts from zero. The slice's sum is
   slice = high + (middle + low)
 The sum of HALF_SLICES slices, added in order from zero, is half a group. The sum of two halves is a group. The result
 is the sum of the CTAS groups, added in order from zero. In a cluster each CTA computes one group and sends it to the
@@ -35,14 +36,16 @@ HALF_SLICES = GROUP_SLICES // 2
 
 @cute.jit
 def octet_row(i: Int32) -> Int32:
-    """Return which row (or column) of an octet is row (or column) i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
+    """Return which row (or column) of an octet, 8 consecutive tokens (or outputs), is row (or column) i of an mma: 0,
+    4, 1, 5, 2, 6, 3, 7 for i = 0 to 7."""
     return (i >> 1) | ((i & 1) << 2)
 
 
 @cute.jit
 def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Constexpr, first, end, lane):
-    """Prefetch a slice of the matrix to L2: the blocks [first, end) of `outputs` rows, from row `column` * `outputs`
-    on, in all three parts. Each lane prefetches one row of one part."""
+    """Prefetch a slice of the matrix, `parts` [3, C, n * channels], to L2: the blocks [first, end) of `outputs` rows,
+    from row `column` * `outputs` on, in all three parts. Each of the first 3 * `outputs` lanes prefetches one row of
+    one part."""
     part, row = lane // outputs, column * outputs + lane % outputs
     if part < PARTS and row < parts.shape[1] and first < end:
         of_stream = cute.ceil_div(channels, BLOCK)
@@ -56,9 +59,9 @@ def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Conste
 def multiply_add(
     acc: cute.Tensor, upper: cute.Tensor, lower: cute.Tensor, matrix: cute.Tensor, pair: cutlass.Constexpr
 ):
-    """acc += (16 tokens x 16 channels) times (16 channels x 8 outputs).
+    """acc += (16 tokens x 16 channels) times (16 channels x 8 outputs), by one mma of the warp.
 
-    acc           two adjacent columns of a token in the upper octet, then of a token in the lower octet
+    acc           [4]: two adjacent mma columns of a token in the upper octet, then of a token in the lower octet
     upper, lower  this lane's 16 bytes of a token in the upper octet, and of a token in the lower octet
     matrix        this lane's 16 bytes of an output's matrix row
     pair          0 or 2: this mma multiplies the words `pair` and `pair` + 1 of the 16 bytes
@@ -83,8 +86,8 @@ def multiply_add(
 
 @cute.jit
 def sum_of_group(slices: cute.Tensor, pair: Int32):
-    """Add the slices [2, pairs, GROUP_SLICES] of a pair: the slices of each half in order, then the halves. -> the
-    pair's two sums."""
+    """Add the slices of pair `pair`: the slices of each half in order, then the halves. slices: [2, pairs,
+    GROUP_SLICES]. -> the pair's two sums for the CTA's group."""
     values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
     for i in cutlass.range_constexpr(GROUP_SLICES):
         cute.autovec_copy(slices[None, pair, i], values[None, i])
@@ -101,7 +104,8 @@ def sum_of_group(slices: cute.Tensor, pair: Int32):
 @cute.jit
 def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token: Int32, first_output: Int32,
                octets: cutlass.Constexpr, tid: Int32, threads: cutlass.Constexpr):  # fmt: skip
-    """Add the groups of the pairs that this CTA owns, and store the results. All `threads` threads call this.
+    """Add the groups of the pairs that this CTA owns, and store the results. All `threads` threads call this. rank: the
+    CTA's rank in the cluster.
 
     received  [2, owned pairs, CTAS]: the groups
     octets    octets of outputs in the cluster; a token has 4 pairs per octet. first_token and first_output are those of

@@ -1,7 +1,7 @@
 """Limits of the elementwise kernels, as plain numbers and names of torch dtypes, for kernels, ops and tests."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-CHANNEL_MULTIPLE = 8  # channels are a multiple of this in the norm and the hyper-connections
+CHANNEL_MULTIPLE = 8  # the channels of the norms and the hyper-connections are a multiple of this
 
 # RMSNorm.
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
@@ -11,20 +11,20 @@ MAX_NORM_ROTARY_CHANNELS = {"bfloat16": 1024, "float16": 1024, "float32": 512}
 MAX_NORM_GRADIENT_CHANNELS = {"bfloat16": 8192, "float16": 8192, "float32": 4096}
 MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the end in the last iteration
 
-# RoPE. A thread processes groups of channels. A group has ROTARY_PAIRS pairs of channels if D and R are multiples of 8
-# and rows start at multiples of 16 bytes; otherwise it has one pair.
+# RoPE of rows with D channels, of which R are rotated. A thread processes groups of channels. A group has ROTARY_PAIRS
+# pairs of channels if D and R are multiples of 8 and rows start at multiples of 16 bytes; otherwise it has one pair.
 ROTARY_PAIRS = 4
-MAX_ROTARY_GROUPS = 2**31 - 512  # groups of all rows together
+MAX_ROTARY_GROUPS = 2**31 - 512  # most groups in all rows together
 
 # Hyper-connections.
 HYPER_STREAMS = 4
-# Collapse: (threads per CTA, 16-byte vectors per thread and stream).
+# Collapse: (threads per CTA, 16-byte vectors per thread and stream), from the shortest rows to the longest.
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MAX_HYPER_CHANNELS = 2**33 - 2**13  # most T * D: a kernel counts vectors of at least 4 channels in 31 bits
+MAX_HYPER_CHANNELS = 2**33 - 2**13  # most tokens x channels: a kernel counts vectors of at least 4 channels in 31 bits
 # The projection of the streams.
-# - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens.
-# - MIX_ROWS: tokens per cluster of the kernel for more tokens. It has MIX_OUTPUTS outputs, and channels in blocks of
-#   MIX_BLOCK.
+# - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens, one variant each.
+# - MIX_ROWS: tokens per cluster of the kernel for more tokens, one variant each. This kernel supports only MIX_OUTPUTS
+#   outputs, and multiples of MIX_BLOCK channels.
 # - MIX_PERSISTENT_ROWS: tokens per tile of that kernel's variant with persistent CTAs.
 # - MIX_HALVES: partial sums per token and output that the persistent CTAs write for a second kernel to add.
 MIX_FEW_ROWS = (16, 32)
@@ -39,5 +39,5 @@ MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535
 # Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row of the separate norm kernel,
 # vectors per thread of the separate norm kernel), from the shortest rows to the longest.
 HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
-EXPAND_MIX_TOKENS = (1, 2, 4)  # the most tokens of each variant of the kernel that expands streams and projects them
+EXPAND_MIX_TOKENS = (1, 2, 4)  # most tokens, per variant of the kernel that expands streams and projects them
 MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and at most 65535 clusters in the grid's y dimension

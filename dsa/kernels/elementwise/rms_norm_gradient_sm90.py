@@ -1,20 +1,20 @@
-"""Gradients of RMSNorm over rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps).
+"""Gradients of RMSNorm over rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps), from g, the gradient of y.
 
     dx = r (g w - x r^2 mean(g w x)),    dw = sum over rows of g x r
 
 Plan
 - `lanes` threads (a part of a warp, or several warps) process a row, as in `rms_norm_sm90`. Each thread has in
-  registers up to `vectors` 16-byte vectors of x and of g, and in fp32 up to `vectors` vectors of the weights and of a
-  part of dw. So x and g are read once, and dx is written once.
+  registers up to `vectors` 16-byte vectors of x and of g, and for the same channels the weights and the thread's part
+  of dw, in fp32. So x and g are read once, and dx is written once.
 - CTAs are persistent: the threads of a row process every n-th row, where n is the number of rows that all CTAs process
   at a time. All threads run the same number of iterations, because shuffles need whole warps. Past the end, threads
   load the last row again and discard its results.
 - Both sums of a row, of x^2 and of g w x, go through one shuffle tree, and between warps through shared memory.
   Iterations alternate between two buffers in shared memory, so one barrier per row is enough.
-- A thread accumulates its part of dw in fp32 over its rows, in order, and writes it once to parts [P, D]. The sum of
-  the P parts is dw. So the bits are the same in every run with the same number of SMs.
-Shared memory: four numbers per warp. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most 1024
-vectors: 256 threads x MAX_EARLY vectors.
+- A thread accumulates its part of dw in fp32 over its rows, in order, and writes it once to parts [P, D]. The caller
+  adds the P parts to get dw. The bits are the same in every run with the same number of SMs, which determines P.
+Shared memory: four numbers per warp of a row. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most
+1024 vectors: 256 threads x MAX_EARLY vectors.
 Roofline: bound by memory, 3 D elements per row. About 9 instructions per channel.
 """
 
@@ -120,8 +120,8 @@ class RmsNormGradientSm90:
 
     @cute.jit
     def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):
-        """-> (sum of x over the row's threads, sum of y), with the same bits in every thread. half: which of the two
-        buffers in `sums` to use."""
+        """-> (sum of x over the row's threads, sum of y over them). Every thread of the row gets the same bits. half:
+        which of the two buffers in `sums` to use."""
         for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
             x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
             y += cute.arch.shuffle_sync_bfly(y, offset=1 << log)
@@ -140,8 +140,8 @@ class RmsNormGradientSm90:
 @cached
 def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
     """-> f(grad, x [A, B, D] dtype, weight [D] fp32 or None, dx [A, B, D], parts [P, D] fp32 or None without a weight,
-    eps, ctas); P is the number of rows that `ctas` CTAs process at a time, 0 < A * B < 2^31 - 2^20, D a multiple of 8
-    up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    eps, ctas); dx and parts are results. P is the number of rows that `ctas` CTAs process at a time, 0 < A * B < 2^31 -
+    2^20, D a multiple of 8 up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(

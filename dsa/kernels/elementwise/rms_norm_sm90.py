@@ -17,10 +17,11 @@ Plan
 - Squares are added in a fixed order: in the thread, by a shuffle tree in the warp, and then warp by warp through shared
   memory, where all threads add the same numbers in the same order. So the bits are the same in every run, and a row's
   bits do not depend on other rows.
-- Vectors past the row's end are not loaded and count as zeros. Rows are [A, B, D] with any strides: a division with
-  precomputed numbers gives a row's two indices, and offsets have 64 bits.
-Shared memory: one number per warp. Constraints: rows at multiples of 16 bytes, D a multiple of 8 and at most
-`max_channels`. With a cast, D is a multiple of 128 and lanes >= 32. With RoPE, R is a multiple of 8 and lanes <= 32.
+- Vectors past the row's end are not loaded and count as zeros. x is [A, B, D], and the strides of A and B are
+  arbitrary: a division with precomputed numbers gives a row's two indices, and offsets have 64 bits.
+Shared memory: one number per warp, if several warps process a row. Constraints: rows at multiples of 16 bytes, D a
+multiple of 8 and at most `max_channels`. With a cast, D is a multiple of 128 and lanes >= 32. With RoPE, R is a
+multiple of 8 and lanes <= 32.
 Roofline: bound by memory, 2 D elements per row, 2 D more with a residual, D bytes more with a cast. About 5
 instructions per channel take a fifth of the issue slots in that time.
 """
@@ -43,12 +44,13 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
-MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in registers as well
+MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in registers besides x
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """lanes: threads per row. vectors: the most 16-byte vectors per thread. threads: threads per CTA."""
+    """lanes: threads per row. vectors: the most 16-byte vectors of a row per thread. threads: threads per CTA, a
+    multiple of lanes."""
 
     lanes: int
     vectors: int
@@ -89,8 +91,9 @@ class RmsNormSm90:
 
     @cute.jit
     def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
-        """Launch the kernel. x, residual, total, out and q are [A, B, D]. With a cast, A is 1 and scale is [B, D /
-        128]. With RoPE, cos and sin are [A, R / 2]."""
+        """Launch the kernel. x, residual, total (for residual + x), out and q (for out, cast) are [A, B, D]. What an
+        operation does not have is None. With a cast, A is 1 and scale is [B, D / 128]. With RoPE, cos and sin are [A, R
+        / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
@@ -186,7 +189,7 @@ class RmsNormSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
-        """Return the sum of x over the row's threads, with the same bits in every thread."""
+        """Return the sum of x over the row's threads. Every thread of the row gets the same bits."""
         x = reduce_sum(x, min(self.lanes, WARP))
         if const_expr(self.warps > 1):
             sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
@@ -277,9 +280,10 @@ def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
 
 @cached
 def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: NormConfig):
-    """-> f(x [T, D] dtype, residual [T, D] or None unless `summed`, weight [D] fp32, total [T, D] or None unless
-    `summed`, out [T, D], q [T, D] e4m3, scale [T, D / 128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to
-    `max_channels(dtype, config)`. Rows of all tensors but scale start at multiples of 16 bytes."""
+    """-> f(x [T, D] dtype, residual [T, D], weight [D] fp32, total [T, D], out [T, D], q [T, D] e4m3, scale [T, D /
+    128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to `max_channels(dtype, config)`. residual, total and out
+    are of `dtype`; residual and total are None unless `summed`. Rows of all tensors but scale start at multiples of 16
+    bytes."""
     element = cute_dtype(dtype)
     rows, dim = cute.sym_int(), cute.sym_int(divisibility=GROUP)
     return compile_sm90(
@@ -296,7 +300,7 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
 
 
 def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
-    """Return the most channels that a row may have with this configuration."""
+    """Return the most channels that a row can have with this configuration."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 

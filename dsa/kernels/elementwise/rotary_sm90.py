@@ -1,9 +1,10 @@
 """Rotary position embedding (RoPE) of queries or keys, out of place or in place.
 
 Plan
-- A group is 2P channels of a row, where P is 4 or 1. A group of rotated channels is P pairs. If pairs are adjacent
-  channels (interleaved), the group is one vector of 2P channels; if pairs are R / 2 apart (halves), it is two vectors
-  of P channels. A group is in one thread's registers from the load to the store, so a row can be rotated in place.
+- A row has D channels, of which R are rotated. A group is 2P channels of a row, where P is 4 or 1. A group of rotated
+  channels is P pairs. If pairs are adjacent channels (interleaved), the group is one vector of 2P channels; if pairs
+  are R / 2 apart (halves), it is two vectors of P channels. A group is in one thread's registers from the load to the
+  store, so a row can be rotated in place.
 - The row's other channels are copied in groups of the same size. `begin` (the number of groups before the rotated
   groups) and the number of angles determine which groups are rotated. A division with precomputed numbers gives a
   group's row, and offsets have 64 bits.
@@ -30,7 +31,7 @@ from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-LONG_INPUT = 1 << 24  # from this many elements on, a thread has two groups
+LONG_INPUT = 1 << 24  # from this many elements of 16 bits on, a thread has two groups if P is 4
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ApplyRotarySm90:
     @cute.jit
     def vectors_of(self, group: Int32, rotates: cutlass.Boolean, begin: Int32, rotated_groups: Int32):
         """Return the indices of a group's vectors in the row. group: the group's index relative to the first rotated
-        group."""
+        group; negative before it. rotates: whether the group is rotated."""
         if const_expr(self.interleaved):
             return (begin + group,)
         at, apart = 2 * (begin + group), Int32(1)
@@ -141,9 +142,9 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
 
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
-    """Return the shipped configuration. With short inputs a thread has one group, so that there are more CTAs. With
-    long 16-bit inputs a thread has two groups, 32 bytes of loads in flight. wide: whether D, R and the alignment of
-    rows allow P = 4."""
+    """Return the configuration for an input with this number of elements. With short inputs a thread has one group, so
+    that there are more CTAs. With long 16-bit inputs (LONG_INPUT) and P = 4 a thread has two groups, so that 32 bytes
+    of loads are in flight. wide: whether D, R and the alignment of rows allow P = 4."""
     if not wide:
         return RotaryConfig(pairs=1)
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)

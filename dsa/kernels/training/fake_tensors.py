@@ -28,7 +28,8 @@ def fake_numbers(*shape) -> cute.Tensor:
 
 
 def fake_line(dtype: type[cutlass.Numeric], extent=None) -> cute.Tensor:
-    """Return a contiguous fake vector [extent] of a 4-byte dtype. extent: a symbol, if other tensors share it."""
+    """Return a contiguous fake vector [extent] of a 4-byte dtype. extent: the symbol of the extent if other tensors
+    have the same extent. None: a new symbol."""
     return fake(dtype, (cute.sym_int() if extent is None else extent,), (1,), 4)
 
 
@@ -50,15 +51,15 @@ def fake_q_tiles() -> cute.Tensor:
 
 
 def fake_tiles(*extents: int) -> cute.Tensor:
-    """Return a fake fp32 tensor [S, N, *extents] with one entry per (q tile, key tile of 128 keys). It is contiguous
-    except in the first dimension, because it can be a view with fewer key tiles per q tile than its memory has."""
+    """Return a fake fp32 tensor [S, N, *extents] with an entry [*extents] per (q tile, key tile of 128 keys). The
+    stride of the first dimension can be any multiple of an entry's size. The other dimensions are contiguous."""
     inner = [math.prod(extents[i:]) for i in range(len(extents) + 1)]
     return fake(Float32, (cute.sym_int(), cute.sym_int(), *extents), (cute.sym_int64(divisibility=inner[0]), *inner))
 
 
 def fake_gradients() -> cute.Tensor:
-    """Return a fake dI, the gradient of the scores, bf16 [S, N, 2, 64, 128]. dI overwrites the scores, which are fp32:
-    each 64 rows of dI begin where the scores of these rows began."""
+    """Return a fake dI, the gradient of the scores, bf16 [S, N, 2, 64, 128]: 2 x 64 queries x 128 keys per (q tile, key
+    tile). dI overwrites the scores, which are fp32: each 64 rows of dI begin where the scores of these rows began."""
     half = Q_TILE * K_TILE
     shape = cute.sym_int(), cute.sym_int(), 2, Q_TILE // 2, K_TILE
     return fake(BFloat16, shape, (cute.sym_int64(divisibility=2 * half), 2 * half, half, K_TILE, 1))

@@ -1,19 +1,21 @@
 """Gradient of the indexer's keys: dk[j] += sum_{t,h} dI[t, j] [q_h[t] . k[j] > 0] w[t, h] q_h[t], fp32, deterministic.
 
-dI is the gradient of the scores (warmup_target_sm90.py).
+dI, bf16, is the gradient of the scores of queries t for keys j (warmup_target_sm90.py). h runs over the index heads.
 
 Plan
-- GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the sums
-  of 128 keys, two tiles of 64 x D, in registers. Operand B is the queries in shared memory. All warpgroups read the
-  same queries.
+- GEMM: M is keys, N is the D channels of an index head, K is the flat (query, head) columns, 64 per stage. A consumer
+  warpgroup keeps the sums of 128 keys, two tiles of 64 x D, in registers. Operand B is the queries in shared memory.
+  All warpgroups read the same queries.
 - Operand A is dI w where a head is active and 0 elsewhere, computed in registers. indexer_scores_sm90.py stores each
-  word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A lane
-  masks two bf16 numbers by a shift, a byte permutation that replicates sign bits, and an AND. A transposing ldmatrix
-  loads dI, with each number in both halves of a word. The lane rounds the products dI w to bf16.
+  word of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of the lane's elements.
+  A transposing ldmatrix loads dI, with each number in both halves of a word. The lane multiplies the word by two
+  weights and rounds the products to bf16. Then it masks the two products by a shift of the bits, a byte permutation
+  that replicates sign bits, and an AND.
 - While a warpgroup computes one tile's operand A, the wgmma of its other tile or of another warpgroup runs.
-- Each CTA gets an equal range of all (key block, column block) pairs (key_block_scheduler.py, stream-K). If a key block
-  is in the range of one CTA only, this CTA adds its sums to dk directly. If several CTAs share a key block, each of
-  them writes partial sums, and a second kernel, the fixup, adds these to dk in a fixed order.
+- Stream-K (key_block_scheduler.py): all (key block, column block) pairs are one list, and each CTA gets an equal range
+  of it. If all pairs of a key block are in the range of one CTA, this CTA adds its sums to dk directly. If several CTAs
+  share a key block, each of them writes partial sums, and a second kernel, the fixup, adds these to dk in a fixed
+  order.
 - One producer warp loads q by TMA, and w, dI and bits by bulk copies. In a sequence's last column block, the columns
   after the sequence's last one belong to another sequence. The producer overwrites q and w of these columns with zeros,
   because 0 * NaN is NaN (zero_fill_pipeline.py).
@@ -64,7 +66,7 @@ FIXUP_THREADS = 256
 
 # Words of a CTA's row of `fixup`, which describe the CTA's partial sums. The head is the key block in which the CTA's
 # range begins, and the tail is the key block in which the range ends. Other CTAs can have pairs of both.
-# TAIL: 1 if the CTA's range has the first pair of its tail but not the last pair. Then partial_sums[cta, 1] is valid.
+# TAIL: 1 if the CTA's range has the tail's first pair but not the tail's last pair. Then partial_sums[cta, 1] is valid.
 # TAIL_KEY, TAIL_KEYS: the first key and the number of keys of the tail.
 # HEAD: 1 if another CTA has the first pair of the head. Then partial_sums[cta, 0] is valid.
 # HEAD_ENDS: 1 if HEAD is 1 and the CTA's range has the last pair of the head.
@@ -74,7 +76,8 @@ FIXUP_WORDS = 8
 
 @dataclass(frozen=True)
 class IndexerKeyGradConfig:
-    """Configuration of a variant. warpgroups: number of consumer warpgroups. stages: number of stages of 64 columns."""
+    """Configuration of a variant. warpgroups: number of consumer warpgroups. stages: number of stages of 64 (query,
+    head) columns."""
 
     warpgroups: int
     stages: int
@@ -84,8 +87,8 @@ class IndexerKeyGradConfig:
         return TILE * self.warpgroups
 
 
-# Keyed by (heads, channels). With 8 or 16 heads of 64 channels, three warpgroups read the same queries. With 128
-# channels the sums need the 232 registers per thread of two warpgroups. As many stages as fit, at most 12.
+# Keyed by (heads, channels). With 128 channels the sums need 232 registers per thread, so there are two consumer
+# warpgroups. As many stages as fit in shared memory, at most 12.
 CONFIGS = {
     (8, 64): IndexerKeyGradConfig(3, 12),
     (8, 128): IndexerKeyGradConfig(2, 9),
@@ -296,8 +299,9 @@ class IndexerKeyGradSm90:
         accs, flats = zip(*(accumulator(thr, (KEY_BLOCK, self.dim)) for _ in range(2)))
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
-        # Each lane gives ldmatrix one row address, of matrix lane / 8. For dI, bit 3 of the lane selects the half of 16
-        # keys. Bit 4 selects the tile of 64 keys or, if a column block has several queries, one of two queries.
+        # Each lane gives ldmatrix the address of a row of matrix lane / 8. For w, the four matrices are 8 columns each.
+        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects the tile of 64 keys if a column block
+        # is one query, and else one of two queries.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -387,8 +391,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def store(self, flat, half: cutlass.Constexpr, row, add: cutlass.Constexpr, lane):
-        """Store the lane's sums of one key to `row`. The lane has a pair of adjacent channels in every 8 channels. add:
-        add the sums to the row's old values."""
+        """Store the lane's sums of one key to `row`, or add them to `row` if `add`. The lane has a pair of adjacent
+        channels in every 8 channels. half: which of the lane's two keys in the tile of 64 keys, r (0) or r + 8 (1)."""
         pairs = cute.local_tile(row, (2,), (None,))
         pair = cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(self.dim // 8):
@@ -403,9 +407,9 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """Add the partial sums to dk (the fixup). CTA x handles the key block in which range x ends, if range x has the
-        block's first pair but not the last one: the CTA adds the partial sums of range x, then those of the following
-        ranges up to the block's end."""
+        """Add the partial sums to dk (the fixup). The CTAs (x, y) of this kernel handle the tail of CTA x of the first
+        kernel if that CTA's TAIL is 1; y selects 4 * FIXUP_THREADS numbers of it. They add the partial sums of CTA x,
+        then those of the following CTAs up to the end of the key block, and then add the total to dk."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid
@@ -432,7 +436,10 @@ class IndexerKeyGradSm90:
 def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig):
     """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, q_tiles int32 [S, 8], di bf16 [S, N, 2, 64, 128],
     active uint32 [S, 2 H, 2 N, 128], dk [Tk, D] fp32, partial_sums [ctas, 2, keys, D] fp32, fixup int32 [ctas, 8]).
-    S is at most 1024. Rows of q begin at multiples of 16 bytes."""
+    S q tiles of 128 queries (q_tiles.py), at most 1024; N key tiles of 128 keys per q tile. di is the gradient of the
+    scores, each 128 x 128 tile as two halves of 64 query rows; active: see active_bits.py. The kernels add to dk. keys:
+    `config.keys`; ctas: number of persistent CTAs. partial_sums and fixup are scratch. Rows of q begin at multiples of
+    16 bytes."""
     ctas, block = cute.sym_int(), config.keys * dim
     return compile_sm90(
         IndexerKeyGradSm90(heads, dim, config),

@@ -1,24 +1,25 @@
 """Gradients of the indexer's queries and weights: with g_h[t] = sum_j dI[t, j] [q_h[t] . k[j] > 0] k[j],
 dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 
-dI is the gradient of the scores (warmup_target_sm90.py).
+dI, bf16, is the gradient of the scores of queries t for keys j (warmup_target_sm90.py).
 
 Plan
-- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of q_tiles.py), N is channels, K is keys. A
-  consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. Operand B is the keys that the
-  work tile sees, in shared memory, 128 per stage. All warpgroups read the same keys.
+- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of q_tiles.py), N is the D channels of an
+  index head, K is keys. A consumer warpgroup keeps the sums of `blocks` blocks, blocks x 64 x D, in registers. Operand
+  B is the keys that the work tile sees, in shared memory, 128 per stage. All warpgroups read the same keys.
 - Operand A is dI where a head is active and 0 elsewhere, computed in registers. A lane loads the words of bits of two
   adjacent keys (active_bits.py), selects the bytes of the lane's row from both words, and expands the bits to masks of
   16 bits. ldmatrix loads pairs of dI, which are the same for all heads of a query.
 - While a warpgroup computes one block's operand A, the wgmma of its other block or of another warpgroup runs.
 - In the prologue of a work tile each warp copies its rows of q to shared memory, for dw. In the epilogue the warp
   stages dq in the same memory. dw needs no second product, because sum_j dI relu(q . k) = q . g.
-- One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
-  sequence. The producer overwrites these keys with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+- One producer warp loads k by TMA, and dI and bits by bulk copies. In a sequence's last key tile, the keys after the
+  sequence's last one belong to another sequence. The producer overwrites these keys with zeros, because 0 * NaN is NaN
+  (zero_fill_pipeline.py).
 - Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (QTileScheduler in
   q_tiles.py).
-Shared memory: per stage 128 x D x 2 bytes of k, 256 bytes of dI per query and 1 KiB of bits per block. Also 128 x D
-bytes per block for q and dq.
+Shared memory: per stage 128 x D x 2 bytes of k, 256 bytes of dI per query of the work tile and 1 KiB of bits per block.
+Also 128 x D bytes per block for q and dq.
 Registers: per consumer thread blocks x D / 2 sums, blocks x 16 for operand A and 8 or 16 for dI, of 232 with two
 consumer warpgroups or 112 with four. A producer thread has 40 or 32.
 Roofline: bound by tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in
@@ -87,7 +88,8 @@ class IndexerQueryGradConfig:
 
 
 # The fastest measured configurations, keyed by (heads, channels). Four warpgroups are fastest if the sums fit in their
-# registers, because they best hide the instructions between two wgmmas. As many stages as fit, at most 8.
+# registers, because they best hide the instructions between two wgmmas. As many stages as fit in shared memory, at most
+# 8.
 CONFIGS = {
     (8, 64): IndexerQueryGradConfig(4, 1, 6),
     (8, 128): IndexerQueryGradConfig(2, 2, 3),
@@ -320,19 +322,20 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def staged_offset(self, row, chunk):
-        """Return the byte offset of 16-byte chunk `chunk` of a warp's row. With the swizzle, the same chunk of eight
-        adjacent rows is in different banks."""
+        """Return the byte offset of 16-byte chunk `chunk` of row `row` in a block's 16 staged rows of a warp. The
+        swizzle puts the same chunk of eight adjacent rows into different banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
     def lane_offset(self, first: cutlass.Constexpr, lane):
-        """Return the byte offset of chunk number `first` + `lane`, counted over all of the warp's rows."""
+        """Return the byte offset of chunk number `first` + `lane`, counted through the 16 rows, row by row."""
         return self.staged_offset(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
     def load_q(self, q, flat_row, end, staged, lane):
-        """Start loading this warp's rows of q to shared memory, with zeros for rows from `end` on. The 16 rows of a
-        block are 16 heads of one query, or 8 heads of two queries."""
+        """Start loading this warp's rows of q to shared memory, with zeros for rows from `end` on. In a block a warp
+        has 16 rows: 16 heads of one query, or with 8 heads the heads of two queries. flat_row, end: rows of q [Tq * H,
+        D]."""
         source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.blocks):
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
@@ -345,7 +348,7 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def epilogue(self, flats, weights, dq, dw, flat_row, end, staged, lane):
-        """Store dw and dq of this warp's rows, block by block."""
+        """Store dw and dq of this warp's rows before row `end`, block by block."""
         for i in cutlass.range_constexpr(self.blocks):
             if flat_row + i * COLUMN_BLOCK < end:
                 self.store_block(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
@@ -387,9 +390,11 @@ class IndexerQueryGradSm90:
 
 @cached
 def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradConfig):
-    """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, q_tiles [S, 8], di bf16 [S, N, 2, 64, 128],
+    """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, q_tiles [S, 8] int32, di bf16 [S, N, 2, 64, 128],
     active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tile_counter int32 [1] initially 0, ctas).
-    Rows of q, k and dq begin at multiples of 16 bytes."""
+    S q tiles of 128 queries (q_tiles.py); N key tiles of 128 keys per q tile. di is the gradient of the scores, each
+    128 x 128 tile as two halves of 64 query rows; active: see active_bits.py. ctas: number of persistent CTAs. dq and
+    dw are results. Rows of q, k and dq begin at multiples of 16 bytes."""
     rows = cute.sym_int()
     # The strides are 64-bit, because offsets in q can exceed 32 bits.
     q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1)) for n in (rows, cute.sym_int(), rows))

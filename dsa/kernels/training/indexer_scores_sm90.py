@@ -1,19 +1,19 @@
 """Lightning-indexer scores in training: scores[t, j] = sum_h w[t, h] relu(q_h[t] . k[j]) in fp32, from bf16 q and k and
-fp32 w. The kernel also stores one active bit per (query, head, key): whether q_h[t] . k[j] > 0. The gradients need no
-more of the product.
+fp32 w. The kernel also stores one active bit per (query, head, key): whether q_h[t] . k[j] > 0. The gradients need only
+this bit of the product.
 
 Plan
-- As in the FP8 scores of inference (dsa/kernels/indexer), M of a wgmma tile is 64 keys, and N is the H heads of N / H
-  queries. So the sum over heads is FMAs in registers and a reduce-scatter over the quad. Consumer warpgroups alternate
-  key tiles, and a tile's epilogue overlaps the next tile's wgmma.
+- As in the FP8 scores of inference (dsa/kernels/indexer), M of a wgmma tile is 64 keys, N is the H heads of N / H
+  queries, and K is the D channels of a head. So the sum over heads is FMAs in registers and a reduce-scatter over the
+  quad. Consumer warpgroups alternate key tiles, and a tile's epilogue overlaps the next tile's wgmma.
 - The caller passes the keys negated, so the accumulators hold -q . k. The sign bit of an accumulator is 1 exactly for
   an active head, and 0 for a product of 0. One funnel shift per accumulator packs 32 sign bits into a word
   (active_bits.py).
 - One producer warp loads by TMA: queries into a ring of two stages, and keys into one ring of 64-key stages per
   consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
-  them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
-  undefined: readers mask them.
+  them sees (q_tiles.py). Scores and bits after a query's last visible key or after the q tile's last row are undefined:
+  readers mask the scores, and the gradient of these scores is 0.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 bytes of keys, barriers (at most 225
 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). A thread of
@@ -68,8 +68,8 @@ class IndexerScoresConfig:
 
 
 # Keyed by (heads, channels). With fewer heads a tile has more queries, and the reductions per query need registers. So
-# below 64 heads tiles have 128 columns instead of 256, which leaves room for a third warpgroup. As many stages as fit,
-# at most 6.
+# below 64 heads tiles have 128 columns instead of 256, which leaves room for a third warpgroup. As many stages as fit
+# in shared memory, at most 6.
 CONFIGS = {
     (8, 64): IndexerScoresConfig(128, 3, 6),
     (8, 128): IndexerScoresConfig(128, 3, 3),
@@ -280,8 +280,8 @@ class IndexerScoresSm90:
 
     @cute.jit
     def epilogue(self, sums, words, own_scores, own_active, word_stride, tile, quad):
-        """Store a tile's words of bits. Reduce-scatter the sums over heads across the quad, and store each lane's
-        scores. tile: index of the tile; -1 before the first tile, to store nothing."""
+        """Store a key tile's words of bits. Reduce-scatter the sums over heads across the quad, and store each lane's
+        scores. tile: index of the tile of 64 keys; if it is -1, as before the first tile, store nothing."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         if tile >= 0:
             for block in cutlass.range_constexpr(self.words):
@@ -299,8 +299,9 @@ class IndexerScoresSm90:
 @cached
 def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H] fp32, q_tiles int32 [S, 8], scores [S, N, 128, 128]
-    fp32, active uint32 [S, 2 H, 2 N, 128], tile_counter int32 [1] initially 0, ctas). Tq, Tk, S, N > 0. Rows of q and
-    minus_k begin at multiples of 16 bytes."""
+    fp32, active uint32 [S, 2 H, 2 N, 128], tile_counter int32 [1] initially 0, ctas). H: `heads`. S q tiles of 128
+    queries (q_tiles.py); N key tiles of 128 keys per q tile; active: see active_bits.py. scores and active are results.
+    ctas: number of persistent CTAs. Tq, Tk, S, N > 0. Rows of q and minus_k begin at multiples of 16 bytes."""
     return compile_sm90(
         IndexerScoresSm90(heads, dim, config),
         fake(BFloat16, (cute.sym_int(), dim), (dim, 1)),

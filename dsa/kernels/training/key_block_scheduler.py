@@ -1,4 +1,4 @@
-"""The stream-K scheduler of the key gradient (indexer_key_grad_sm90.py). The gradient of a block of keys is summed over
+"""The stream-K scheduler of the key gradient (indexer_key_grad_sm90.py). The gradient of a block of keys is a sum over
 all queries that see these keys.
 
 - A *span* is the q tiles (q_tiles.py) of one sequence in a launch. These q tiles are adjacent and have 128 queries
@@ -7,8 +7,8 @@ all queries that see these keys.
 - A *key block* is `width` keys. The span's column blocks from `first_column_block` to the last one see the key block:
   each of them has a query that sees the key block's first key.
 - The work is the list of all (key block, column block) pairs in which the column block sees the key block, ordered by
-  span, then key block, then column block. Each CTA gets an equal range of the list, whatever the lengths of the
-  sequences are.
+  span, then key block, then column block. Each CTA gets a range of the list. The ranges differ in length by at most one
+  pair, whatever the lengths of the sequences are.
 - A work tile is the part of a CTA's range that belongs to one key block. If several CTAs share a key block, each of
   them writes partial sums of it. A CTA writes at most two sets of partial sums, for the first and the last key block of
   its range.
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     q_tile           the span's first q tile
     columns          number of (query, head) pairs
     column_blocks    number of column blocks
-    visible          number of keys that the span's last query sees
+    visible          number of keys that the span's last query sees; no query of the span sees more
     key_blocks       number of key blocks of these `visible` keys
     """
 
@@ -55,7 +55,7 @@ class SchedulerState(NamedTuple):
     first         index of the first q tile of the work tile's span
     key_block     key block of the work tile
     column_block  first column block of the work tile, or -1 for the first one that sees the key block
-    left          number of pairs left in the CTA's range
+    left          number of (key block, column block) pairs left in the CTA's range, including this work tile's
     """
 
     first: Int32
@@ -94,7 +94,8 @@ class KeyBlockScheduler:
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
-        """Load and return the span whose first q tile is `first`. Called by a whole warp."""
+        """Load and return the span whose first q tile is `first`. The span has no columns if `first` is past the last q
+        tile, or if q tile `first` is unused. Called by a whole warp."""
         count = q_tiles.shape[0]
         q_tile = load_q_tile(q_tiles, cutlass.min(first, count - 1))
         end, found = first, Int32(WARP)
@@ -123,8 +124,8 @@ class KeyBlockScheduler:
 
     @cute.jit
     def cta_range(self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane):
-        """Compute the range of CTA `cta` in the list of pairs. Called by all threads of the CTA. -> (the first q tile
-        of the span in which the range begins; the range's first pair, counted from the span's first pair; the range's
+        """Compute the range of CTA `cta` in the list of pairs. Called by all threads of the CTA. -> (the index of the
+        first q tile of the span in which the range begins; the number of the span's pairs before the range; the range's
         number of pairs).
 
         before  Int32 scratch in shared memory, one number per q tile
@@ -206,7 +207,7 @@ class KeyBlockScheduler:
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
         """Return the work tile of a state: column blocks of the state's key block, from the state's column block on.
-        They end at the span's last column block, or earlier if the CTA's range ends before."""
+        They end at the span's last column block, or earlier if the CTA's range ends earlier."""
         span = self.load_span(q_tiles, state.first, lane)
         first_seen = self.first_column_block(span.q_tile, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block

@@ -4,10 +4,11 @@ tests."""
 # (query and key channels, value channels) per head in the forward pass of dense attention.
 DENSE_CHANNELS = (64, 64), (128, 128), (192, 128)
 
-# Absorbed (MLA) keys: the first MLA_V_CHANNELS channels are the value.
+# Numbers of channels of an absorbed (MLA) key, with and without a rope part. The first MLA_V_CHANNELS channels are the
+# value.
 MLA_CHANNELS, MLA_V_CHANNELS = (576, 512), 512
 
-# Channels per attention head in the warm-up loss, whose target is attention averaged over heads.
+# Channels per attention head in the warm-up loss, whose target is the attention distribution averaged over heads.
 WARMUP_CHANNELS = 64, 128, 192, 576
 
 # Sizes of the indexer's tensors that the kernels accept without padding.
@@ -16,9 +17,11 @@ MAX_INDEX_HEADS = max(INDEX_HEADS)
 Q_TILE = 128  # queries per q tile
 K_TILE = 128  # keys per score tile
 Q_TILE_FIELDS = 8  # numbers per row of `q_tiles` (q_tiles.py)
-MAX_Q_TILES = 1024  # q tiles per launch of the key gradient
+MAX_Q_TILES = 1024  # most q tiles per launch of the key gradient
 
-# The sparse stage: dtypes; selected keys and heads per tile; largest numbers of heads and of selected keys per query.
+# The sparse stage: attention to selected keys, and the loss over them. SPARSE_DTYPES are those of attention's
+# gradients; the loss accepts only bf16. The other numbers: selected keys and heads per tile; largest numbers of heads
+# and of selected keys per query.
 SPARSE_DTYPES = "bfloat16", "float16"
 SPARSE_KEY_TILE, SPARSE_HEAD_TILE = 64, 64
 MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # for the loss; attention's gradients accept any number

@@ -22,8 +22,8 @@ def thread_indices():
 
 @cute.jit
 def finish_prologue():
-    """Make initialized barriers and shared memory visible to the CTA, then wait for the previous kernels. Called by all
-    threads."""
+    """Make initialized barriers and shared memory visible to all threads of the CTA, then wait until the previous
+    kernels have ended. Called by all threads."""
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     wait_for_prerequisite_grids()
@@ -32,8 +32,8 @@ def finish_prologue():
 @cute.jit
 def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
     """Make the operands of TMA copies into `stages` [rows, columns, stage]. x is divided into tiles of `shape` from
-    `offset` on. `coordinate` selects tiles; a None in it keeps all tiles along this mode. -> (stages [one copy, stage],
-    tiles [one copy, the modes with None])."""
+    `offset` on. `coordinate` selects tiles; a None in it keeps all tiles along this mode. -> (stages [elements of a
+    tile, stage], tiles [elements of a tile, the modes with None])."""
     tiles = cute.local_tile(cute.domain_offset(offset, x), shape, coordinate)
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2)
@@ -102,8 +102,9 @@ def operand_a(
 
 @cute.jit
 def add_product(mma, acc, a, b, b_stage, first: cutlass.Constexpr = 0):
-    """Issue acc += a b as one group of wgmma. a: fragment [atom, rows, steps], in registers. b: fragment [atom, rows,
-    steps, stages], of which the steps from `first` on are used. The caller has set ACCUMULATE of `mma`."""
+    """Issue acc += a b as one committed group of wgmma, without waiting. a: fragment [atom, rows, steps], in registers.
+    b: fragment [atom, rows, steps, stages]. Step i of a is multiplied by step `first` + i of b. The caller has set
+    ACCUMULATE of `mma`."""
     cute.nvgpu.warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
         cute.gemm(mma, acc, a[None, None, step], b[None, None, first + step, b_stage], acc)
@@ -133,8 +134,9 @@ def release(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr =
 
 @cute.jit
 def skip(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
-    """Skip `count` stages that another warpgroup reads. The warp still waits for each of these stages, because a parity
-    wait cannot distinguish phases that differ by two. -> the state after these stages."""
+    """Skip `count` stages that another warpgroup reads. The warp waits for each of these stages, because a parity wait
+    cannot distinguish phases that differ by two. The warp also releases them, because a stage is empty only after all
+    consumer warps have released it. -> the state after these stages."""
     for _ in cutlass.range_constexpr(count):
         pipeline.consumer_wait(state)
         state = release(pipeline, state)

@@ -1,12 +1,13 @@
 """Split ragged sequences into q tiles of 128 queries on the device, for the kernels of the indexer's warm-up.
 
 Plan
-- One CTA. It turns cu_queries and cu_keys into valid `bounds`, which ascend and lie within the tensors, so the other
-  kernels need no checks. The CTA replaces an entry that is outside the tensor or below the bound before it by that
-  bound (0 for the first entry). An entry outside the tensor changes only the two sequences that it separates.
+- One CTA. It turns cu_queries and cu_keys (cu_seqlens) into valid `bounds`, which ascend and lie within the tensors of
+  queries and keys, so the other kernels need no checks. The CTA replaces an entry that is outside the tensor or below
+  the bound before it by that bound (0 for the first entry). An entry outside the tensor changes only the two sequences
+  that it separates.
 - The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
   tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
-Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048.
+Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048 queries.
 """
 
 import cutlass
@@ -137,10 +138,10 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA).
-    Called by all threads of the CTA. The caller passes another barrier before `maxima` is reused.
+    """-> (the maximum of 0 and of `own` over the threads up to and including this one, the maximum of `own` over all
+    threads of the CTA). Called by all threads of the CTA. The caller passes another barrier before `maxima` is reused.
 
-    maxima  scratch in shared memory, like `sums` of `block_exclusive_scan`
+    maxima  Int32 [32] scratch in shared memory, one number per warp
     """
     scanned = own
     for log in cutlass.range_constexpr(5):
@@ -158,9 +159,11 @@ def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
 @cached
 def compile_q_tile_plan():
     """-> f(cu_queries [B + 1], cu_keys [B + 1], bounds [2, B + 1], before [B], q_tiles [S, 8], key_tiles [S + 1],
-    causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds: row 0 has
-    the bounds of queries, row 1 has those of keys. before: number of q tiles in the earlier sequences. key_tiles:
-    number of key tiles in the earlier q tiles. most: largest number of key tiles per q tile.
+    causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds, before,
+    q_tiles and key_tiles are results. bounds: row 0 has the bounds of queries, row 1 has those of keys. before[b]:
+    number of q tiles in the sequences before b. key_tiles[s]: number of key tiles in the q tiles before s; the last
+    entry is the total. causal: 0 or 1. queries, keys: numbers of rows of the packed queries and keys. most: largest
+    number of key tiles per q tile.
     """
     bounds = cute.sym_int()
     return compile_sm90(

@@ -1,17 +1,19 @@
-"""Q tiles: 128 consecutive queries of a sequence, the unit of work of the kernels that train the indexer.
+"""Q tiles: 128 consecutive queries of a sequence (fewer at the sequence's end), the unit of work of the kernels that
+train the indexer.
 
-`q_tiles` is int32 [S, 8], one row per q tile: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. The q
-tile's sequence has `keys` keys from key first_k on, and row i sees the first clamp(seen + step * i, 0, keys) of them.
-The scores of a q tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused.
+`q_tiles` is int32 [S, 8], one row per q tile: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. The q tile
+is `rows` queries from query first_q on. Its sequence has `keys` keys from key first_k on, and row i of the q tile sees
+the first clamp(seen + step * i, 0, keys) of them. step is 1 with a causal mask and 0 without one. The scores of a q
+tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused.
 
 The active bits and the gradient kernels divide a q tile's flat (query, head) columns into blocks of 64, and a score
 tile's keys into two blocks of 64.
 
 QTileScheduler is the dynamic persistent scheduler of indexer_scores_sm90.py and indexer_query_grad_sm90.py. A work tile
 is a few adjacent queries of a q tile with all keys that at least one of these queries sees. CTAs take work tiles from a
-tile counter (dsa.cute.tile_counter). Later queries come first: in a causal batch they see the most keys, so the short
-work tiles come last and all CTAs end at about the same time. A CTA's producer warp takes the work tile and passes a
-WorkTileInfo to the consumers through a WorkTilePipeline.
+tile counter (dsa.cute.tile_counter). Later queries come first: in a causal batch the last queries of a sequence see the
+most keys, so most short work tiles come last and all CTAs end at about the same time. A CTA's producer warp takes the
+work tile and passes a WorkTileInfo to the consumers through a WorkTilePipeline.
 """
 
 from typing import NamedTuple
@@ -45,13 +47,13 @@ class QTile(NamedTuple):
 
     @staticmethod
     def unused() -> "QTile":
-        """Return a q tile without rows, of no sequence."""
+        """Return a q tile without rows, whose sequence is -1."""
         return QTile(*[Int32(0)] * (Q_TILE_FIELDS - 1), Int32(-1))
 
     @cute.jit
     def visible(self, row):
-        """Return the number of keys that a row sees in the q tile's key tiles. The number is too low if the sequence is
-        longer than the caller's maximum length, which limits key_tiles."""
+        """Return the number of keys that a row sees in the q tile's key tiles. The row sees more keys than that if the
+        sequence is longer than the caller's maximum length, which limits key_tiles."""
         end = cutlass.min(self.keys, self.key_tiles * K_TILE)
         return cutlass.max(cutlass.min(self.seen + self.step * row, end), 0)
 
@@ -84,8 +86,9 @@ def store_q_tile(q_tiles: cute.Tensor, index: Int32, q_tile: QTile):
 
 @cute.jit
 def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
-    """Return the pointer to row `row` of a tile's dI. Rows 0 to 63 are contiguous in memory, and so are rows 64 to 127,
-    but there is a gap between row 63 and row 64."""
+    """Return the pointer to row `row` (0 to 127) of dI of one key tile. di: [S, N, 2, 64, 128], the dI of all (q tile,
+    key tile). Rows 0 to 63 are contiguous in memory, and so are rows 64 to 127, but there is a gap between row 63 and
+    row 64."""
     return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
 
 
@@ -110,7 +113,7 @@ class QTileScheduler:
     def advance(self, work_tiles: WorkTilePipeline, tile_counter, q_tiles, state: PipelineState, lane):
         """Take the next work tile that has rows, and pass it to the consumers. Called by the producer warp.
         -> (index of the q tile, or -1 if no work tile is left; the q tile; the work tile's first row in it; the next
-        state)."""
+        state). With -1 the q tile and the row mean nothing."""
         count = q_tiles.shape[0]
         number, row, found = Int32(-1), Int32(0), Int32(0)
         while found == 0:

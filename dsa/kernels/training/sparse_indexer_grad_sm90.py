@@ -4,23 +4,25 @@ runs over each query's selected keys.
 With d[t, j] = g[t] d_scores[t, j] and a = 1 where q_i[t] . k[j] > 0, else 0:
 G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];  dk[j] += sum_i d a w[t, i] q_i[t]
 
-d_scores come from sparse_indexer_target_sm90.py, and g[t] is the gradient of that kernel's kl[t].
+i runs over the index heads. d_scores come from sparse_indexer_target_sm90.py, and g[t] is the gradient of that kernel's
+kl[t].
 
 Plan
 - A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
   The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A
   query's q is loaded once for all tiles of the query.
-- The query warpgroup computes the products q k, with heads as rows. Operand A of its second product, in registers, is
-  d_scores where q k is positive and 0 elsewhere. The warpgroup accumulates G / g over the query's tiles.
-- Two key warpgroups alternate tiles and compute the products q k, with keys as rows. To repeat the product in this
-  orientation costs less than to transpose the operand. Their second product, with g w q in bf16 from the warpgroup's
-  buffer, is the tile's dk. The warpgroup adds dk to global memory from registers. The columns of g w q are permuted so
-  that a lane has four adjacent channels.
+- The query warpgroup computes the products q k of a tile, with heads as rows. It multiplies the keys by d_scores where
+  q k is positive and by 0 elsewhere (operand A, in registers). So it accumulates G / g over the query's tiles.
+- Two key warpgroups alternate tiles. The tile's warpgroup computes the products q k again, with keys as rows, which
+  costs less than to transpose the query warpgroup's operand. Then it multiplies g w q, which it keeps in bf16 in a
+  buffer in shared memory, by d_scores where q k is positive and by 0 elsewhere. This product is the tile's dk, which
+  the warpgroup adds to global memory from registers. The columns of g w q are permuted so that a lane has four adjacent
+  channels of dk.
 - `fixed_point`: dk is accumulated in 64-bit integers, in multiples of a power of two, so the sum does not depend on the
-  order. Then a lane's two adjacent columns are four channels apart, so the four lanes of a quad have four adjacent
-  channels.
-Shared memory: KEY_STAGES tiles of keys and d_scores, two queries, two buffers of g w q.
-Constraints: bf16; up to 64 heads of 64 or 128 channels.
+  order. Here g w q is permuted so that the four lanes of a quad have four adjacent channels: a lane's two adjacent
+  columns are four channels apart.
+Shared memory: KEY_STAGES tiles of keys and d_scores, q of two queries, a buffer of g w q per key warpgroup.
+Constraints: bf16; up to 64 index heads of 64 or 128 channels.
 Roofline: bound by L2 reductions. The reductions of dk, 32 KiB per tile of 128 channels, take 2650 cycles at 2.8 TB/s, a
 rate derived from the times of other implementations. wgmma takes 1024 cycles per tile with 64 heads. Measured: 2650
 cycles with 2048 selected of 8192 keys, and a rate of 2.3 TB/s with 65536 keys. With `fixed_point` the kernel takes 2.6
@@ -86,7 +88,8 @@ KEY_GRADIENT_BARRIER = 1  # key warpgroup i uses named barrier KEY_GRADIENT_BARR
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Stages in shared memory: d_scores [64, KEY_STAGES], keys [64, di, KEY_STAGES], queries [64, di, QUERY_STAGES]."""
+    """Stages in shared memory, bf16: d_scores [64 keys, KEY_STAGES], keys [64, di, KEY_STAGES], queries [64 heads, di,
+    QUERY_STAGES]. di: channels of an index head."""
 
     d_scores: cute.Tensor
     keys: cute.Tensor
@@ -95,8 +98,8 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs: q [T, H, di], k [Tk, di], w [T, H], indices [T, K], d_scores [T, K rounded up to a multiple of 64], g
-    [T]."""
+    """The inputs: q [T, H, di], k [Tk, di], w [T, H] fp32, indices [T, K] int32, d_scores [T, K rounded up to a
+    multiple of 64], g [T] fp32. The others are bf16."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -170,7 +173,7 @@ class SparseIndexerGradSm90:
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
-        # Pipelines of tiles of keys with their d_scores, and of the q rows of a query's heads.
+        # `keys` passes tiles of keys with their d_scores, `queries` passes the q rows of a query's heads.
         keys, queries = Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
         shared = SharedTensors(
             storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
@@ -216,7 +219,7 @@ class SparseIndexerGradSm90:
             sources, valid = head_rows(inputs.q, query, 0, rows, lane)
             queries.producer_wait(query_state)
             query_state = gather_tile(queries, query_state, queries_start, self.chunks, sources, valid, warp, lane)
-            # A tile's d_scores are 128 bytes: 8 lanes copy 16 bytes each.
+            # A tile's d_scores are 128 bytes: 8 lanes of warp 0 copy 16 bytes each.
             scores = Int64(inputs.d_scores[query, None].iterator.toint()) + lane * 16
             found = selected(inputs.indices[query, None], Int32(0), rows, inputs.k.shape[0])
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
@@ -254,7 +257,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """Run the query warpgroup: compute dq and dw."""
+        """Run the query warpgroup: compute dq and dw of every query of this CTA."""
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
@@ -290,7 +293,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def epilogue(self, inputs: Inputs, dq, dw, q_rmem, sums, query, warp, lane):
-        """Compute a query's dq and dw from G. A lane has the same elements of G and of q in registers."""
+        """Compute a query's dq = w g sums and dw = g (q . sums), where `sums` is G / g. A lane has the elements of
+        `sums` and of q for the same heads and channels, so dw needs a reduction over the four lanes of a quad only."""
         halves = cute.make_tensor(q_rmem.iterator, cute.make_layout((2, 2, 2, self.channels // 16)))
         scale = inputs.g[query]
         for r in cutlass.range_constexpr(2):
@@ -329,7 +333,8 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """Run key warpgroup `side`: compute dk of every second tile."""
+        """Run key warpgroup `side`: compute dk of every second tile of each query, from tile `side` on. weighted: the
+        buffers of g w q."""
         tid = warp * 32 + lane
         thr, sum_thr = scores_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))
@@ -348,7 +353,8 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             queries.consumer_wait(query_state)
-            # Wait until all warps of the warpgroup have finished the products with the previous query's g w q.
+            # Wait until all warps of the warpgroup have finished the products with the previous query's g w q, because
+            # `weigh` overwrites it.
             cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -377,7 +383,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def weigh(self, inputs: Inputs, queries, weighted, query, stage, side, tid):
-        """Write g w q to the warpgroup's buffer, with the columns permuted for `add`."""
+        """Write a query's g w q, rounded to bf16, to the warpgroup's buffer in shared memory, with the channels
+        permuted for `add`."""
         source = Int32(queries.iterator.toint()) + stage * (self.chunks * CHUNK_BYTES)
         target = Int32(weighted.iterator.toint()) + side * (self.chunks * CHUNK_BYTES)
         for i in cutlass.range_constexpr(2):
@@ -404,8 +411,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
-        """Add the lane's part of two rows of a tile's dk to global memory. found: the keys of these rows, negative if
-        invalid."""
+        """Add the lane's part of two rows of a tile's dk, `sums`, to global memory. found: the keys of these rows,
+        negative if invalid. multiple: the factor of fixed-point numbers."""
         start, stride = Int64(dk.iterator.toint()), Int64(dk.stride[0]) * (dk.element_type.width // 8)
         for r in cutlass.range_constexpr(2):
             if found[r] >= 0:
@@ -427,8 +434,9 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     or None, dq [T, H, di], dw [T, H] fp32, dk [Tk, di], ctas). q, k, d_scores and dq are bf16. Their rows and those of
     dk start at multiples of 16 bytes. indices are int32.
 
-    The kernel adds to dk, which is fp32 or, with `fixed_point`, int64 in multiples of 1 / fixed_scale. H is at most 64
-    and K at least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.
+    dq and dw are results. The kernel adds to dk, which is fp32 or, with `fixed_point`, int64 in multiples of 1 /
+    fixed_scale. fixed_scale is None without `fixed_point`. ctas: number of persistent CTAs. H is at most 64 and K at
+    least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.
     """
     queries, heads, keys = (cute.sym_int() for _ in range(3))
     return compile_sm90(

@@ -12,11 +12,12 @@ Plan
   each has all heads, and the warpgroups alternate tiles. One computes exponentials while the other multiplies. Each
   warp sums the exponentials over its 16 heads and passes the sums to the index warpgroup through a pipeline.
 - The index warpgroup computes the indexer's scores of every tile and adds up the attention's sums. After a query's last
-  tile it normalises, reduces and stores, while the attention warpgroups start the next query.
+  tile it normalises p and softmax(I) and stores kl and d_scores, while the attention warpgroups start the next query.
 - The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks, index keys into a pipeline of tiles.
   A query's q rows go through the same pipelines, before the query's keys.
 - RAISED is added to the exponents (in log2). The caller's LSE can include a window and a sink, so the scores of all
-  selected keys of a head can be far below the LSE. Terms down to 2^(-126 - RAISED), about e^-129, still count.
+  selected keys of a head can be far below the LSE. With RAISED, terms down to 2^(-126 - RAISED), about e^-129, still
+  count. The factor 2^RAISED cancels when p is normalised.
 Shared memory: stages of keys, index keys and sums; the chunks of Q that are not in registers; p and I of a query.
 Registers: 2 x ATTENTION_REGISTERS + INDEX_REGISTERS + PRODUCER_REGISTERS = 512, the register file divided by the 128
 threads of a warpgroup.
@@ -24,8 +25,8 @@ Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of
 MAX_SPARSE_KEYS keys.
 Roofline: per tile of 128 heads x 576 channels and 64 index heads x 128 channels, wgmma takes 2560 cycles and shared
 memory takes 2240. The measured time is 4190 cycles, and 3200 with 64 heads. A tile of attention's forward pass with 64
-heads takes 3140 cycles and gathers four fifths as many bytes. Compared with attention's forward pass, the kernel takes
-0.65 to 0.72 times as long with 128 heads and 0.82 to 1.21 times as long with 64.
+heads takes 3140 cycles and gathers four fifths as many bytes (no index keys). Compared with attention's forward pass,
+the kernel takes 0.65 to 0.72 times as long with 128 heads and 0.82 to 1.21 times as long with 64.
 """
 
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ RAISED = 60.0  # in log2; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite in fp32
 
 @dataclass(frozen=True)
 class Pipelines:
-    """The pipelines of a CTA. keys: chunks of q or kv rows. index: tiles of index q or k rows. sums: the attention's
-    sums of exponentials of a tile."""
+    """The pipelines of a CTA. keys: chunks of 64 rows of q or kv. index: tiles of 64 rows of q_idx or k_idx. sums: a
+    tile's sums of exponentials, from the attention warpgroups to the index warpgroup."""
 
     keys: Pipeline
     index: Pipeline
@@ -100,11 +101,12 @@ class Pipelines:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Tensors in shared memory, apart from the operands of wgmma.
+    """fp32 tensors in shared memory.
 
     sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over each attention warp's heads
-    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads; two buffers
-    target, scores  [MAX_SPARSE_KEYS]: p before normalisation, and I
+    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads; two buffers,
+                    for even and odd tiles
+    target, scores  [MAX_SPARSE_KEYS]: a query's p before normalisation, and I
     parts           [12]: partial results that the index warps exchange in a query's epilogue
     """
 
@@ -117,8 +119,8 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs: q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse
-    [T, H]."""
+    """The inputs: q [T, H, d], kv [Tk, d], q_idx [T, Hi, di] and k_idx [Tk, di], bf16; w_idx [T, Hi] and lse [T, H],
+    fp32; indices [T, K], int32."""
 
     q: cute.Tensor
     kv: cute.Tensor
@@ -136,7 +138,7 @@ def sums_state(tile: Int32) -> PipelineState:
 
 @cute.jit
 def sum_rows(values, lane):
-    """Sum over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
+    """Sum a wgmma accumulator tile of 64 columns over the warp's 16 rows.
 
     values[2 j + e]: the sum of the lane's two rows in column 8 j + 2 (lane % 4) + e. -> [the sum of column 2 lane, the
     sum of column 2 lane + 1]. This is a reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
@@ -260,7 +262,7 @@ class SparseIndexerTargetSm90:
     @cute.jit
     def produce(self, inputs: Inputs, pipelines: Pipelines, keys, index, schedule: QuerySchedule, warp, lane):
         """Run the producer warpgroup: load the q rows and then the keys of every query of this CTA. keys, index: the
-        stages of chunks and of index tiles in shared memory."""
+        stages of `pipelines.keys` and of `pipelines.index` in shared memory."""
         keys_start, index_start = Int32(keys.iterator.toint()), Int32(index.iterator.toint())
         count = inputs.kv.shape[0]
         rows = own_rows(warp, lane)
@@ -311,7 +313,7 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """Run attention warpgroup `side`: compute exponentials and sum them over heads."""
+        """Run attention warpgroup `side`: compute each tile's exponentials, and sum them over each warp's heads."""
         tid = warp * 32 + lane
         thr = smem_mma.get_slice(tid)
         q_smem = smem_mma.make_fragment_A(thr.partition_A(sq))
@@ -355,8 +357,8 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume the q rows of 64 heads from the pipeline. If these are heads of this warpgroup, copy the rows to
-        registers and shared memory."""
+        """Consume the q rows of the 64 heads `part` from the pipeline of keys. If these are heads of this warpgroup,
+        copy the first RMEM_CHUNKS chunks of the rows to registers and the others to shared memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -436,8 +438,8 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """Run the index warpgroup: for every tile compute the indexer's scores and add up the attention's sums. After a
-        query's last tile compute the query's distributions, loss and d_scores."""
+        """Run the index warpgroup: for every tile compute the indexer's scores I, and add up the attention warps' sums
+        of exponentials. After a query's last tile compute the query's distributions, loss and d_scores."""
         tid = warp * 32 + lane
         # This role's own TiledMma, because a TiledMma whose field is set in one role's branch is unusable in another's.
         mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
@@ -498,7 +500,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def sum_scores(self, flat, weights, shared: SharedTensors, stage, warp, lane):
-        """Sum a tile's weighted scores over the warp's heads, and store the sums to shared memory."""
+        """Sum a tile's weighted scores w relu(q . k) over the warp's index heads, and store the sums to buffer `stage`
+        of `own_sums`."""
         values = []
         for i in cutlass.range_constexpr(TILE // 4):
             at = i // 2 * 4 + i % 2
@@ -511,8 +514,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
-        """Compute the query's distributions, KL and d_scores. row_sum, row_max: the thread's results over its column of
-        all tiles."""
+        """Compute the query's distributions, kl and d_scores, and store the latter two. row_sum, row_max: the thread's
+        results over its column of all tiles (see `index`)."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
@@ -562,8 +565,9 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
     """-> f(q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi] fp32, indices [T, K] int32, lse
     [T, H] fp32, kl [T] fp32, d_scores [T, K'], scale * log2(e), ctas). The tensors without a dtype here are bf16.
 
-    H is at most 64 * row_tiles, Hi at most 64, and K is 1 to MAX_SPARSE_KEYS. K' is K rounded up to a multiple of 64;
-    the kernel writes all of d_scores. Rows of q, kv, q_idx and k_idx start at multiples of 16 bytes.
+    H is at most 64 * row_tiles, Hi at most 64, and K is 1 to MAX_SPARSE_KEYS. K' is K rounded up to a multiple of 64.
+    kl and d_scores are results; the kernel writes all of d_scores. ctas: number of persistent CTAs. Rows of q, kv,
+    q_idx and k_idx start at multiples of 16 bytes.
     """
     queries, heads, index_heads, keys = (cute.sym_int() for _ in range(4))
     q, kv = fake_rows(BFloat16, queries, heads, channels), fake_rows(BFloat16, keys, channels)

@@ -36,15 +36,18 @@ WARP_KEYS = TILE // 4  # keys of a tile that one producer warp gathers
 class BackwardConfig:
     """Configuration of a variant of the kernel.
 
+    dtype         dtype of q, kv, dout and dq
     channels      channels per key
-    ordered       store each tile's dKV to separate rows instead of adding it to the rows of the keys
+    ordered       store the dKV of each key tile to separate rows, which another kernel sums in a fixed order, instead
+                  of adding it to the rows of the keys
     rope          whether keys have a rope part
-    strip         channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with
-                  a rope part and 5% more without it
-    query_chunks  the chunks of Q and dO in the order in which the owner of a work tile's last key tile (the consumer
-                  that scores it) releases them. Chunk number CHUNKS is the rope part of Q
-    k_parts       number of parts into which half of a key tile's channels is divided: HALF_CHUNKS chunks, then half of
-                  the rope part. The parts are loaded and used in this order
+    strip         channels of dKV per product. 64: operand A is P^T from registers and dS^T from shared memory. 32: both
+                  are from registers, which takes 8% less time with a rope part and 5% more without it
+    query_chunks  order in which the chunks of Q and dO are released at the end of a work tile, and loaded again: the
+                  rope part of Q (number CHUNKS) first, if there is one. The consumer that computed the scores of the
+                  last key tile releases a chunk when it no longer needs it for dKV
+    k_parts       number of parts in which half of a key tile's channels is loaded and used: HALF_CHUNKS chunks, then
+                  half of the rope part
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
@@ -56,15 +59,17 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """A CTA's shared memory.
+    """A CTA's shared memory. The tensors k to ds have the dtype of q.
 
-    k           [64, 64, 8]: a tile of keys in chunks of 64 channels
-    k_rope      [64, 32, 2]: the rope part of the keys
-    k_half      [64, 256, 2]: a view of k as two halves of the channels
-    q, do       [64, 64, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's rope part last
-    ds          [keys, heads, 2]: dS of each consumer warpgroup's tile
-    head_terms  address of the pairs (l / ln 2, e) of the heads (sparse_mla_backward_sums_sm90.py)
-    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 for an invalid key
+    k           [64 keys, 64 channels, 8]: a key tile in chunks of 64 channels, without the rope part
+    k_rope      [64 keys, 32 channels, 2]: the rope part of the key tile
+    k_half      [64 keys, 256 channels, 2]: a view of k as two halves of the channels
+    q, do       [64 heads, 64 channels, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's
+                rope part last
+    ds          [64 keys, 64 heads, 2]: dS of the last key tile that each consumer warpgroup owned
+    head_terms  address of the fp32 pairs (l / ln 2, e) of the heads (sparse_mla_backward_sums_sm90.py)
+    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 for an invalid key; for the last
+                KEY_ROW_STAGES key tiles
     """
 
     k: cute.Tensor
@@ -88,10 +93,10 @@ class WorkTileInfo(NamedTuple):
 class BackwardPipelines:
     """The pipelines of a CTA.
 
-    work_tiles  work tiles, from the producer to all warps
-    q           a one-stage ring per chunk of Q and dO, and one for Q's rope part
+    work_tiles  WorkTileInfos, from the first producer warp to all warps of the CTA
+    q           a one-stage ring per chunk of 64 channels of Q and dO, and one for Q's rope part
     k           a one-stage ring per half of a key tile's channels; a half arrives in `k_parts` parts
-    ds_full     mbarrier that completes when a key tile's dS is in shared memory
+    ds_full     mbarrier whose phase ends when a key tile's dS is in shared memory; one phase per key tile
     """
 
     work_tiles: WorkTilePipeline
@@ -112,7 +117,7 @@ class BackwardPipelines:
         self.ds_full.init(4)
 
     def q_chunk(self, chunk: int) -> Pipeline:
-        """Return the ring of a chunk of Q and dO; chunk number CHUNKS is the rope part of Q."""
+        """Return the ring of chunk `chunk` of Q and dO; chunk number CHUNKS is the rope part of Q."""
         return self.q.ring(chunk, 1)
 
     def k_half(self, half: int | Int32) -> Pipeline:
@@ -120,9 +125,9 @@ class BackwardPipelines:
         return self.k.ring(half, 1)
 
 
-# Each role keeps one register `count`. The lowest two bits of `count` are the role's number of key tiles so far, modulo
-# 4. The upper bits are the role's number of work tiles so far. The functions below return the pipeline states at a
-# count, and the next counts.
+# Each role keeps one register `count`. Its lowest two bits are the number of key tiles that the role has processed,
+# modulo 4. The upper bits are the number of work tiles that the role has processed. The functions below return the
+# pipeline states at a count, and the next counts.
 
 
 def work_tile_state(count: Int32) -> PipelineState:
@@ -186,7 +191,7 @@ class BackwardProducer:
         lane,
     ):
         """Run the producer warpgroup: load all work tiles of this CTA. atoms, sources: TMA atoms and TMA tensors of q
-        and dout. inputs: q, kv, dout, head_terms, indices, tile_counter."""
+        and dout. inputs: (q, kv, dout, head_terms, indices, tile_counter), see `compile_sparse_mla_backward`."""
         q, kv, dout, head_terms, indices, tile_counter = inputs
         work_tiles = pipelines.work_tiles
         count = Int32(0)
@@ -229,7 +234,8 @@ class BackwardProducer:
 
     @cute.jit
     def prefetch_q(self, q, dout, scheduler: TileScheduler, number, warp, lane):
-        """Prefetch a work tile's rows of q and dout into the L2 cache."""
+        """Prefetch the rows of q and dout of work tile `number` into the L2 cache. Nothing is prefetched for the end
+        marker."""
         query, first = scheduler.coordinates(number)
         head = first + (warp & 1) * 32 + lane
         if query < q.shape[0] and head < q.shape[1]:
@@ -258,7 +264,7 @@ class BackwardProducer:
         count,
     ):
         """Load Q, dO and the head terms of 64 heads, chunk by chunk as the consumers release the chunks of the previous
-        work tile. Q and dO of heads after the last one are zeros, and the terms of these heads give P = 0."""
+        work tile. Q and dO of heads after the last one are zeros (TMA), and the terms of these heads give P = 0."""
         query, first = scheduler.coordinates(pipelines.work_tiles.read(work_tile_state(count)).number)
         state = q_state(count)
         strip_width = self.cfg.strip
@@ -295,8 +301,9 @@ class BackwardProducer:
         warp,
         lane,
     ):
-        """Gather half of the channels of this warp's 16 keys, 16 bytes per lane, 8 lanes per key. address: address of
-        key lane % 16. valid_mask: one bit per key."""
+        """Gather half of the channels of this warp's 16 keys, 16 bytes per lane. Eight lanes copy 128 bytes of a key.
+        address: global address of key lane % 16. valid_mask: bit i is 1 if key i is valid; invalid keys become
+        zeros."""
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
         own, vector = warp * WARP_KEYS + (lane >> 3), lane & 7
         sources, valid = [], []

@@ -3,9 +3,11 @@
 P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale * (dO[h] . k[j, :512]) + e[h])
 dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
 
-The sums run over a query's selected keys j (dQ) and over the heads h of the queries that select j (dKV). l and e
-include the attention sink and the gradient of lse. The kernels of sparse_mla_backward_sums_sm90.py compute l and e
-before this kernel, and convert the sums of dKV to the result after it.
+The sums run over a query's selected keys j (dQ) and over the heads h of the queries that select j (dKV). dS includes
+the factor `scale` of the logits. l[h] is the head's LSE including the attention sink, and e[h] = scale * (dlse[h] /
+share[h] - out[h] . dO[h]), where share[h] is the part of the softmax that the sink leaves to the keys (1 without a
+sink). The kernels of sparse_mla_backward_sums_sm90.py compute l and e before this kernel, and convert the sums of dKV
+to the result after it.
 
 Warp roles
 - Two consumer warpgroups alternate key tiles; the warpgroup that computes the scores of a tile is the tile's owner. The
@@ -25,12 +27,12 @@ Pipeline
 - In a work tile's last key tile, the owner releases each chunk of Q and dO as soon as the chunk's dKV is computed. So
   the other consumer can start the scores of the next work tile's first key tile.
 Sums of dKV
-- The sums are in fp32, in the threads' register order: of each 16 channels, lane q of four has channels 2q, 2q + 1,
-  2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to separate rows
-  instead, and another kernel sums these rows in order.
+- The sums are in fp32, in the threads' register order: of each 16 channels, lane q of a quad has channels 2q, 2q + 1,
+  2q + 8, 2q + 9, which it adds as 16 adjacent bytes. With `ordered` the owner stores each tile's dKV to separate
+  rows, in the same order of channels, and another kernel sums these rows in a fixed order.
 - Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes have a line.
 - For an invalid index the key is a row of zeros in shared memory and P = 0. Without `ordered`, its dKV is added to a
-  padding row per CTA, after the rows of the keys.
+  padding row. There is one per CTA, after the rows of the keys.
 Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per consumer warpgroup. The epilogue stages dQ in the memory of
 dS.
 Registers per consumer thread, of 232:
@@ -103,8 +105,8 @@ class SparseMlaBackwardSm90:
     def __init__(self, cfg: BackwardConfig):
         self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
         self.rope, self.strip = cfg.rope, cfg.strip
-        # Number of parts of the heads in which dP is computed. With a rope part, S and dQ leave too few registers for
-        # all of dP.
+        # Number of parts into which the 64 heads are divided for dP. With a rope part, S and dQ leave too few registers
+        # for all of dP.
         self.dp_parts = 2 if cfg.rope else 1
 
     def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
@@ -275,7 +277,7 @@ class SparseMlaBackwardSm90:
                 count = next_key_tile(count)
             if (count & 1) != side:
                 # This warpgroup owned the last key tile, and `store_dq` overwrites the tile's dS. So wait until both
-                # consumers have read dS: each of them then releases its half of the keys.
+                # halves of the keys are released: each consumer releases its half after it has read dS.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:
@@ -303,8 +305,8 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """Compute P^T of a tile into p, a 16-bit operand in registers. Store dS to shared memory and, with a rope part,
-        also dS^T into ds, an operand in registers."""
+        """Compute P^T and dS^T of a key tile, for the tile's owner. Put P^T into p, a 16-bit operand A in registers.
+        Store dS to shared memory; with a rope part, also put dS^T into ds, another operand A in registers."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(shared.k)), mma.make_fragment_B(thr.partition_B(shared.q))
@@ -389,7 +391,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
-        """Issue dP^T = K dO^T for part `part` of the heads."""
+        """Issue dP^T = K dO^T for part `part` of the heads (see `dp_parts`), without waiting."""
         shape = HEADS // self.dp_parts, self.strip, VALUE // self.strip
         rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(shared.do, shape, (part, 0, 0))))
         zero = opaque(count & 1) >> (2 + part)
@@ -408,8 +410,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def head_terms_of(self, shared: SharedTensors, j: cutlass.Constexpr, lane):
-        """Return [l / ln 2, e] of the lane's first head among heads 8 j to 8 j + 7, then [l / ln 2, e] of the lane's
-        second head, as one list."""
+        """Return (l / ln 2, e, l / ln 2, e) of the lane's two heads among the heads 8 j to 8 j + 7."""
         return cute.arch.inline_ptx(
             "ld.shared.v4.f32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
             write_only_types=[Float32] * 4,
@@ -460,8 +461,9 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """Compute dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among the tiles of all work
-        tiles, for `ordered`. last: whether this is the work tile's last tile; then release Q and dO."""
+        """Compute dKV += P^T dO + dS^T Q for the keys of a tile, strip by strip, for the tile's owner. tile_index: with
+        `ordered`, index of the tile among the key tiles of all work tiles. last: whether this is the work tile's last
+        key tile; then release the chunks of Q and dO."""
         lane = opaque(lane)
         # Lanes l and l ^ 4 have adjacent rows (keys). After an exchange, the eight lanes of their two quads add 128
         # adjacent bytes to one of the two rows at a time (`add_columns`).
@@ -479,8 +481,8 @@ class SparseMlaBackwardSm90:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # In each 32 numbers of a row, a lane adds the first half to the row of the lane's quad, and it adds the
-                # second half to the row of the other quad.
+                # Of each 32 numbers of a row, a lane adds to the first 16 in the row of the lane's quad, and to the
+                # last 16 in the row of the other quad.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):
@@ -512,7 +514,8 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_columns(self, flat, first: cutlass.Constexpr, targets, odd):
-        """Add a strip of dKV, from channel `first` on, to the rows (keys) of this lane and to those of lane ^ 4."""
+        """Add a strip of dKV, from channel `first` on, to the rows (keys) of this lane and of lane ^ 4. With `ordered`,
+        store it there. targets: addresses in these rows. odd: whether this lane's row is the second of the two."""
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
@@ -570,8 +573,10 @@ class SparseMlaBackwardSm90:
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128] fp32, indices [T, K] int32,
-    dq [T, H, d], dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas). With
-    `ordered`, dkv has one row per (work tile, selected key), padded to whole key tiles."""
+    dq [T, H, d], dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas). The tensors
+    without a dtype here are of `dtype`. dq is a result; the kernel adds to dkv, whose last `ctas` rows are padding.
+    With `ordered` it stores to dkv, which then has one row per (work tile, selected key), padded to whole key tiles.
+    ctas: number of persistent CTAs."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
     q, dout, dq = (fake_rows(kind, queries, heads, width) for width in (channels, VALUE, channels))

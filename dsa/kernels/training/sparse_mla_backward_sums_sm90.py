@@ -1,21 +1,23 @@
 """Kernels that run before and after the main kernel of sparse MLA's gradients (sparse_mla_backward_sm90.py).
 
-A kernel that runs before the main kernel computes delta[t, h] = out[t, h] . dout[t, h]. From delta it computes dsink
-and the two terms per head, l and e, that the gradient of the softmax needs:
+One kernel runs before the main kernel. It computes delta[t, h] = out[t, h] . dout[t, h], and from delta dsink and the
+two terms per query and head, l and e, that the main kernel needs:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
-Without a sink, share is 1.
+share is the part of the softmax that the sink leaves to the keys. Without a sink, share is 1 and dsink does not exist.
 After the main kernel, one kernel converts dKV's fp32 sums, stored in the order of the main kernel's registers, to 16
-bits. With `ordered`, another kernel with one CTA per key first adds up the key's list of rows in a fixed order.
+bits. With `ordered`, the main kernel stores several rows of dKV per key. Then another kernel, with one CTA per key,
+first adds up the key's rows in a fixed order.
 
 Plan
 - delta: one warp per head, 16 channels per lane. Heads that pad the last block of 64 get l = inf, so they contribute
   nothing. Heads without keys get l = inf, too.
 - A share below 2^-64 is replaced by 2^-64. Then dlse / share stays finite, and P = share * exp(z - lse), where z is the
   scaled score, has an error below 2^-64.
-- In each 16 consecutive numbers of dKV, numbers 4q to 4q + 3 are channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16
-  numbers and reorders them.
-Roofline: bound by memory. The kernels read out and dout, dKV's sums, and the rows of every list once each.
+- Of each 16 consecutive numbers in a row of dKV's sums, numbers 4q to 4q + 3 (q from 0 to 3) are channels 2q, 2q + 1,
+  2q + 8, 2q + 9. A thread of the kernel that converts loads 16 numbers and reorders them.
+Roofline: bound by memory. The kernels read out, dout and dKV's sums once and, with `ordered`, the rows of every key
+once.
 """
 
 import itertools
@@ -36,7 +38,7 @@ HEADS, VALUE = SPARSE_HEAD_TILE, MLA_V_CHANNELS  # heads per block of terms, cha
 WARPS = 8
 REORDERED, REORDER_THREADS = 16, 128  # channels per thread, threads per CTA
 LEAST_SHARE = 2.0**-64
-PREFETCHED = 4  # rows of a list in flight per thread
+PREFETCHED = 4  # rows of a key's list that a thread loads at a time
 
 
 class BackwardInputsSm90:
@@ -208,7 +210,8 @@ def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
 
 @cached
 def compile_reorder_sums(dtype: str, channels: int):
-    """-> f(sums [at least Tk, d] fp32, out [Tk, d] of `dtype`). Rows of out start at multiples of 16 bytes."""
+    """-> f(sums [at least Tk, d] fp32, out [Tk, d] of `dtype`), which converts the first Tk rows of sums to out. Rows
+    of out start at multiples of 16 bytes."""
     sums, out = (fake_rows(kind, cute.sym_int(), channels) for kind in (Float32, cute_dtype(dtype)))
     return compile_sm90(ReorderSumsSm90(), sums, out, fake_stream())
 
@@ -216,8 +219,9 @@ def compile_reorder_sums(dtype: str, channels: int):
 @cached
 def compile_sum_lists(channels: int):
     """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d] fp32), which
-    computes sums[k] += rows[order[i] + b * stride], summed over bounds[k] <= i < bounds[k + 1] and b < blocks. The
-    order of the sum is fixed: groups of PREFETCHED values of i, then b, then i within the group."""
+    computes sums[k] += rows[order[i] + b * stride], summed over bounds[k] <= i < bounds[k + 1] and b < blocks. blocks:
+    blocks of 64 heads per query. stride: rows per (query, block). order: for each key, the rows of block 0. The order
+    of the sum is fixed: groups of PREFETCHED values of i, then b, then i within the group."""
     # The strides are 64-bit, because with 28,000 selected keys per query or more `rows` can have 2^31 numbers.
     rows, sums = (fake_rows(Float32, cute.sym_int(), channels) for _ in range(2))
     return compile_sm90(

@@ -61,8 +61,9 @@ def own_rows(warp, lane):
 
 @cute.jit
 def selected(indices: cute.Tensor, first, rows, keys):
-    """Return the selected key of each of the lane's rows, indices[first + row]. A key past the end of `indices`, or
-    outside [0, keys), gives a negative number."""
+    """Return the selected keys of the lane's rows: indices[first + row] for each row. indices: a query's list [K].
+    keys: number of keys that exist. A position past the end of the list, or a key outside [0, keys), gives a negative
+    number."""
     found = []
     for row in rows:
         index = Int32(-1)
@@ -76,8 +77,8 @@ def selected(indices: cute.Tensor, first, rows, keys):
 
 @cute.jit
 def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
-    """Return what `row_addresses` returns for the heads `first` + r, r in `rows`, of query `query`. Heads from H on are
-    invalid. x [T, H, d] has a 16-bit dtype."""
+    """Return `row_addresses` of the heads `first` + r, r in `rows`, of query `query` in x [T, H, d], which has a 16-bit
+    dtype. Heads from H on are invalid."""
     heads = []
     for row in rows:
         head = first + row
@@ -88,21 +89,24 @@ def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
 
 @cute.jit
 def key_rows(x: cute.Tensor, indices, lane):
-    """Return what `row_addresses` returns for the rows `indices` of x [Tk, d], which has a 16-bit dtype."""
+    """Return `row_addresses` of the rows `indices` of x [Tk, d], which has a 16-bit dtype. Negative indices are
+    invalid."""
     return row_addresses(Int64(x.iterator.toint()), 2 * Int64(x.stride[0]), indices, lane)
 
 
 @cute.jit
 def row_addresses(start: Int64, stride: Int64, rows, lane):
-    """-> (addresses, valid), one entry each per row in `rows`: the address of the 16 bytes of the row's first chunk
-    that this lane copies, and whether the row is valid, that is, not negative."""
+    """-> (addresses, valid), two lists with an entry per row in `rows`: the address of the 16 bytes of the row's first
+    chunk that this lane copies, and whether the row is valid, that is, not negative. start, stride: address of row 0,
+    and bytes from row to row."""
     sources = [start + cutlass.max(row, 0) * stride + (lane & 7) * 16 for row in rows]
     return sources, [row >= 0 for row in rows]
 
 
 @cute.jit
 def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, lane):
-    """Start copying the lane's part of a chunk to shared memory at `target`, with zeros for invalid rows."""
+    """Start copying the lane's part of chunk `chunk` to shared memory, with zeros for invalid rows. target: address of
+    the chunk in the tile. sources, valid: from `row_addresses`."""
     start = target + 2 * CHUNK * (warp * WARP_ROWS + (lane >> 3))
     for i in cutlass.range_constexpr(LANE_ROWS):
         row = 4 * (i % 2) + (lane >> 3)  # row modulo 8, the period of the swizzle
@@ -121,7 +125,7 @@ def gather_tile(
     lane,
 ) -> PipelineState:
     """Gather a tile of `chunks` chunks into an empty stage, and signal the consumers when the copies are complete.
-    start: address of the first stage. -> the next state."""
+    start: address of the first stage. sources, valid: from `row_addresses`. -> the next state."""
     for chunk in cutlass.range_constexpr(chunks):
         gather_chunk(start + (state.stage * chunks + chunk) * CHUNK_BYTES, sources, valid, chunk, warp, lane)
     arrive_when_gathered(pipeline.producer_barrier(state))
@@ -130,7 +134,8 @@ def gather_tile(
 
 @cute.jit
 def load_chunk(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane):
-    """Load a warp's 16 rows of a chunk from shared memory to registers, as operand A. words: [4, STEPS, chunks]."""
+    """Load a warp's 16 rows of a chunk from shared memory to registers, as operand A. words: the operand's 32-bit
+    words, [4, STEPS, chunks]."""
     for step in cutlass.range_constexpr(STEPS):
         address = source + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4))
         for i, word in enumerate(load_matrices(Int32(address.toint()))):
@@ -139,7 +144,7 @@ def load_chunk(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane
 
 @cute.jit
 def load_tile(words, chunks: cutlass.Constexpr, source: cute.Pointer, state: PipelineState, warp, lane):
-    """Load a warp's 16 rows of a stage of `chunks` chunks to registers, as `load_chunk` does. source: the first
-    stage."""
+    """Load a warp's 16 rows of a stage of `chunks` chunks to registers, as `load_chunk` does. source: start of the
+    first stage."""
     for chunk in cutlass.range_constexpr(chunks):
         load_chunk(words, chunk, source + (state.stage * chunks + chunk) * (TILE * CHUNK), warp, lane)

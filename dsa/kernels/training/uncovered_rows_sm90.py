@@ -4,9 +4,9 @@ Plan
 - `bounds` ascend within the rows of the tensors (q_tile_plan_sm90.py). Rows before the first and after the last bound
   belong to no sequence; all warps share the work of filling these rows. If a sequence has more than `most` rows (the
   caller's maximum length), its rows after the first `most` are uncovered, too: each warp checks 32 sequences at a time
-  and fills such rows.
+  and fills these rows.
 - Usually no row is uncovered, and every warp ends after two to four loads.
-Roofline: bound by latency, 2 us.
+Roofline: without uncovered rows, bound by latency, 2 us.
 """
 
 import cutlass
@@ -65,8 +65,9 @@ class UncoveredRowsSm90:
 
 @cached
 def compile_uncovered_rows(values: tuple[int, ...]):
-    """-> f(bounds [B + 1], tensors, most, ctas). tensors: a list of tensors [T, H, W], one per entry of `values`. All
-    tensors are int32; B >= 0; the last dimension is contiguous."""
+    """-> f(bounds [B + 1], tensors, most, ctas). tensors: a list of tensors [T, H, W], one per entry of `values`, with
+    a contiguous last dimension. W counts 32-bit words: all tensors are passed as int32, whatever their dtype. B can be
+    0."""
     rows = cute.sym_int()
     tensors = [fake(Int32, (rows, cute.sym_int(), cute.sym_int()), (*strides(2), 1), 4) for _ in values]
     return compile_sm90(UncoveredRowsSm90(values), fake_line(Int32), tensors, Int32(0), Int32(1), fake_stream())

@@ -1,11 +1,12 @@
-"""Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the keys that query t sees, and kl[t], the sum
-of the KL parts of query t over key tiles (warmup_target_sm90.py computes the parts).
+"""Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the keys s that query t sees, where I are the
+indexer's scores; and kl[t], the sum of the KL parts of query t over key tiles (warmup_target_sm90.py computes the
+parts).
 
 Plan
 - LSE: one warp per row. A lane reads four keys per tile and keeps the maximum and the sum of exponentials of its keys.
   The warp merges the lanes' results after the last tile.
 - KL: one thread per row. It adds the parts in the order of the keys.
-Roofline: bound by memory, 4 bytes per (query, key) pair.
+Roofline: the LSE is bound by memory, 4 bytes per (query, key) pair.
 """
 
 import cutlass
@@ -66,7 +67,8 @@ class WarmupLseSm90:
             row_sum = warp_reduce_sum(row_sum * cute.math.exp2(row_max - new_max, fastmath=True))
             if lane == 0:
                 lse = (new_max + cute.math.log2(row_sum)) * LN2
-                # If the sequence is longer than the caller's maximum length, some of its scores were not computed.
+                # If the sequence is longer than the caller's maximum length, some scores of the row were not computed,
+                # so the LSE is NaN.
                 lse_idx[q_tile.first_q + row] = Float32(float("nan")) if limit > scores.shape[1] * K_TILE else lse
 
 
@@ -92,13 +94,15 @@ class WarmupKlSm90:
 
 @cached
 def compile_warmup_lse():
-    """-> f(scores [S, N, 128, 128] fp32, q_tiles [S, 8] int32, lse_idx [Tq] fp32)."""
+    """-> f(scores [S, N, 128, 128] fp32, q_tiles [S, 8] int32, lse_idx [Tq] fp32), for S q tiles and N key tiles of 128
+    keys per q tile. lse_idx is the result; rows in no q tile are not written."""
     return compile_sm90(WarmupLseSm90(), fake_tiles(Q_TILE, K_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 
 @cached
 def compile_warmup_kl():
-    """-> f(kl_parts [S, N, 128] fp32, q_tiles [S, 8] int32, kl [Tq] fp32)."""
+    """-> f(kl_parts [S, N, 128] fp32, q_tiles [S, 8] int32, kl [Tq] fp32), for S q tiles and N key tiles per q tile. kl
+    is the result; rows in no q tile are not written."""
     return compile_sm90(WarmupKlSm90(), fake_tiles(Q_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 

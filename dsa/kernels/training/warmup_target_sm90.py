@@ -4,7 +4,8 @@ indexer's distribution with the target.
 p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h);   kl[t] = sum_s p (ln p - (I - lse_I))
 dI[t, s] = g[t] (exp(I - lse_I) - p)
 
-I[t, s] are the indexer's scores, lse_I[t] is their log-sum-exp over s, and g[t] is the gradient of kl[t].
+lse_h[t] is the LSE of attention head h, I[t, s] are the indexer's scores, lse_I[t] is their LSE over s, and g[t] is the
+gradient of kl[t].
 
 Plan
 - A work tile is the 128 queries of a q tile (q_tiles.py) x 128 keys. The scheduler is static and persistent, over the
@@ -54,8 +55,8 @@ from dsa.kernels.training.mainloop import (
 from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-# (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. With 576 channels
-# a tile of keys of one KV head fills all nine stages of keys.
+# (channels per stage, stages of queries, stages of keys), keyed by the number of channels of a head. A stage is 128
+# queries or 128 keys. With 576 channels a tile of keys of one KV head fills all nine stages of keys.
 STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # two consumer warpgroups, then one whose first warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -284,10 +285,10 @@ class WarmupTargetSm90:
     def add_overlapped(
         self, sums, accs, lse, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, rows, scale, group, heads
     ):
-        """Issue the products of all heads, and add the exponentials of all heads but the last one. A head's
-        exponentials overlap the next head's product. If the number of heads is odd, a padding head is the last one, and
-        its product is not used. At the return the last product is still in flight. -> (the pipelines' states, the last
-        head's LSE)."""
+        """Issue the products Q K^T of all heads, and add the exponentials of all heads but the last one. A head's
+        exponentials overlap the next head's product. If the number of heads is odd, a padding head follows as the last
+        one; its product is not used. At the return the last product, in accs[1], is still in flight. -> (the state of
+        `queries`, the state of `keys`, the last head's LSEs of the lane's two rows)."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.wait(queries, keys, q_state, k_state)
@@ -310,8 +311,9 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane):
-        """Load the epilogue's inputs. -> ((pointer for dI, q tile, key tile), scores [2 adjacent keys, 16, 2 rows],
-        lse_I of the lane's two rows, g of the two rows, number of the tile's keys that each of the two rows sees)."""
+        """Load the epilogue's inputs. -> ((pointer for dI, index of the q tile, index of the key tile), scores [2
+        adjacent keys, 16 groups of 8 keys, 2 rows], lse_I of the lane's two rows, g of the two rows, number of the
+        tile's keys that each of the two rows sees)."""
         key_tile = index - key_tiles[number]
         of_tile = scores[number, key_tile, None, None]
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
@@ -356,7 +358,8 @@ class WarmupTargetSm90:
     @cute.jit
     def finish_product(self, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
         """Wait for the product of head h. Release the head's Q. Release the head's K, too, if the next head uses
-        another KV head or if this head is the last one. -> the pipelines' next states."""
+        another KV head or if this head is the last one. group: query heads per KV head. -> the pipelines' next
+        states."""
         cute.nvgpu.warpgroup.wait_group(0)
         q_state = release(queries, q_state)
         # A padding head uses the last head's keys, so they are released after the padding head.
@@ -398,14 +401,15 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_lse(self, lse, at, h, heads):
-        """-> (the LSEs of head h at the offsets `at`, the offsets for the next head). After the last head the offsets
-        stay the same."""
+        """-> (the LSEs of a head at the offsets `at`, the offsets for the next head). at: offsets of the lane's two
+        rows in the flat lse [H, Tq], for head h. After the last head the offsets stay the same."""
         step = lse.shape[1] if h < heads - 1 else 0
         return [flatten(lse)[offset] for offset in at], [offset + step for offset in at]
 
     @cute.jit
     def add(self, sums, acc, less, scale):
-        """Compute sums += exp(scale S - lse) for one head. acc: S. less: the LSEs of the lane's two rows."""
+        """Compute sums += 2^(scale S - lse log2 e) for one head. scale includes the factor log2 e. acc: S. less: the
+        LSEs of the lane's two rows."""
         more = [x * -LOG2E for x in less]
         flat = flatten(acc)
         for i in cutlass.range_constexpr(K_TILE // 2):
@@ -413,7 +417,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def epilogue(self, sums, own, kl_parts, heads, own_row, lane):
-        """Store the KL part of each of the tile's rows, and overwrite the scores with dI. own: from `load_tile`."""
+        """Store the KL part of each row of the work tile, and overwrite the work tile's scores with dI. sums: the
+        exponentials, summed over heads. own: from `load_tile`."""
         share = 1.0 / Float32(heads)
         (di, number, key_tile), pairs, lse_idx, upstream, limits = own
         target = cute.recast_ptr(di, dtype=Uint32)
@@ -464,8 +469,10 @@ def load_pair(address):
 @cached
 def compile_warmup_target(dtype: str, dim: int):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], lse [H, Tq], lse_idx [Tq], upstream [Tq], q_tiles [S, 8], key_tiles [S + 1],
-    scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas). q and k are of `dtype`, q_tiles and key_tiles
-    are int32, and the other tensors are fp32."""
+    scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas), for S q tiles of 128 queries (q_tiles.py) and N
+    key tiles of 128 keys per q tile. key_tiles[s] - key_tiles[0]: number of key tiles in this launch's q tiles before
+    s. The kernel writes kl_parts, and overwrites scores with dI. q and k are of `dtype`, q_tiles and key_tiles are
+    int32, and the other tensors are fp32."""
     kind, queries = cute_dtype(dtype), cute.sym_int()
     q, k = (fake_rows(kind, tokens, cute.sym_int(), dim) for tokens in (queries, cute.sym_int()))
     return compile_sm90(

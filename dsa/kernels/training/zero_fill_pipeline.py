@@ -42,8 +42,8 @@ def zero_fill_storage(stages: int) -> type:
 @dataclass(frozen=True)
 class ZeroFillPipeline:
     """The pipeline described above. ring: the pipeline that the consumers use. landed: the barrier on which the
-    producer waits for copies of partial tiles. `landed` is stored after the ring's full barriers, so `copy_barrier`
-    selects a barrier by an index."""
+    producer waits for copies of partial tiles. `landed` is stored after the ring's full barriers, so that
+    `copy_barrier` can select a barrier by an index."""
 
     ring: Pipeline
     landed: Mbarriers
@@ -81,7 +81,8 @@ class ZeroFillPipeline:
 
     @cute.jit
     def commit(self, state: PipelineState):
-        """Signal the consumers that the producer warp's writes to a stage are complete."""
+        """Signal the consumers that a partial tile is complete. The producer warp calls this after `zero_rows` and its
+        other writes to the stage."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.ring.producer_commit(state)
