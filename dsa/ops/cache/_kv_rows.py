@@ -37,5 +37,5 @@ def cache_rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 def slot_words(slots: torch.Tensor) -> torch.Tensor:
-    """Return contiguous slots as one dimension of int32; an int64 slot becomes two int32 words."""
+    """Return a one-dimensional int32 view of contiguous slots. An int64 slot becomes two words."""
     return unit_inner(slots.view(-1)).view(torch.int32)

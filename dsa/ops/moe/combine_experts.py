@@ -52,8 +52,8 @@ def combine_experts(
     PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of
-    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y and 2^31 - 1 CTAs, each of which computes 2
-    KiB of a token.
+    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and at most 2^31 - 1 CTAs, of which each
+    computes 2 KiB of the result's row of a token.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
@@ -90,8 +90,8 @@ def _combine_experts(
 ) -> torch.Tensor:
     from dsa.kernels.moe.combine_experts_sm90 import compile_combine_experts
 
-    # There is nothing to sum. PyTorch needs one or two kernels for this case, and our kernel does not accept empty
-    # tensors.
+    # Without rows to sum, run the reference: PyTorch needs one or two kernels for it, and our kernel does not accept
+    # empty tensors.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared, residual)
     out = _results(y, rows)
