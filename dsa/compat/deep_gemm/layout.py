@@ -33,7 +33,8 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """Return x rounded up so that x elements of element_size bytes are a multiple of 16 bytes."""
+    """Return the least number of elements, at least x, whose bytes are a multiple of 16. An element has element_size
+    bytes."""
     check_int("x", x, 0)
     check_int("element_size", element_size, 1, 16)
     if 16 % element_size:

@@ -23,7 +23,7 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 __all__ = ["hyper_mix"]
 
 FEW_TOKENS = 64  # up to this many tokens the kernel for few tokens is faster than the other kernels
-CLUSTERS = 14  # most clusters of 8 CTAs per launch: 15 run at once on an H200, a 16th needs a second wave
+CLUSTERS = 14  # most clusters of 8 CTAs per launch, so that all run in one wave; an H200 runs up to 15 at once
 BF16 = (torch.bfloat16,)
 
 

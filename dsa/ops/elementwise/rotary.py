@@ -172,7 +172,7 @@ def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tenso
 
 def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
     """Return cos or sin, or a copy if the kernel cannot read the layout. They are small, so a copy costs little. wide:
-    as for `_wide`, whether the kernel accesses groups of 8 channels"""
+    whether the kernel accesses groups of 8 channels"""
     given = rows_at_16_bytes(x) if wide else unit_inner(x)
     if given is None or given.stride(1) != 1:
         return x.clone(memory_format=torch.contiguous_format)

@@ -330,8 +330,8 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
-    """Whether to schedule work tiles dynamically. Work tiles of several matrices take different times, which costs a
-    static schedule time if there are many rows."""
+    """Whether to schedule work tiles dynamically: with several matrices and many rows this is faster than a static
+    schedule, because work tiles take different times."""
     return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 

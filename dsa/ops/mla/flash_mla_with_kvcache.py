@@ -25,12 +25,12 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence with which the plan is made, in key tiles: OVERHEAD_OF_SHORT for at most HALVED tiles per part
-# on average; OVERHEAD_OF_LONG for more than SHORT tiles per part if sequences are split; OVERHEAD otherwise, also if
-# the block table, which bounds the number of tiles, is unknown.
+# Fixed cost per sequence with which the plan is made, in key tiles. The choice depends on the tiles that the block
+# table has room for, per part of the plan on average: OVERHEAD_OF_SHORT for at most HALVED tiles; OVERHEAD_OF_LONG for
+# more than SHORT tiles if sequences are split; OVERHEAD otherwise, also if the block table is unknown (old style).
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Up to this many tiles per part, decoding on half of the SMs is faster, because the combine kernel can start on the
-# other SMs.
+# Up to this many tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can
+# start on the other SMs.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -152,8 +152,8 @@ def flash_mla_with_kvcache(
     fp16. If the scale of a group of channels is below 2^-20 of the key's largest scale, the group's values have an
     additional error of up to 2^-22 of the largest scale.
     No gradients on Hopper, also if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
-    indices, no host synchronisation. The workspace is at most two partial results per SM; in dense decoding with
-    enable_batch_invariant it is one partial result per sequence and split.
+    indices, no host synchronisation. The workspace is at most two partial results (fp32 out and lse of up to 64 rows)
+    per SM; in dense decoding with enable_batch_invariant it is one partial result per sequence and split.
     Source: FlashMLA's function of this name, which accepts fewer caches, numbers of heads and combinations.
     """
     meta = own_plan(tile_scheduler_metadata)
@@ -197,7 +197,7 @@ def _check_options(
     is_fp8_kvcache: bool,
     enable_batch_invariant: bool,
 ) -> None:
-    """Check the arguments that are not arguments of the two ops for dense and sparse decoding."""
+    """Check the flags, causal and the plan. The ops for dense and sparse decoding check the other arguments."""
     check_flag("causal", causal)
     check_flag("enable_batch_invariant", enable_batch_invariant)
     if causal and indices is not None:
@@ -294,8 +294,8 @@ def capture_number(x: torch.Tensor) -> int | None:
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
-    """Return (parts, fixed cost per sequence in tiles) of a plan. most_keys: upper bound of the keys of a sequence; 0:
-    unknown."""
+    """Return (parts, fixed cost per sequence in tiles) of a plan. rows: s_q * h_q / h_k, the rows (query, head) per
+    sequence and key head. most_keys: upper bound of the keys of a sequence; 0: unknown."""
     parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
     tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
     if tiles == 0:

@@ -47,9 +47,9 @@ def combine_experts(
     residual [T, H] of y's dtype, or None: the rounded sum is added to this stream, and the result is rounded again
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
-    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. If M or k is 0, the sum is shared, or
-    zero without shared. Differentiable in all arguments but rows: if a gradient is asked for, the formula runs in
-    PyTorch.
+    that the results of all runs, of the kernel and of the reference agree bit for bit. NaN and infinity follow IEEE
+    rules. If M or k is 0, the sum is shared, or zero without shared. Differentiable in all arguments but rows: if a
+    gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of
     16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and at most 2^31 - 1 CTAs, of which each

@@ -46,8 +46,8 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes the
-    gradient of v, and v gets None; k's gradient is summed in a fixed order if
+    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes that of
+    v, and the third result is None. There, k's gradient is summed in a fixed order if
     torch.are_deterministic_algorithms_enabled()."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)

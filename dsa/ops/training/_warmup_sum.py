@@ -14,12 +14,13 @@ from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # lower bound of the workspace's budget, in bytes
 SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if that is more than LEAST_WORKSPACE
-INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # limits of an `Indexer`
+INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # before padding
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The q tiles of packed queries, written by q_tile_plan_sm90.py, so the host does not know them.
+    """The q tiles of packed queries. A kernel writes both tensors (q_tile_plan_sm90.py), so the host does not know
+    their contents.
 
     q_tiles        int32 [S, 8]: a row per q tile (q_tiles.py)
     key_tiles      int32 [S + 1]: number of key tiles of all q tiles before q tile i; the last one is the total

@@ -138,7 +138,7 @@ def gradients(
         if deterministic:
             sum_lists = sum_kernels.compile_sum_lists(dim)
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            most = -(-sms // head_tiles)  # queries per launch, so that each SM has one work tile
+            most = -(-sms // head_tiles)  # queries per launch, so that each SM has at most one work tile
             found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
             counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
             for n, first in enumerate(range(0, tokens, most)):
