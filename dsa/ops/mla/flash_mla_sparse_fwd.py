@@ -84,7 +84,7 @@ def flash_mla_sparse_fwd(
     Most calls run one kernel without workspace, and a query's result does not depend on the other queries, bit for bit.
     Unless enable_batch_invariant is True, calls with at most 16 heads, at least 2^22 indices (s_q * K), enough groups
     for all SMs and s_kv up to 2^21 group adjacent queries: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3
-    with more. The kernel computes a group together if no query selects a key twice and the union of the group's
+    with more. The kernel computes a group together only if no query selects a key twice and the union of the group's
     selections has at most 70% as many keys as the selections in total. The order in which such a query's terms are
     added depends on the selections of its group, and its group depends on its row in q. These calls need a workspace of
     2.8 bytes per index, for example 376 MB for 65536 queries with K = 2048.
