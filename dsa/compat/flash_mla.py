@@ -6,10 +6,10 @@ own, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
 - `get_mla_metadata` returns an empty FlashMLASchedMeta and None, whatever arguments callers of any version pass;
 - the log-sum-exp of sparse decoding is a view of [B, s_q, h_q].
 
-The packages agree on the order of their arguments up to `extra_topk_length` and `topk_length`; later arguments are
-keyword-only here. `use_legacy` tells sgl-flash-mla which of two builds to run; here it has no effect. Features that
-only one of these two builds has are refused: caches of 528 and 288 bytes (`kv_format`), and dense decoding in FP8
-(`descale_q`, `descale_k`).
+The packages agree on the order of the arguments of `flash_mla_with_kvcache` up to `extra_topk_length`, and of
+`flash_mla_sparse_fwd` up to `topk_length`; later arguments are keyword-only here. `use_legacy` tells sgl-flash-mla
+which of two builds to run; here it has no effect. Features that only one of these two builds has are refused: caches of
+528 and 288 bytes (`kv_format`), and dense decoding in FP8 (`descale_q`, `descale_k`).
 Beyond FlashMLA, these functions accept everything that the ops accept, and also an object of FlashMLA's own class in
 place of this module's FlashMLASchedMeta.
 
@@ -59,8 +59,8 @@ def get_mla_decoding_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the plan of `dsa.get_mla_metadata` in the older style, as two tensors. The host does not wait for the GPU.
 
-    Pass the tensors to `flash_mla_with_kvcache` as they are, or in the fields of this module's FlashMLASchedMeta. In
-    the fields of another class the plan is not read.
+    Pass the tensors to `flash_mla_with_kvcache` as they are, or in the fields of this module's FlashMLASchedMeta. If
+    they are in the fields of another class's object, such as FlashMLA's, the plan is not read.
     """
     check_flag("use_legacy", use_legacy)
     return decoding.get_mla_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
@@ -91,7 +91,8 @@ def flash_mla_with_kvcache(
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dsa.flash_mla_with_kvcache`. is_fp8_kvcache: None means that it follows from k_cache's dtype."""
+    """`dsa.flash_mla_with_kvcache`. is_fp8_kvcache: None means True if k_cache is uint8, int8 or float8_e4m3fn, else
+    False."""
     check_flag("use_legacy", use_legacy)
     for name, value in (("kv_format", kv_format), ("descale_q", descale_q), ("descale_k", descale_k)):
         if value is not None:

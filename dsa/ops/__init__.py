@@ -1,4 +1,6 @@
-"""The ops. Their modules check the arguments, choose the backend, allocate the results and launch the kernels."""
+"""The ops. An op checks its arguments and runs either kernels or a PyTorch reference (dsa.runtime.op). Its module
+declares the arguments, the reference and the limits of the kernels, and defines the function that allocates the results
+and launches the kernels."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
 """DeepGEMM's FP8 products for gradients of weights, recipe (1, 1, 128): both operands have a scale per row and 128
 channels, and the sums are accumulated in fp32.
 
-No kernel here accepts a second operand with a scale per row. PyTorch dequantizes both operands to fp32, 4 bytes per
-value of a and b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in PyTorch. In fp32 the result
-differs from the formula only by rounding, but without FP8 tensor cores it is many times slower than DeepGEMM.
+No kernel of dsa accepts a b with a scale per row. PyTorch dequantizes both operands to fp32, 4 bytes per value of a and
+b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in PyTorch. In fp32 the result differs from the
+formula only by rounding, but without FP8 tensor cores this takes many times as long as DeepGEMM's kernels.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     b               (e4m3, fp32 [N, sum(K_g) / 128]), likewise
     d               fp32 [G, M, N]
     ks_cpu          K_g of each group: G multiples of 128; 0 is allowed
-    grouped_layout  int32 [G] on the device: the same numbers, which DeepGEMM's kernel reads. They are not read here
+    grouped_layout  int32 [G] on the device: the same numbers as ks_cpu, which DeepGEMM's kernel reads. They are not
+                    read here
     c               fp32 [G, M, N], which may be d itself; None: 0
 
     `use_psum_layout` must be False, as in DeepGEMM on Hopper. PyTorch computes one product per group in fp32.
@@ -119,7 +120,8 @@ def _check_flat(name: str, values: torch.Tensor, scales: torch.Tensor, rows: int
 
 
 def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[str, torch.Tensor]) -> None:
-    """Check d and c. d is written before the operands are read, so d must not overlap them. d may be c."""
+    """Check d and c. d is written before the operands are read, so d must not overlap them. d may be c itself, but not
+    overlap c in any other way."""
     q = operands["a[0]"]
     check_result(d, q)
     for name, x in operands.items():

@@ -34,7 +34,8 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     grouped_layout              int32 [M]: the group of each row, ascending except for -1 in rows of padding. DeepGEMM
                                 reads the index of every 128th row and accepts groups in any order.
                                 With use_psum_layout int32 [E]: the row after the last row of each group. Group 0 begins
-                                at row 0, each other group at the first multiple of the alignment after the previous end
+                                at row 0, each other group at the previous group's end, rounded up to a multiple of the
+                                alignment
     expected_m_for_psum_layout  with use_psum_layout, the expected rows per group, which affect the choice of the kernel
                                 but not the result. None: M rows in all groups together
 
@@ -89,9 +90,10 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
     b           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
     d           [E, max M, N] bf16, fp32 or fp16; any strides, with rows contiguous
     masked_m    int32 [E]: the number of valid rows of each group; below 0 means none, above max M means all
-    expected_m  at least 1: the expected number of valid rows per group, which does not affect the result
+    expected_m  at least 1: the expected number of valid rows per group, which affects the choice of the work tile but
+                not the result
 
-    Rows after the valid rows are not written. There is one launch per group.
+    Rows after the valid rows are not written. On Hopper there is one launch per group.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
@@ -133,7 +135,8 @@ def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, ro
 
 
 def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the row after the last row of each group, int32 [E]. m_indices [M]: the group of each row, or -1.
+    """Return the row after the last row of each of the E groups, int32 [E]. m_indices [M]: the group of each row, or -1
+    in a row of padding.
 
     Rows of padding count as rows of the group before them; rows before the first group count as group 0. But the last
     group ends at the first multiple of the alignment after its last row. Most rows of a large buffer can be padding

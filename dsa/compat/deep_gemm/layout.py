@@ -33,7 +33,8 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """Return x rounded up so that x elements of element_size bytes are a multiple of 16 bytes."""
+    """Return the least number of elements, at least x, whose bytes are a multiple of 16. An element has element_size
+    bytes."""
     check_int("x", x, 0)
     check_int("element_size", element_size, 1, 16)
     if 16 % element_size:
@@ -67,9 +68,10 @@ def transform_sf_into_required_layout(
     disable_ue8m0_cast: bool = False,
     psum_layout: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Store the scales of an operand as DeepGEMM's Hopper kernels read them.
+    """Return the scales of an operand [mn, k] in the layout that DeepGEMM's Hopper kernels read.
 
-    sf          fp32 [ceil(mn / rows), ceil(k / 128)], with num_groups [num_groups, .., ..]; a scale is for `rows` rows
+    sf          fp32 [ceil(mn / rows), ceil(k / 128)], or [num_groups, ceil(mn / rows), ceil(k / 128)]; a scale is for
+                `rows` rows
     recipe      (rows, 128), or with is_sfa the recipe of a product: (rows for a, rows for b, 128)
     num_groups  the number of matrices to which sf belongs; None: one, and sf has no dimension for it
     is_sfa      for a recipe of three numbers, whether sf belongs to a (True) or b (False); None for a recipe of two

@@ -2,9 +2,9 @@
 `dsa.fp8_paged_mqa_logits` and `dsa.get_paged_mqa_logits_metadata`, whose docstrings say what they compute.
 
 The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales). By default their results are
-not cleaned: only `fp8_fp4_mqa_logits` with max_seqlen_k = 0 writes -inf outside each row's range of keys.
-`fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier builds. Where the order of arguments differs
-between these versions, the arguments of earlier builds are keyword-only.
+not cleaned, which means that values outside each row's range of keys are unspecified; only `fp8_fp4_mqa_logits` with
+max_seqlen_k = 0 writes -inf there. `fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier builds. Where
+the order of arguments differs between these versions, the arguments of earlier builds are keyword-only.
 """
 
 import torch
@@ -61,7 +61,7 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """`dsa.fp8_mqa_logits` in fp32."""
+    """`dsa.fp8_mqa_logits` with fp32 results."""
     return contiguous(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
 
@@ -118,7 +118,7 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`dsa.fp8_paged_mqa_logits` in fp32. indices: as for `fp8_fp4_paged_mqa_logits`."""
+    """`dsa.fp8_paged_mqa_logits` with fp32 results. indices: as for `fp8_fp4_paged_mqa_logits`."""
     _check_paged_indices(indices, q)
     return paged(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits)
 

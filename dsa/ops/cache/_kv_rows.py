@@ -16,7 +16,7 @@ def layout_name(cache: torch.Tensor) -> str:
 
 
 def check_cache(cache: torch.Tensor) -> None:
-    """Raise ValueError for a cache that the kernels do not accept."""
+    """Raise ValueError for a cache whose sizes the kernels do not accept."""
     if cache.dtype not in BYTE_DTYPES and cache.shape[3] % CHANNEL_MULTIPLE:
         raise ValueError(
             f"cache: the kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got {cache.shape[3]}"
@@ -26,8 +26,8 @@ def check_cache(cache: torch.Tensor) -> None:
 
 
 def cache_rows(cache: torch.Tensor) -> torch.Tensor:
-    """Return a view [pages, P, row] of the cache's rows: floats, or bytes as uint8. In a V4 page the scales of all
-    tokens follow these rows, outside the view."""
+    """Return a view of the cache's rows: [pages, P, d] floats, or uint8 [pages, P, 656] (V3.2) or [pages, P, 576] (V4).
+    In a V4 page the scales of all tokens follow these rows, outside the view."""
     if cache.dtype in BYTE_DTYPES:
         cache = cache.view(torch.uint8)
         if is_v4(cache):
@@ -37,5 +37,5 @@ def cache_rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 def slot_words(slots: torch.Tensor) -> torch.Tensor:
-    """Return contiguous slots as one dimension of int32; an int64 slot becomes two int32 words."""
+    """Return a one-dimensional int32 view of contiguous slots. An int64 slot becomes two words."""
     return unit_inner(slots.view(-1)).view(torch.int32)

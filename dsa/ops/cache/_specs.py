@@ -1,4 +1,4 @@
-"""Paged caches and slots: specs, rules and limits that several ops share, and the view of a cache's pages for
+"""Paged caches and slots: specs, checks and limits that several ops share, and the view of a cache's pages for
 kernels."""
 
 import torch
@@ -55,24 +55,26 @@ def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
 
 
 def row_layout(cache: torch.Tensor) -> str:
-    """Return the layout that a cache must have for kernels that access single rows."""
+    """Return the layout that kernels require of a cache if they access single rows. In a V4 page the scales of all
+    tokens follow the rows, so whole V4 pages must be contiguous."""
     return PAGES if is_v4(cache) else ROWS
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """Return the layout that a cache must have for kernels that address byte caches page by page."""
+    """Return the layout that kernels require of a cache if each page of a byte cache must be contiguous, V3.2 and V4
+    alike."""
     return PAGES if cache.dtype in BYTE_DTYPES else ROWS
 
 
 def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
-    """Return the limits of a cache with contiguous pages. row: the bytes per row, a word of the op's shapes. Kernels
-    count the bytes of a page in int32."""
+    """Return the limits of a cache with contiguous pages. row: the bytes per row as a word in the shapes of the op's
+    specs, for example "(D+4)". Kernels count the bytes of a page in int32."""
     return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
 
 
 def pages_as_rows(cache: torch.Tensor) -> torch.Tensor:
-    """Return a cache of layout PAGES as [pages, bytes]. The stride of a single page is arbitrary, so it is replaced by
-    a multiple of 16 bytes, as kernels require."""
+    """Return a view [pages, bytes] of a cache of layout PAGES. If there is only one page, its stride is arbitrary and
+    is replaced by a multiple of 16 bytes, as kernels require."""
     width = _page_bytes(cache)
     stride = cache.stride(0) if cache.shape[0] > 1 else width + -width % 16
     return cache.as_strided((cache.shape[0], width), (stride, 1))

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's compressor: each block of m tokens ends with one entry for the cache."""
+"""DeepSeek-V4's compressor: each block of m tokens gives one cache entry, computed from this block or from this block
+and the one before."""
 
 import torch
 
@@ -128,12 +129,12 @@ def compress_kv(
     *,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
+    """C[i, x] = sum_j softmax_j(Z[j, x]) KV[j, x] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    KV is kv in fp32. A sequence is divided into blocks of m tokens, and block i ends with entry i. Without overlap,
-    entry i is computed from the m tokens of block i with all of their channels, d = c. With overlap, it is computed
-    from two blocks, d = c / 2: from the first d channels of the tokens of block i - 1, and the last d channels of the
-    tokens of block i. Entry 0 is computed from block 0 alone.
+    KV is kv in fp32, and x is one of an entry's d channels. A sequence is divided into blocks of m tokens, and the
+    last token of block i completes entry i. Without overlap, d = c, and entry i is computed from the m tokens of block
+    i. With overlap, d = c / 2, and entry i is computed from two blocks: from channels 0 to d - 1 of the tokens of block
+    i - 1, and from channels d to c - 1 of the tokens of block i. Entry 0 is then computed from block 0 alone.
 
     kv, gate    [T, c] fp32, bf16 or fp16, both of one dtype: projections of new tokens, the sequences one after another
     ape         [m, c] fp32
@@ -143,15 +144,16 @@ def compress_kv(
                 last n of them
     state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and Z
                 of the token at position p; the op writes the rows of the new tokens. None: all sequences begin in this
-                call. With K - 1 additional rows, a sequence can be continued after any of its last K tokens, which
-                drops the later ones
+                call. With K - 1 rows more than this least n, a sequence can be continued after any of its last K
+                tokens, which drops the later ones
     state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
                 example padding, overwrite each other's state
     overlap     whether an entry is computed from two blocks
 
-    Returns (entries [N, d] fp32, tokens [N] int64), where tokens are the new tokens that end a block, ascending.
-    Differentiable in kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices,
-    cu_seqlens, starts and state_slots, before it writes anything.
+    Returns (entries [N, d] fp32, tokens [N] int64), where tokens are the indices in [0, T) of the new tokens that
+    complete an entry, ascending. Differentiable in kv, gate and ape. Raises TypeError or ValueError for other types,
+    dtypes, shapes, devices, cu_seqlens, starts and state_slots, before it writes anything. It runs in PyTorch on every
+    device.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     COMPRESS_KV.check(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
@@ -178,32 +180,32 @@ def write_compressed_kv(
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
-    """For every new token that ends a block, write rope(RMSNorm(C)) of the block's entry to the token's cache slot, in
-    place.
+    """For every new token that completes an entry C[i], write rope(RMSNorm(C[i])) to the token's cache slot, in place.
 
-    C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m]. KV is kv.
-    A sequence is divided into blocks of m tokens, and block i ends with entry i. Without overlap, entry i is computed
-    from the m tokens of block i with all of their channels, d = c. With overlap, it is computed from two blocks, d = c
-    / 2: from the first d channels of the tokens of block i - 1, and the last d channels of the tokens of block i. Entry
-    0 is computed from block 0 alone.
+    C[i, x] = sum_j softmax_j(Z[j, x]) KV[j, x] over the tokens j of entry i; Z = gate + ape[position mod m]. KV is kv,
+    and x is one of an entry's d channels. A sequence is divided into blocks of m tokens, and the last token of block i
+    completes entry i. Without overlap, d = c, and entry i is computed from the m tokens of block i. With overlap, d = c
+    / 2, and entry i is computed from two blocks: from channels 0 to d - 1 of the tokens of block i - 1, and from
+    channels d to c - 1 of the tokens of block i. Entry 0 is then computed from block 0 alone.
 
     kv, gate     [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
     ape          [m, c] fp32
     norm_weight  [d] fp32
-    cos, sin     [T, R / 2] fp32: a token that ends block i has the cos and sin of position i m; the rows of other
-                 tokens are not used. Rope rotates the last R channels in pairs (2i, 2i + 1)
+    cos, sin     [T, R / 2] fp32: the row of a token that completes entry i contains the cos and sin of position i * m,
+                 that of the block's first token; the rows of other tokens are not used. Rope rotates the last R
+                 channels in pairs (2i, 2i + 1)
     cache        [pages, P, 1, d | 584] in a layout of `write_kv_cache`, or [pages, P, 1, d + 4] bytes in the layout of
                  `write_indexer_cache`: then entries are Hadamard-transformed and rounded to e4m3 with one power-of-two
                  scale per entry
-    slots        [T] int32 or int64: page * P + offset for a token that ends a block, or -1 to skip the entry; -1 for
-                 all other tokens
+    slots        [T] int32 or int64: page * P + offset for a token that completes an entry, or -1 to skip the entry; the
+                 slots of other tokens are -1
     cu_seqlens   [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                  to cu_seqlens[b + 1]
     starts       [B] int32, at least 0, and starts + T below 2^31 - 512: the number of tokens of each sequence before
                  the new ones; `state` contains the last n of them
     state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and
-                 Z of the token at position p; the op writes the rows of the new tokens. With K - 1 additional rows, a
-                 sequence can be continued after any of its last K tokens, which drops the later ones
+                 Z of the token at position p; the op writes the rows of the new tokens. With K - 1 rows more than this
+                 least n, a sequence can be continued after any of its last K tokens, which drops the later ones
     state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
                  example padding, overwrite each other's state
     overlap      whether an entry is computed from two blocks

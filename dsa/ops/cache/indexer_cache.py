@@ -45,14 +45,14 @@ def read_indexer_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys in `slots` and their scales: (k [T, D] float8_e4m3fn, k_scale [T] fp32).
 
-    cache       [pages, P, 1, D + 4] uint8, as `write_indexer_cache` leaves it
+    cache       [pages, P, 1, D + 4] uint8, in the layout of `write_indexer_cache`
     slots       [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0
     k, k_scale  None: the op allocates contiguous results. Or two tensors of the results' shapes and dtypes: the op
                 writes the results to them, and writes nothing between their rows. They must not begin at the address of
                 another argument
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
-    On Hopper: the same caches as `write_indexer_cache`.
+    On Hopper: the limits of `write_indexer_cache` on D, rows and pages. CUDA-graph safe, no host synchronisation.
     """
     if k is None and k_scale is None:
         return _read_indexer_cache(cache, slots)
@@ -104,7 +104,7 @@ def _launch(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: 
     from dsa.kernels.cache.indexer_cache_sm90 import compile_indexer_cache
 
     rows = k.view(torch.uint8)
-    if rows.shape[0] == 1:  # a single row may have any stride
+    if rows.shape[0] == 1:  # the stride of a single row is arbitrary
         rows = rows.as_strided(rows.shape, (rows.shape[1], 1))
     launch = compile_indexer_cache(k.shape[1], dtype_name(slots.dtype), write)
     launch(rows, k_scale, pages_as_rows(cache), slots, cache.shape[1])

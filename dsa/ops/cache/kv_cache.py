@@ -61,7 +61,7 @@ def _check_device(device: object) -> None:
 
 
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
-    """Write token t's row into slot slots[t] = page * P + offset of the cache, in place.
+    """Write kv[t] into slot slots[t] = page * P + offset of the cache, in place.
 
     kv         [T, d] bf16, fp16 or fp32, last dimension contiguous: the latent with its 64 rope channels last. kv and
                the cache must not share memory
@@ -70,9 +70,9 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad
     slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    use_ue8m0  V3.2 has a scale per 128 channels. True: max(amax, 1e-4) / 448, rounded up to a power of two. False: not
-               rounded up. V4 has a scale per 64 channels, always a power of two, and refuses False. A float cache has
-               no scales
+    use_ue8m0  V3.2 has a scale per group of 128 channels. True: it is max(amax, 1e-4) / 448, rounded up to a power of
+               two, with amax the largest |value| of the group. False: it is not rounded up. V4 has a scale per group of
+               64 channels, always a power of two: False raises ValueError. A float cache has no scales
 
     A scale multiplies: value = e4m3 * scale. Rope channels of a byte cache are rounded to bf16, and all channels of a
     float cache to the cache's dtype. NaN in a group makes the group's values and scale NaN. V4's pad byte is written 0;
@@ -88,12 +88,12 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale for a byte cache.
 
-    cache  [pages, P, 1, d | 656 | 584], as `write_kv_cache` leaves it; V3.2's fp32 scales are multiplied in fp32
+    cache  [pages, P, 1, d | 656 | 584], in a layout of `write_kv_cache`; V3.2's fp32 scales are multiplied in fp32
     slots  [...] int32 or int64, page * P + offset, contiguous; -1 or any slot outside the cache gives zeros
     dtype  float32, bfloat16 or float16; for bfloat16 and float16 the fp32 values are rounded once
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
-    On Hopper: the same caches as `write_kv_cache`.
+    On Hopper: the limits of `write_kv_cache` on caches. CUDA-graph safe, no host synchronisation.
     """
     return _read_kv_cache(cache, slots, dtype)
 

@@ -81,12 +81,12 @@ def write_mla_cache(
                  skipped tokens. With a byte cache: the bits that `read_kv_cache` returns in kv's dtype after the write.
                  With a float cache: the rows before the cache rounds them. Must not overlap kv or the cache
 
-    Norm and rope each round to kv's dtype, as the separate operations do; the cache then stores these rows as
-    `write_kv_cache` does. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or
-    ValueError for other types, dtypes, shapes and strides. For a slot below -1 or beyond the cache the reference raises
+    Norm and rope each round to kv's dtype, as `rms_norm` and `apply_rotary` do; the rows are then stored as by
+    `write_kv_cache`. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or ValueError
+    for other types, dtypes, shapes and strides. For a slot below -1 or beyond the cache the reference raises
     ValueError; the kernel skips the token.
-    On Hopper: one kernel, d 576 or 512, N 512, R 64; rows of kv and out, rows or V4's pages of the cache and
-    norm_weight at multiples of 16 bytes. The kernel sums the squares in another order than the reference, so a value
+    On Hopper: one kernel, d 576 or 512, N 512, R 64; rows of kv and out, norm_weight, and the cache's rows (V4: pages)
+    start at multiples of 16 bytes. The kernel sums the squares in another order than the reference, so a value
     occasionally rounds to an adjacent representable number. CUDA-graph safe, no host synchronisation.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """

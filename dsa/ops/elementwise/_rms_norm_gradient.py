@@ -29,7 +29,8 @@ RMS_NORM_GRADIENT = Arguments(
 
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether the kernel can compute the gradients of `rms_norm` for x. It cannot under torch.compile."""
+    """Whether the kernel can compute the gradients of `rms_norm` for x, by dtype, sizes and layout. Under torch.compile
+    the answer is no."""
     if torch.compiler.is_compiling() or x.dim() == 0 or not _rms_norm_gradient.runs_kernel(x):
         return False
     channels = x.shape[-1]
@@ -63,7 +64,7 @@ def _rms_norm_gradient(
     if weight is not None:
         parts = x.new_empty(ctas * (config.threads // config.lanes), channels, dtype=torch.float32)
     grad = grad.contiguous()
-    if rows_at_16_bytes(grad) is None:  # a slice of a larger gradient may begin at any element
+    if rows_at_16_bytes(grad) is None:  # a contiguous slice of a larger gradient can begin at any element
         grad = grad.clone()
     launch = kernel.compile_rms_norm_gradient(name, weight is not None, config)
     launch(grad.view(rows.shape), rows, weight, dx.view(rows.shape), parts, float(eps), ctas)

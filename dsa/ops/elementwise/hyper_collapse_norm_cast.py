@@ -26,7 +26,7 @@ from dsa.runtime.declare import (
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
 
-_VECTOR = 8  # channels in 16 bytes
+_VECTOR = 8  # bf16 channels in 16 bytes
 MAX_CHANNELS = HYPER_NORM_TILES[-1][1] * HYPER_NORM_TILES[-1][2] * _VECTOR
 
 

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's hyper-connections: from residual streams to a sublayer's input, and from its output to new streams."""
+"""DeepSeek-V4's hyper-connections: from residual streams to a sublayer's input, and from the sublayer's output to new
+streams."""
 
 import math
 
@@ -125,8 +126,8 @@ def hyper_head(
 ) -> torch.Tensor:
     """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, after the last layer.
 
-    v is the concatenation of a token's n streams. The formula is that of x in `hyper_collapse`, but this op has a
-    separate mix, base and scale.
+    v is the concatenation of a token's n streams. The formula is that of x in `hyper_collapse`. But mix, base and scale
+    contain only the numbers for x, and belong to the model's head.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, n] fp32: a linear projection of v

@@ -35,9 +35,9 @@ def hyper_expand_mix(
     Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous, bit-identical to the results of the two functions.
     Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel for up to 4 tokens; the kernels of the two functions for more tokens. The limits are those of
-    the two functions. Deterministic; a token's results do not depend on the other tokens. CUDA-graph safe, no host
-    synchronisation.
+    On Hopper: one kernel for up to 4 tokens if C is at most 131070, otherwise the kernels of the two functions. The
+    limits are those of `hyper_expand` and `hyper_mix`. Deterministic; a token's results do not depend on the other
+    tokens. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_expand_mix(y, streams, post, comb, parts)

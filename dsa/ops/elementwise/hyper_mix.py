@@ -22,8 +22,8 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 
 __all__ = ["hyper_mix"]
 
-FEW_TOKENS = 64  # up to this many tokens the kernel for few tokens is the faster one
-CLUSTERS = 14  # most clusters of 8 CTAs per launch: 15 run at once on an H200, a 16th needs a second wave
+FEW_TOKENS = 64  # up to this many tokens the kernel for few tokens is faster than the other kernels
+CLUSTERS = 14  # most clusters of 8 CTAs per launch, so that all run in one wave; an H200 runs up to 15 at once
 BF16 = (torch.bfloat16,)
 
 
@@ -41,12 +41,12 @@ LIMITS = {
 
 
 def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32, for `hyper_collapse`.
+    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32: the `mix` of `hyper_collapse` and `hyper_head`.
 
     v is the concatenation of a token's n streams. W is the sum of three bf16 matrices: high = bf16(W), middle =
     bf16(W - high), low = bf16(W - high - middle). This sum represents an fp32 number of magnitude 2^-110 to 3.39e38
-    (bf16's largest number) with a relative error of at most 2^-24. The product of a part and a bf16 number is exact in
-    fp32.
+    (bf16's largest number) with a relative error of at most 2^-24. The product of one of these matrices' numbers and a
+    bf16 number is exact in fp32.
 
     streams  X [T, n, D] bf16
     parts    [3, C, n D] bf16: high, middle, low
@@ -54,12 +54,13 @@ def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     Returns mix [T, C] fp32, contiguous. NaN and infinities stay in their token. Differentiable: if a gradient is asked
     for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel. D a multiple of 8; n D at most 2^30; C at most 524280; T at most 2^31 - 512; rows of streams
-    at multiples of 16 bytes; parts contiguous. The kernel and the reference sum in different orders, and the kernel's
-    tensor cores truncate the sums. The largest measured error for n D = 16384 is 1.4e-8 of sum_k |W[c, k] v[t, k]|.
-    More than 1792 tokens take a second kernel and a workspace of 1.5 KB per token. For more than 64 tokens a faster
-    kernel runs if C = 24, D is a multiple of 64, the streams of each token are contiguous and the stride of T is above
-    0. Otherwise the kernel for few tokens runs, with the same bits.
+    On Hopper: D a multiple of 8; n D at most 2^30; C at most 524280; T at most 2^31 - 512; rows of streams at multiples
+    of 16 bytes; parts contiguous. The kernel and the reference sum in different orders, and the kernel's tensor cores
+    truncate the sums. The largest measured error for n D = 16384 is 1.4e-8 of sum_k |W[c, k] v[t, k]|.
+    For up to 64 tokens the kernel for few tokens runs. For more tokens a faster kernel runs if C = 24, D is a multiple
+    of 64, the streams of each token are contiguous and the stride of T is above 0; for more than 1792 tokens it is
+    followed by a second kernel and needs a workspace of 1.5 KB per token. Otherwise the kernel for few tokens runs,
+    with the same bits.
     Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """

@@ -48,7 +48,7 @@ def rms_norm_cast_to_fp8(
     x          [T, D] bf16, fp16 or fp32, D a multiple of 128
     weight     [D] fp32
     eps        added to the mean of the squares: a finite number, at least 0
-    use_ue8m0  True: scales are powers of two
+    use_ue8m0  True: scales are powers of two; False: they need not be (`dsa.per_token_cast_to_fp8`)
 
     Returns (y [T, D] in x's dtype, q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, for layers that read
     both y and its cast. For D >= 256 the bits are those of `dsa.rms_norm` and then `dsa.per_token_cast_to_fp8`. Not
@@ -70,7 +70,8 @@ def add_rms_norm_cast_to_fp8(
     weight, eps, use_ue8m0  see `dsa.rms_norm_cast_to_fp8`
 
     Returns (total [T, D], y [T, D], q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, total and y in x's
-    dtype. x and residual are read once. For everything else see `dsa.rms_norm_cast_to_fp8`.
+    dtype. On Hopper one kernel reads x and residual once. Errors, limits and everything else are as for
+    `dsa.rms_norm_cast_to_fp8`.
     """
     return _add_rms_norm_cast_to_fp8(x, residual, weight, eps, use_ue8m0)
 

@@ -102,7 +102,7 @@ def _results(x: torch.Tensor) -> torch.Tensor:
 
 def _check_rows(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
-        out = x  # stands for the new tensor, whose rows are aligned for groups of 8 channels if those of x are
+        out = x  # stands for the new tensor: it can be accessed in groups of 8 channels if x can
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
     if x.shape[-1] % 2:
@@ -162,8 +162,8 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return x and out with strides for the kernel that accesses groups of 8 channels, or None if it cannot access
-    them."""
+    """Return (x, out), with strides of dimensions of size 1 replaced, for the kernel that accesses groups of 8
+    channels. Return None if that kernel cannot access them."""
     if x.shape[-1] % (2 * ROTARY_PAIRS) or rotated % (2 * ROTARY_PAIRS):
         return None
     x, out = rows_at_16_bytes(x), rows_at_16_bytes(out)
@@ -171,7 +171,8 @@ def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tenso
 
 
 def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Return cos or sin in a layout that the kernel can read. Other layouts are copied, which costs little."""
+    """Return cos or sin, or a copy if the kernel cannot read the layout. They are small, so a copy costs little. wide:
+    whether the kernel accesses groups of 8 channels"""
     given = rows_at_16_bytes(x) if wide else unit_inner(x)
     if given is None or given.stride(1) != 1:
         return x.clone(memory_format=torch.contiguous_format)
@@ -185,7 +186,7 @@ def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 def _rotate_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    # Call the registered op, because it can be traced and has this same backward pass.
+    # Call the registered op: it can be traced, and it is differentiable by this same function.
     back = torch.ops.dsa.apply_rotary(grad.contiguous(), cos, -sin, ctx.interleaved, ctx.dims)
     return back, None, None, None, None
 

@@ -1,4 +1,5 @@
-"""Operands of products: checks of tuples of values and scales, and of the number of rows in grouped products."""
+"""Operands of products: checks of tuples of values and scales, and of `weights` and `expected_rows` of grouped
+products."""
 
 import torch
 
@@ -30,7 +31,8 @@ def check_rows(
 
 
 def check_expected_rows(q: torch.Tensor, rows: torch.Tensor | None, expected_rows: int | None) -> None:
-    """Raise ValueError if expected_rows is above the number of rows of the result."""
+    """Raise ValueError if expected_rows is above M, the number of rows of the result: that of `rows`, or without it
+    that of q."""
     count, origin = (len(q), "a[0], without rows") if rows is None else (len(rows), "rows")
     if expected_rows is not None and expected_rows > count:
         raise ValueError(f"expected_rows: must be at most M = {count}, got {expected_rows} (sizes as of {origin})")

@@ -39,8 +39,9 @@ E8M0 = (torch.float8_e8m0fnu,)
 
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Up to this many rows per matrix on average, the kernel that widens weights in registers is faster than the kernel that
-# widens them in shared memory. Both accept any number of rows.
+# Up to this many expected rows per matrix on average, the kernel that widens weights in registers
+# (fp8_fp4_gemm_few_rows_sm90.py) is faster than the kernel that widens them in shared memory (fp8_fp4_gemm_sm90.py).
+# Both accept any number of rows.
 FEW_ROWS = 24
 
 
@@ -87,7 +88,7 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     [..., ceil(N / 128), ceil(K / 128)] fp32: the scale of `widen_fp4`, and the block_scale of
     `grouped_fp8_fp4_gemm_nt`. The last block of a row or column of blocks may be smaller.
     Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block whose largest
-    and smallest group scales differ by more than a factor of 2^14, the most that e4m3 can represent with one scale. The
+    group scale is more than 2^14 times the smallest, because e4m3 cannot represent such a block with one scale. The
     message names the block and the factor.
     """
     return widen_fp4(packed, scale)[1]
@@ -131,8 +132,8 @@ def grouped_fp8_fp4_gemm_nt(
     rows           int32 [M]: row m of the product uses row rows[m] of a, from 0 to A - 1; a row may be used several
                    times. None: the rows of a in order, M = A
     weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), multiplied in fp32 and rounded once; None: 1
-    expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of
-                   the result; ends[E - 1] may differ from it. None: M
+    expected_rows  what the caller expects ends[E - 1] to be, from 0 to M. It changes the speed but no bit of the
+                   result; ends[E - 1] may differ. None: M
 
     Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
     computed for them, and their result is undefined, as in `grouped_fp8_gemm_nt`. The weights stay FP4 in memory. The
@@ -143,8 +144,9 @@ def grouped_fp8_fp4_gemm_nt(
     blocks that e4m3 cannot represent. With other block scales the kernel's result is undefined.
     On Hopper: K a multiple of 32, N a multiple of 8, E up to 1024, E N below 2^31; packed and scale contiguous,
     starting at a multiple of 16 bytes; no host synchronisation. Every call copies the scales of a and b unless K is a
-    multiple of 512. The op chooses the kernel and the work tiles by the expected rows: up to 24 per weight on average
-    run in a small-M kernel if K is a multiple of 128. Otherwise the call first copies `rows` of a.
+    multiple of 512. The op chooses the kernel and the work tiles by the expected rows: a small-M kernel runs for up to
+    24 per weight on average if K is a multiple of 128. Otherwise, if `rows` is given, the call first copies these rows
+    of a.
     Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
     """
     operands = *pair("a", a), *fp4_weight("b", b)
@@ -205,7 +207,8 @@ def _grouped_fp8_fp4_gemm_nt(
 
 
 def _group_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Return e8m0 scales [E, N, K / 32] as bytes, each row padded to a multiple of 16 bytes."""
+    """Return e8m0 scales [E, N, K / 32] as bytes: a view, or a copy with rows padded to a multiple of 16 bytes if
+    needed."""
     codes = scale.view(torch.uint8)
     return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 16)) if codes.shape[-1] % 16 else codes
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
-# The small-M kernel of grouped products runs if there are at most FEW_ROWS rows in all, or at most FEW_ROWS_OF_A_MATRIX
-# rows per matrix on average.
+# The small-M kernel of grouped products runs if at most FEW_ROWS rows are expected in all, or at most
+# FEW_ROWS_OF_A_MATRIX per matrix on average (`has_few_rows` has the other conditions).
 FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -127,7 +127,7 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     out_dtype  float32, bfloat16 or float16
 
     Returns [..., M, N]. Scales may be any fp32 numbers. N and K may be any numbers: the last block may be smaller than
-    128. A row's result depends on no other row. Without rows the result is empty, without channels zero.
+    128. A row's result depends on no other row. If M or N is 0 the result is empty, and if K is 0 it is zeros.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, K a multiple of 16, N a multiple of 8 and below 2^31. The kernel reads w in place if its rows
     start at multiples of 16 bytes. It reads the scales in place if ceil(K / 128) is a multiple of 4 and the rows of
@@ -160,21 +160,22 @@ def grouped_fp8_gemm_nt(
     rows           int32 [M]: row m of the product uses row rows[m] of a, from 0 to A - 1; a row may be used several
                    times. None: the rows of a in order, M = A
     weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), multiplied in fp32 and rounded once; None: 1
-    expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of
-                   the result; ends[E - 1] may differ from it. None: M
+    expected_rows  what the caller expects ends[E - 1] to be, from 0 to M. It changes the speed but no bit of the
+                   result; ends[E - 1] may differ. None: M
 
     Returns [M, N]. A row's result depends on no other row. The result of rows that belong to no expert is undefined:
-    kernels do not write it, the reference fills it with NaN. The values of a, `rows` and `weights` in these rows do not
-    matter.
+    kernels do not write it, the reference fills it with NaN. The values of a, `rows` and `weights` for these rows do
+    not matter.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
     ends that do not ascend from at least 0 to at most M, and for rows[m] outside a in a row m of an expert. The kernel
     cannot raise these errors: it treats a weight as one without rows if the weight's end is before the previous end or
     outside [0, M]. The result is then undefined in rows that belong to no weight, and where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as for `fp8_gemm_nt`, E up to 1024, E N below
     2^31. The time depends only on the experts' rows. The op chooses the kernel and the work tiles by the expected rows;
-    the choice changes no bit. For up to 4096 expected rows, the kernel gathers `rows` of a. For more, the call first
-    copies all of these rows, which is faster, including the rows of no expert. Without `rows` and `weights`, up to 64
-    expected rows in all, or 8 per weight on average, run in a small-M kernel.
+    the choice changes no bit. With `rows` and up to 4096 expected rows, the kernel gathers the rows of a. With more
+    expected rows the call first copies all M of them, also those of no expert, because this is faster. Without `rows`
+    and `weights`, a small-M kernel runs if E > 1 and at most 64 rows in all, or at most 8 per weight on average, are
+    expected.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index per row.
     """
     return _grouped_fp8_gemm_nt(*pair("a", a), *pair("b", b), ends, out_dtype, rows, weights, expected_rows)
@@ -232,7 +233,8 @@ def _grouped_fp8_gemm_nt(
 
 
 def write_product(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the product of q [M, K] and w [N, K] to out [M, N]. q and w may be slices of wider tensors."""
+    """Write the product of `fp8_gemm_nt`, of q [M, K] with scales s and w [N, K] with scales ws, to out [M, N]. q and w
+    may be slices of wider tensors."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm
@@ -262,8 +264,9 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the grouped product of q and w [E, N, K] to out [M, N]. With `rows` [M], row m of the product uses row
-    rows[m] of q; otherwise q is [M, K]. With `weights` [M], row m of the product is multiplied by weights[m]."""
+    """Write the product of `grouped_fp8_gemm_nt`, of q with scales s and w [E, N, K] with scales ws, to out [M, N].
+    With `rows` [M], row m of the product uses row rows[m] of q; otherwise q is [M, K]. With `weights` [M], row m of the
+    product is multiplied by weights[m]."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 
@@ -291,24 +294,24 @@ def write_grouped_product(
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
-    """Return the number of rows by which kernel and tile are chosen. Every choice gives right results for any number of
-    rows."""
+    """Return the number of rows by which kernel and tile are chosen: expected_rows, but at least 1, or if that is None
+    all `count` rows. Every choice gives right results for any number of rows."""
     return count if expected_rows is None else max(expected_rows, 1)
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether to run the small-M kernel of grouped products: there are so few rows that nearly all of the time goes
-    into loading the weights. This kernel does not gather `rows`."""
+    """Whether to run the small-M kernel of grouped products: so few rows are expected that nearly all of the time goes
+    into loading the weights. This kernel does not gather `rows`, and callers do not use it with `weights`."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
 def gathered_rows(
     q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None, expected: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (q, s, rows) for the kernel.
+    """Return the arguments (q, s, rows) of a kernel that gathers rows unless `rows` is None.
 
-    For few rows, gathering in the kernel is faster than a copy. Many rows are copied first, and None is returned for
-    `rows`.
+    Up to GATHERED_ROWS expected rows, gathering in the kernel is faster than a copy. For more, this function returns
+    copies of the rows and None for `rows`.
     """
     from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS
 
@@ -327,18 +330,18 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
-    """Whether to schedule work tiles dynamically: tiles of several matrices take different times, and with many rows
-    this matters."""
+    """Whether to schedule work tiles dynamically: with several matrices and many rows this is faster than a static
+    schedule, because work tiles take different times."""
     return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 
 def tile_counter(like: torch.Tensor, is_dynamic: bool) -> torch.Tensor | None:
-    """Return a zeroed counter of work tiles for dynamic scheduling, else None."""
+    """Return a zeroed counter of work tiles, int32 [1], for dynamic scheduling; None for a static schedule."""
     return torch.zeros(1, dtype=torch.int32, device=like.device) if is_dynamic else None
 
 
 def aligned_rows(q: torch.Tensor) -> torch.Tensor:
-    """Return q [M, K], or a copy if its rows are not at multiples of 16 bytes."""
+    """Return q [M, K], or a contiguous copy if its rows do not start at multiples of 16 bytes."""
     aligned = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
@@ -350,7 +353,8 @@ def aligned_scales(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(4096)
 def _choose_config(rows: int, columns: int, channels: int, sms: int) -> "Tile":
-    """Choose the CTA tile for a product with one matrix. The tile's type selects one of the two kernels."""
+    """Choose the CTA tile for a product with one matrix. A tile of type FewRowsConfig also selects the small-M
+    kernel."""
     from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix
 
     return choose_for_one_matrix(rows, columns, channels, sms)

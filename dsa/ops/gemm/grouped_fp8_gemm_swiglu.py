@@ -80,8 +80,8 @@ def grouped_fp8_gemm_swiglu(
     """`swiglu_cast_to_fp8` of gate and up, the two halves of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
     a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
-    b              (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): weights and their scales; the rows of
-                   the gate projection, then those of the up projection; I is a multiple of 128
+    b              (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): weights and their scales; first the I
+                   rows of the gate projection, then those of the up projection; I is a multiple of 128
     ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; any weight may
                    have no rows
     rows           int32 [M]: row m of the result uses row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
@@ -89,19 +89,19 @@ def grouped_fp8_gemm_swiglu(
                    clamp
     use_ue8m0      True: a scale is max(amax, 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
     dtype          float32, bfloat16 or float16: gate, up and their SwiGLU are rounded to it
-    expected_rows  how many rows the caller expects before ends[E - 1], from 0 to M. It changes the speed but no bit of
-                   the result; ends[E - 1] may differ from it. None: M
+    expected_rows  what the caller expects ends[E - 1] to be, from 0 to M. It changes the speed but no bit of the
+                   result; ends[E - 1] may differ. None: M
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
     projection. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
     computed for them, and their q and scale are undefined (NaN in the reference).
     NaN and infinity have the same effect as in `swiglu_cast_to_fp8`. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
-    ends and rows like `grouped_fp8_gemm_nt`. With the kernel, the results of rows that belong to no expert are
-    undefined also if ends do not ascend.
+    ends and rows like `grouped_fp8_gemm_nt`. With the kernel, if ends do not ascend, the results of rows that belong to
+    no expert are undefined, and no error is raised.
     On Hopper: K and E as for `grouped_fp8_gemm_nt`; the error of the SwiGLU is within the bounds of
     `swiglu_cast_to_fp8`. If there are so few rows that `grouped_fp8_gemm_nt` would run the small-M kernel, the call
-    runs the small-M kernel and then a cast, which is faster.
+    runs that kernel and then a cast, which is faster than one kernel for both.
     CUDA-graph safe, no host synchronisation.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
@@ -123,13 +123,14 @@ def grouped_fp8_fp4_gemm_swiglu(
     """`grouped_fp8_gemm_swiglu` with FP4 weights: the same bits as with the weights that `widen_fp4` returns.
 
     b  (packed [E, 2 I, K / 2] int8 or uint8, scale [E, 2 I, K / 32] float8_e8m0fnu, block_scale
-       [E, 2 I / 128, ceil(K / 128)] fp32) as in `grouped_fp8_fp4_gemm_nt`; the rows of the gate projection, then those
-       of the up projection; I is a multiple of 128, K a multiple of 32
+       [E, 2 I / 128, ceil(K / 128)] fp32) as in `grouped_fp8_fp4_gemm_nt`; first the I rows of the gate projection,
+       then those of the up projection; I is a multiple of 128, K a multiple of 32
 
     The other arguments and the results are those of `grouped_fp8_gemm_swiglu`.
     Raises TypeError or ValueError like `grouped_fp8_gemm_swiglu`, and for FP4 weights like `grouped_fp8_fp4_gemm_nt`.
     On Hopper: packed and scale contiguous, starting at a multiple of 16 bytes. Every call copies the scales of a and b
-    unless K is a multiple of 512. Few rows run in a small-M kernel if K is a multiple of 128.
+    unless K is a multiple of 512. The product runs the kernels of `grouped_fp8_fp4_gemm_nt` (a small-M kernel for few
+    rows if K is a multiple of 128), and a cast follows.
     CUDA-graph safe, no host synchronisation.
     Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
     """
@@ -175,7 +176,8 @@ def _grouped_fp8_gemm_swiglu(
         return out, scale
     expected = fp8.rows_to_choose_for(count, expected_rows)
     if fp8.has_few_rows(expected, matrices, rows):
-        # Nearly all of the time goes into loading the weights, which the small-M kernel does faster. The cast is short.
+        # Nearly all of the time goes into loading the weights, which the small-M kernel does faster than the fused
+        # kernel. The cast that follows is short.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
         return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
     q, s, rows = fp8.gathered_rows(q, s, rows, expected)
@@ -219,8 +221,8 @@ def _grouped_fp8_fp4_gemm_swiglu(
     dtype: torch.dtype,
     expected_rows: int | None,
 ) -> Scaled:
-    # A fused kernel must widen 256 weight rows (gate and up) per 128 rows of a. A product that widens 128 weight rows
-    # per 256 rows of a, followed by a cast, is faster.
+    # A kernel that fuses product and cast must widen 256 weight rows (gate and up) per 128 rows of a. A product that
+    # widens 128 weight rows per 256 rows of a, followed by a cast, is faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
     return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)

@@ -36,13 +36,13 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, sc
     x            [T, I] bf16 or fp16
     weight       W [O, I] of x's dtype
     scale        a finite number that multiplies the sums
-    scaled_from  the first row of W whose sums are multiplied by `scale`; for a W that concatenates the matrices of
-                 several layers
+    scaled_from  the first row of W whose sums are multiplied by `scale`; it is above 0 if W concatenates the matrices
+                 of several layers of which only the last has a scale
 
     Returns y fp32 [T, O], contiguous. Differentiable in x and weight: if a gradient is needed, the formula runs in
     PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, T up to 64, O up to 2^20 - 16, I a multiple of 32, rows of x and weight at multiples of 16
-    bytes. The kernel reads W once per 32 tokens and is meant for few tokens: above about T O = 50000 results,
+    bytes. The kernel reads W once per 32 tokens and is meant for few tokens: above about T * O = 50000 results,
     `torch.mm(x, weight.T, out_dtype=torch.float32)` is likely to be faster. The order of the sum depends only on I, so
     a row of y has the same bits for any T, and a column of y for any O.
     Deterministic. CUDA-graph safe.

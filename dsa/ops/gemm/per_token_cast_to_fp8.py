@@ -28,7 +28,7 @@ PER_TOKEN_CAST_TO_FP8 = Arguments(
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool = True, gran_k: int = 128, *, hadamard: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = round_to_e4m3(x * (1 / scale)), scale = max(amax(|x|), 1e-4) / 448 over groups of a token's channels.
+    """q = round_to_e4m3(x * (1 / scale)), scale = max(amax(|x|), 1e-4) / 448 over groups of gran_k channels of a token.
 
     x          [..., K] bf16, fp16 or fp32, K a multiple of gran_k
     use_ue8m0  True: the scale is rounded up to a power of two; False: it is not
@@ -40,10 +40,10 @@ def per_token_cast_to_fp8(
     multiplies). NaN in a group makes its scale and values NaN; infinity makes the scale infinite. Not differentiable.
     Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride, gran_k or flag.
     The bytes equal those of DeepGEMM's function on the same device, except in groups with NaN or infinity. PyTorch
-    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU: without ue8m0 the last bit of a scale can differ between
-    CPU and GPU.
-    On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows with one stride that is a
-    multiple of 16 bytes; the same bits as the reference on this GPU. CUDA-graph safe, no host synchronisation.
+    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU: with use_ue8m0 False the last bit of a scale can differ
+    between CPU and GPU.
+    On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows at multiples of 16 bytes with a
+    single stride between them; the same bits as the reference on this GPU. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's function of this name and `act_quant` / `rotate_activation` of DeepSeek-V3.2's inference code.
     """
     return _per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard)

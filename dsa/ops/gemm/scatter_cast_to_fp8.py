@@ -40,8 +40,9 @@ def scatter_cast_to_fp8(
     use_ue8m0  True: a scale is max(amax(|x|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
     Returns q [T * k, K] float8_e4m3fn and scale [T * k, K / 128] float32, both contiguous: the activations of
-    `grouped_fp8_gemm_swiglu`. The kernel leaves rows without a token undefined. If several tokens go to one row, one of
-    them is stored. Not differentiable. Without tokens or channels the results are empty.
+    `grouped_fp8_gemm_swiglu`. The kernel leaves rows without a token undefined; the reference makes them 0, with scales
+    of 1. If several tokens go to one row, one of them is stored. Not differentiable. Without tokens or channels the
+    results are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, contiguous channels, rows at multiples of 16 bytes; the same bits as `per_token_cast_to_fp8`
     on the same GPU. CUDA-graph safe, no host synchronisation.

@@ -48,8 +48,8 @@ def swiglu_cast_to_fp8(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and limits.
     On Hopper: one kernel, I a multiple of 8, contiguous channels and rows at multiples of 16 bytes (the dimensions
     before the last mergeable into one). The fp32 value of h has a relative error of at most 2^-20, or an absolute error
-    of at most 1e-36 * max(|up|, 1). For the rounded h, q and scale have the same bits as `per_token_cast_to_fp8` gives
-    on the same GPU. CUDA-graph safe, no host synchronisation.
+    of at most 1e-36 * max(|up|, 1). From the rounded h, q and scale follow with the bits of `per_token_cast_to_fp8` on
+    the same GPU. CUDA-graph safe, no host synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     return _swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)

@@ -72,14 +72,14 @@ def fp8_mqa_logits(
                         that do not fit are left out
     logits_dtype        torch.float32 or torch.bfloat16: the sum is fp32, rounded once
     accumulators        torch.float32, or torch.float16 for speed on Hopper: then the products q . k and sums over 8
-                        heads are fp16, scaled so that none overflows if weights are below 2^113. The error of scores is
-                        about 5e-4 of their root mean square. A score is exactly 0 if each of its products q . k is
-                        negative by more than the error of the product
+                        heads are fp16, scaled so that none overflows if |weights| < 2^113. The error of a score is
+                        about 5e-4 of the root mean square of the scores. If the products q . k of a key are below 0 for
+                        all heads, by more than their rounding error, the score is exactly 0
 
-    Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's column.
-    Without queries the result is empty; without keys it is empty or -inf. Raises TypeError or ValueError for other
-    types, dtypes and shapes.
-    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}; rows of k 16-byte aligned; less than 2^30 keys and columns.
+    Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only the scores of that
+    key. Without queries the result is empty. Without keys it is empty if max_seqlen_k is 0, and otherwise -inf. Raises
+    TypeError or ValueError for other types, dtypes and shapes.
+    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}; rows of k 16-byte aligned; fewer than 2^30 keys and columns.
     Deterministic, CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
@@ -89,7 +89,7 @@ def fp8_mqa_logits(
 
 
 def pair(kv: object) -> tuple:
-    """Return the keys and their scales."""
+    """Return kv as (keys, scales). Raises TypeError unless kv is a tuple or a list of two."""
     return check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
 
 
@@ -150,7 +150,7 @@ def _fp8_mqa_logits(
     keys = k.shape[0]
     if queries == 0 or keys == 0:
         return out.fill_(-torch.inf)
-    if keys == 1:  # torch allows any stride for a single row
+    if keys == 1:  # the stride of a single row is arbitrary, and TMA needs a multiple of 16 bytes
         k = k.as_strided(k.shape, (dim, 1))
     sms = backends.num_sms(q.device)
     half = accumulators == torch.float16

@@ -41,7 +41,8 @@ def _check_plan(name: str, plan: torch.Tensor) -> None:
 
 
 def _lengths_layout(context_lens: torch.Tensor) -> str:
-    """Return the layout that the kernels require: any stride for a vector, contiguous rows for a matrix."""
+    """Return the layout that the kernels require of context_lens: any stride for [B], contiguous rows for [B,
+    next_n]."""
     return INNER if context_lens.dim() == 2 else ANY
 
 
@@ -68,15 +69,16 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     """Return the plan of `fp8_paged_mqa_logits`: SM i computes the work from row i of the plan up to row i + 1,
     exclusive.
 
-    context_lens  [B] or [B, next_n] int32, keys per sequence or per query. A sequence is as long as its longest query
+    context_lens  [B] or [B, next_n] int32, keys per sequence or per query. In the second case the length of a sequence
+                  is the largest of its next_n numbers
     block_kv      page size, a divisor of 256
-    num_sms       how many SMs share the work; `dsa.num_sms(device)` is the GPU's number
+    num_sms       how many SMs share the work; `dsa.num_sms(device)` returns the number of SMs of the GPU
 
     Returns [num_sms + 1, 2] int32. The work is divided into splits of 256 keys: the splits of sequence 0 come first,
     then the splits of sequence 1, and so on. A sequence has ceil(length / 256) splits. A split covers all queries of
-    the sequence. Row i is (sequence, split), the first split of SM i. Every SM gets total // num_sms splits, and the
-    last total % num_sms SMs get one more. The last row is (B, 0); without work all rows are (B, 0). A sequence counts
-    for at most (2^31 - 1) // B splits, so that the total fits in int32.
+    the sequence. Row i is (sequence, split), the first split of SM i. If all sequences together have S splits, every SM
+    gets S // num_sms splits, and the last S % num_sms SMs get one more. The last row is (B, 0); without work all rows
+    are (B, 0). A sequence counts for at most (2^31 - 1) // B splits, so that S fits in int32.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     On Hopper: one kernel, no host synchronisation. Captured in a CUDA graph together with the scores, it makes a new
     plan at every replay.
@@ -108,22 +110,23 @@ def fp8_paged_mqa_logits(
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
                      sequence's keys are ignored; a page outside the cache is not read
     schedule_meta    [SMs + 1, 2] int32, contiguous, from `get_paged_mqa_logits_metadata` for these lengths; or None:
-                     the op makes the plan. The scores do not depend on the number of SMs. With a plan for other lengths
-                     or with arbitrary numbers, some scores may not be written, but the op writes nothing outside the
-                     result
+                     the op makes this plan in every call. The scores do not depend on the number of SMs. With a plan
+                     for other lengths or with arbitrary numbers, some scores may not be written, but the op writes
+                     nothing outside the result
     max_context_len  columns of the result; later keys are left out
     clean_logits     True: columns past the keys that a query sees are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once
-    accumulators     torch.float32, or torch.float16 for speed on Hopper if next_n H > 128: then the products q . k and
-                     sums over 8 heads are fp16, scaled so that none overflows if weights are below 2^113. The error of
-                     scores is about 5e-4 of their root mean square. A score is exactly 0 if each of its products q . k
-                     is negative by more than the error of the product. With next_n H <= 128, torch.float16 gives the
-                     scores of torch.float32, because fp16 would not be faster
+    accumulators     torch.float32, or torch.float16 for speed on Hopper if next_n * H > 128: then the products q . k
+                     and sums over 8 heads are fp16, scaled so that none overflows if |weights| < 2^113. The error of a
+                     score is about 5e-4 of the root mean square of the scores. If the products q . k of a key are below
+                     0 for all heads, by more than their rounding error, the score is exactly 0. With next_n * H <= 128,
+                     torch.float16 gives the scores of torch.float32, because fp16 would not be faster
 
-    Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A key whose
-    page is outside the table or the cache gives -inf. NaN in a key reaches only that key's column.
+    Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A query sees
+    at most the max_pages * P keys of its block table. A key whose page is outside the cache has the score -inf. NaN in
+    a key reaches only the scores of that key.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, less than 2^30 columns.
+    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, fewer than 2^30 columns.
     Deterministic; a sequence's scores do not depend on the batch. CUDA-graph safe with new lengths if the plan is made
     in the graph, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name.
@@ -200,7 +203,7 @@ def _fp8_paged_mqa_logits(
 
 
 def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:
-    """Return `weights`, or a copy if its rows do not start at multiples of 16 bytes."""
+    """Return `weights`, or a copy if its rows do not start at multiples of 16 bytes, as bulk copies require."""
     weights = _matrix(weights)
     if weights.data_ptr() % 16 or weights.stride(0) % 4:
         weights = weights.clone(memory_format=torch.contiguous_format)
@@ -208,7 +211,7 @@ def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """Return x as a matrix with contiguous rows; a vector becomes one column."""
+    """Return x [rows, columns] with a stride of 1 between columns. A vector becomes a matrix of one column."""
     if x.dim() == 2 and x.shape[1] != 1:
         return x
-    return x.as_strided((x.shape[0], 1), (x.stride(0), 1))  # torch allows any stride for a single column
+    return x.as_strided((x.shape[0], 1), (x.stride(0), 1))  # the stride of a single column is arbitrary

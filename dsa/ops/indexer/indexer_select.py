@@ -1,4 +1,5 @@
-"""Lightning-indexer scores and top-k selection in one op. With many keys the op does not store all scores."""
+"""Lightning-indexer scores and top-k selection in one op. With more than TWO_OPS_KEYS keys the op stores only a few of
+the scores."""
 
 import torch
 
@@ -83,13 +84,14 @@ def indexer_select(
     depends on the scores: many equal scores take longest. Raises TypeError or ValueError for other types, dtypes and
     shapes.
     On Hopper: for up to 8192 keys `fp8_mqa_logits` and `topk_indices` run. For more keys a sample of the keys gives,
-    per query, a bound that the k-th largest score almost certainly reaches. The keys that reach the bound are the
+    per query, a bound that the top_k-th largest score almost certainly reaches. The keys that reach the bound are the
     query's candidates, which are stored in a list. The workspace is at most 33 KiB per query, for up to 2^19 queries at
     a time. If a list overflows or its bound was too high, for example with many equal scores, another kernel computes
-    the scores of all of the query's keys again and selects. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048,
-    less than 2^30 keys; rows of k 16-byte aligned. At most two SMs work on a block of four queries, so for more than
-    8192 keys the op is faster than `fp8_mqa_logits` and `topk_indices` only for about a thousand queries or more.
-    CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
+    the scores of all of the query's keys again and selects; with 2^28 keys or more this kernel runs for all queries. H
+    in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, fewer than 2^30 keys; rows of k 16-byte aligned. At most
+    two SMs work on a block of queries, which are four with 64 heads. So for more than 8192 keys the op is faster than
+    calling `fp8_mqa_logits` and `topk_indices` only if there are about a thousand queries or more. CUDA-graph safe with
+    new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
@@ -130,7 +132,7 @@ def _indexer_select(
     queries, keys, dim = len(q), len(k), q.shape[2]
     if queries == 0 or keys == 0:
         return indices.fill_(-1), values.fill_(-torch.inf)
-    if keys == 1:  # torch allows any stride for a single row
+    if keys == 1:  # the stride of a single row is arbitrary, and TMA needs a multiple of 16 bytes
         k = k.as_strided(k.shape, (dim, 1))
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     if keys <= TWO_OPS_KEYS:
@@ -165,7 +167,7 @@ def _select(
     values: torch.Tensor | None,
     half: bool,
 ) -> None:
-    """Select by lists of candidates, for up to MOST_QUERIES queries."""
+    """Launch the kernels for more than TWO_OPS_KEYS keys and up to MOST_QUERIES queries."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import indexer_select_sm90 as exact
     from dsa.kernels.indexer.candidate_select_sm90 import compile_candidate_select
@@ -200,7 +202,7 @@ Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _lists(device: torch.device, queries: int, capacity: int) -> Lists:
-    """Allocate the candidate lists: entries of 8 bytes, counts and bounds."""
+    """Allocate (entries [S, capacity] int64, counts [S, 2] int32, bounds [S] fp32) of the candidate lists."""
     entries = torch.empty(queries, capacity, dtype=torch.int64, device=device)
     counts = torch.empty(queries, 2, dtype=torch.int32, device=device)
     return entries, counts, torch.empty(queries, dtype=torch.float32, device=device)
@@ -214,8 +216,8 @@ def _list_candidates(
     top_k: int,
     half: bool,
 ) -> None:
-    """Launch the passes over the keys, which list candidates. Between two passes, launch the kernel that bounds the
-    k-th largest score."""
+    """Launch the passes over the keys, which list candidates (candidate_lists.py). After each pass but the last, launch
+    the kernel that computes each query's bound for the next pass."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import candidate_scores_sm90 as scores
     from dsa.kernels.indexer.candidate_bounds_sm90 import compile_candidate_bounds
@@ -252,7 +254,7 @@ def _in_two(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Run the two ops: store the scores, then select from them."""
+    """Launch the kernels of `fp8_mqa_logits` and `topk_indices`, for up to TWO_OPS_KEYS keys."""
     starts, ends = (x.clamp(0, len(k)) for x in (cu_seq_len_k_start, cu_seq_len_k_end))
     options = False, len(k), torch.float32, accumulators
     scores = fp8_mqa_logits._fp8_mqa_logits.launch_on(q.device, q, k, k_scale, weights, starts, ends, *options)

@@ -60,11 +60,11 @@ def paged_indexer_select(
     `topk_indices`: for a negative page, or a slot of 2^31 or more.
     Exact for any input: a query's result does not depend on other queries, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: the kernels of both ops. During the call the scores take 4 bytes per query and key, for
-    min(max_context_len, max_pages * P) keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in
-    {32, 64}, top_k up to 4096, less than 2^30 keys. CUDA-graph safe with new lengths and keys, no host synchronisation.
-    The op makes the plan of the scores in every call. To share one plan among layers with the same lengths, call the
-    two ops instead. Not differentiable.
+    On Hopper: the kernels of `fp8_paged_mqa_logits` and `topk_indices`. During the call the scores take 4 bytes per
+    query and key, for min(max_context_len, max_pages * P) keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1,
+    2, 3, 4}, P in {32, 64}, top_k up to 4096, fewer than 2^30 keys. CUDA-graph safe with new lengths and keys, no host
+    synchronisation. The op makes the plan of the scores (`get_paged_mqa_logits_metadata`) in every call. To share one
+    plan among layers with the same lengths, call these two ops instead. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(
@@ -93,7 +93,8 @@ def _check_columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_contex
 
 
 def _visible_keys(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
-    """Return how many keys each query sees, [B * next_n] int32. The selection clips these numbers."""
+    """Return how many keys each query sees, [B * next_n] int32. A number can be below 0 or above the number of columns;
+    the selection clips it."""
     if context_lens.dim() == 2 or next_n == 1:
         return context_lens.reshape(-1)
     # Clamp before the subtraction: the lowest int32 would wrap to a large number.

@@ -71,7 +71,7 @@ def topk_indices(
     return_values: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r; ties go to the lowest index.
+    """Indices of the k largest of scores[r, starts[r] : starts[r] + lengths[r]] per row r; ties go to the lowest index.
 
     scores         [rows, cols] fp32 or bf16, any row stride
     k              how many to pick, at least 1, possibly more than cols
@@ -93,7 +93,7 @@ def topk_indices(
     with fewer than k candidates end in -1, and values are -inf where the index is -1. -0.0 equals 0.0. -inf is the
     lowest score and may be picked. NaN is never picked, so a row with NaN may have fewer than k indices. With
     block_table, an index becomes -1 if its page is negative or outside the table, if its slot is 2^31 or more, or if
-    row_to_seq of the row is not a row of block_table. The other slots stay in the order of their indices.
+    row_to_seq of the row is not a row of block_table. The other slots stay where their indices would be.
     In prefill, pass starts and lengths of each query's keys. In decoding, pass lengths. In speculative decoding with
     next_n rows per sequence, pass lengths per row and row_to_seq = r // next_n.
 
@@ -164,7 +164,8 @@ def select(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Launch the kernel for checked arguments. It writes to indices and values."""
+    """Launch the kernel for checked arguments. It writes to indices [rows, k], and if return_values is set to values
+    [rows, k]."""
     from dsa.kernels.indexer.topk_config import choose_config
     from dsa.kernels.indexer.topk_indices_sm90 import compile_topk_indices
 
@@ -175,7 +176,7 @@ def select(
     elif rows:
         no_integer, no_integers, no_values = _absent(scores.device)
         options = (
-            (starts is not None)  # the flags of dsa.kernels.indexer.limits
+            (starts is not None)  # bits STARTS to VALUES of dsa.kernels.indexer.limits
             | (lengths is not None) << 1
             | (block_table is not None) << 2
             | (row_to_seq is not None) << 3
@@ -206,6 +207,7 @@ def _vectors(scores: torch.Tensor) -> int:
 
 @functools.cache
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return placeholders for tensors that are not given. The kernel does not read them."""
+    """Return placeholders (int32 [1], int32 [1, 1], fp32 [1, 1]) for optional tensors that are None. The kernel does
+    not access them."""
     integers = torch.empty(1, 1, dtype=torch.int32, device=device)
     return integers[0], integers, torch.empty(1, 1, dtype=torch.float32, device=device)

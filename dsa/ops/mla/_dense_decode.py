@@ -37,9 +37,9 @@ from dsa.runtime.declare import (
     unit_inner,
 )
 
-SHORT = 4  # a call with at most this many key tiles per part of the plan, on average, counts as short
-# A short call with at least this many rows and at most this many splits per sequence runs the combine kernel with few
-# CTAs. A CTA reads its splits one after another, so with many splits few CTAs would be slower.
+SHORT = 4  # a call is short if the block table has at most this many key tiles per part of the plan, on average
+# A short call with at least FEW_CTAS_ROWS rows (query, head) and at most FEW_CTAS_SPLITS splits per sequence runs the
+# combine kernel with few CTAs. A CTA reads its splits one after another, so with more splits few CTAs would be slower.
 FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
 
 
@@ -114,7 +114,8 @@ def _dense_mla_decode(
     causal: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode without indices. Without a plan the decoding is batch-invariant."""
+    """Launch dense decoding. Without a plan each sequence has a fixed number of splits, so the decoding is
+    batch-invariant."""
     from dsa.kernels.mla.mla_combine_sm90 import FEW, choose_config, compile_mla_combine
     from dsa.kernels.mla.mla_decode_sm90 import cluster_of, compile_mla_decode
 
@@ -143,8 +144,8 @@ def _dense_mla_decode(
     cluster = 1 if short else cluster_of(rows)
     decode = compile_mla_decode(dtype_name(q.dtype), math.gcd(page_size, TILE_N), cluster)
 
-    # In batch-invariant decoding the order in which splits are added must depend on one sequence only. So the rows of
-    # one sequence choose the config.
+    # The config determines the order in which splits are added. In batch-invariant decoding this order must not depend
+    # on the other sequences, so the config is chosen for the rows of one sequence.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     few = short and together >= FEW_CTAS_ROWS and min(per_sequence, tiles) <= FEW_CTAS_SPLITS
     config = FEW if few else choose_config(per_sequence, together)

@@ -1,5 +1,5 @@
-"""Plans of decoding: the arguments with which callers of FlashMLA request and pass a plan, in the old and the new
-style."""
+"""Plans of decoding: the arguments with which callers of FlashMLA request and pass a plan, in the old and the new style
+(see `get_mla_metadata`)."""
 
 import dataclasses
 
@@ -22,14 +22,14 @@ MLA_METADATA = Arguments(
     cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int(), most_keys=Int(least=0)
 )
 
-_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")  # also in other libraries' classes
+_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")  # FlashMLA's class has these too
 _KEPT = "_dsa_sched_meta"  # the attribute of another library's object in which our FlashMLASchedMeta is stored
 Plan = FlashMLASchedMeta | torch.Tensor | None
 
 
 def own_plan(tile_scheduler_metadata: object) -> Plan:
-    """Return the plan that an argument stands for. If an object of another library's class has the fields of
-    FlashMLASchedMeta, our plan is stored in an extra attribute of the object.
+    """Return the plan for this argument: the argument itself, or, for an object of another library's class with the
+    fields of FlashMLASchedMeta, our FlashMLASchedMeta, which is stored in an extra attribute of the object.
 
     The object's other fields are neither read nor written, because FlashMLA stores a plan with other columns there.
     """
@@ -79,8 +79,8 @@ def metadata_request(
 
 
 def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
-    """Check the types of the two arguments: a pair as `get_mla_metadata` returns it, or None. Raises TypeError or
-    ValueError."""
+    """Check the types of the two arguments: a pair as `get_mla_metadata` returns it (two tensors, or a
+    FlashMLASchedMeta and None), or two None. Raises TypeError or ValueError."""
     meta = tile_scheduler_metadata
     if meta is None:
         if num_splits is not None:

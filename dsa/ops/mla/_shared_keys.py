@@ -1,5 +1,5 @@
-"""Launch sparse MLA prefill for few heads. A group of adjacent queries reads the keys that the queries share only
-once."""
+"""Launch sparse MLA prefill for few heads. Adjacent queries form groups. The kernel of a group reads each key that
+several queries of the group select only once."""
 
 import math
 
@@ -17,13 +17,13 @@ from dsa.ops.mla._sparse_attention import (
 from dsa.runtime import backends
 from dsa.runtime.declare import dtype_name
 
-# The smallest number of indices for which grouping is tried. If queries share too few keys, the attempt costs 15 us in
-# vain; attention to this many keys takes 600 us.
+# The smallest number of indices, queries times K, for which grouping is tried. If queries share too few keys, the
+# attempt costs 15 us in vain; attention with this many indices takes 600 us.
 LEAST_INDICES = 2**22
 # The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
-# the group's indices once per 65536 or 131072 keys of the cache, whether selected or not. With more keys the passes
-# take longer than groups save. Also, with groups of 8 queries, the kernel's table of sampled keys has no room for more
-# keys.
+# the group's indices once per 65536 (groups of 8) or 131072 (groups of 4) keys of the cache, selected or not. With more
+# keys the passes take longer than groups save. Also, with groups of 8 queries, the kernel's table of sampled keys has
+# no room for more keys.
 MOST_KEYS = 2**21
 
 
@@ -51,11 +51,11 @@ def attend_groups(
     sink: torch.Tensor | None,
     results: Results,
 ) -> None:
-    """Write attention of q [T, h, d] to the selected keys into `results`, including max_logits. h is at most 16; T, h,
-    K and s_kv are above 0.
+    """Write attention of q [T, h, d] to the selected keys into `results`, including max_logits. h is at most 16. T, h,
+    K and the number of keys s_kv are above 0.
 
-    The first kernel decides which groups to compute together. The second kernel computes these groups. The third kernel
-    computes the other queries one by one."""
+    The first kernel decides which groups to compute together and lists their keys. The second kernel computes these
+    groups. The third kernel computes the queries of the other groups one by one."""
     from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
     from dsa.kernels.mla.sparse_mla_queued_sm90 import compile_sparse_mla_queued
     from dsa.kernels.mla.sparse_mla_union_sm90 import compile_sparse_mla_union

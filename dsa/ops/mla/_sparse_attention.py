@@ -17,15 +17,21 @@ DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # smaller.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
 WHOLE = 5.0  # fixed overhead in microseconds if no query is split
-SPLIT_COST = 3  # cost of splitting queries, in key tiles
-LEAST_TILES = 2  # fewest key tiles per CTA that works on split queries
+SPLIT_COST = 3  # cost of splitting queries, in key tiles per CTA
+LEAST_TILES = 2  # fewest key tiles of split queries per CTA that works on them
 SHORT_LIST_HEADS = 32  # most heads per CTA for lists that are too short to be split
 
 
 class Selection(NamedTuple):
-    """Selected keys. cache: [pages, P, d] in q's dtype or [pages, P, 656 | 584] bytes, keys at multiples of 16 bytes.
-    indices: [T, K]. counts: None, or [B]: only the first counts[b] indices of a query count. If max_logits are returned
-    (prefill), cache is [s_kv, 1, d], indices [T, 1, K] and counts [T]."""
+    """Keys selected by T = B * s_q queries.
+
+    cache    [pages, P, d] in q's dtype, or bytes [pages, P, 656 | 584]. Keys start at multiples of 16 bytes. In a page
+             of P * 584 bytes they are 576 bytes apart, and 8 bytes of scales per key follow the last key
+    indices  [T, K] int32: page * P + offset
+    counts   None, or [B] int32: query t uses only its first counts[t // s_q] indices
+
+    For flash_mla_sparse_fwd, which returns max_logits, cache is [s_kv, 1, d], indices [T, 1, K] and counts [T].
+    """
 
     cache: torch.Tensor
     indices: torch.Tensor
@@ -33,8 +39,8 @@ class Selection(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Allocated results. Decoding: out [B, s_q, h, 512] and lse [B, h, s_q]. Prefill: out [T, h, 512], lse and
-    max_logits [T, h]."""
+    """Allocated results. flash_mla_sparse_fwd: out [T, h, 512], lse and max_logits [T, h]. All other ops: out [B, s_q,
+    h, 512], lse [B, h, s_q], and max_logits is None."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -52,8 +58,8 @@ def attend(
     """Write attention of q [T, h, d] to the keys of one or two selections into `results`. T, h, K and the sizes of the
     caches are above 0.
 
-    may_split  whether a query's keys may be split among several CTAs. How they are split depends on the number of
-               queries. False with max_logits
+    may_split  whether a query's keys may be split among several CTAs. The split, and so the rounding, depends on the
+               number of queries T. Must be False with max_logits
     """
     from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
     from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv
@@ -125,10 +131,11 @@ def sink_arguments(sink: torch.Tensor | None, device: torch.device) -> tuple[tor
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
-    """Return (workers, full_waves, split_workers) of the StreamKScheduler.
+    """Return (workers, full_waves, split_workers) of the StreamKScheduler. tiles: key tiles per query.
 
     For each tile of heads there are `workers` CTAs. Each CTA computes at most full_waves unsplit queries; the tiles of
-    the remaining queries are divided evenly among the first split_workers CTAs."""
+    the remaining queries are divided evenly among the first split_workers CTAs. If split_workers is 0, no query is
+    split, and full_waves includes the remaining queries."""
     workers = max(1, num_sms // head_tiles)
     full_waves, rest = divmod(queries, workers)
     split_workers = min(workers, rest * tiles // LEAST_TILES)
@@ -168,7 +175,7 @@ def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate out and lse of the splits."""
+    """Allocate out [splits, 1, heads, 512] and lse [splits, 1, heads] of the splits, fp32."""
     shape = (splits, 1, heads)
     out = torch.empty(*shape, HEAD_DIM_V, dtype=torch.float32, device=device)
     return out, torch.empty(shape, dtype=torch.float32, device=device)
@@ -176,11 +183,11 @@ def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[tor
 
 @functools.cache
 def no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return placeholders for partial results if no query is split. The kernel does not access them."""
+    """Return placeholders for the partial results of a launch that splits no query. The kernel does not access them."""
     return _partial_results(1, heads, device)
 
 
 @functools.cache
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return placeholders for counts and a sink that are not given. The kernel does not read them."""
+    """Return placeholders (int32 [1], fp32 [1]) for counts and a sink that are None. The kernel does not read them."""
     return tuple(torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))

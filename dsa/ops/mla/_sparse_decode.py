@@ -74,7 +74,7 @@ def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
 
 def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
     """Allocate lse [B, h_q, s_q] with the strides of a transposed [B, s_q, h_q], which is FlashMLA's layout. Allocating
-    it with these strides saves the step of a view in every recorded call."""
+    it with these strides, instead of transposing it, saves a step in every recorded call."""
     batch, s_q, h_q, _ = q.shape
     width = max(h_q, 1)
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
@@ -110,7 +110,7 @@ def _sparse_mla_decode(
     enable_batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch sparse decoding. Without queries or keys, fill the results instead."""
+    """Launch sparse decoding. Without queries, or if no cache has keys, fill out with 0 and lse with +inf instead."""
     out = _allocate_out(q, head_dim_v) if out is None else out
     lse = _allocate_lse(q)
     selections = []

@@ -1,8 +1,7 @@
-"""The selections of sliding-window attention: the keys of the windows, and other selected keys."""
+"""The selections of the ops with sliding windows: the keys of each query's window, and other selected keys."""
 
 import torch
 
-# Import `window_indices` as a module, because ops that are imported by name would count as ops of this module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
 from dsa.runtime.declare import F32, FLOATS, INT32, ROWS, Int, Number, Tensor, rows_at_16_bytes
@@ -22,10 +21,12 @@ Selected = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def window_selections(packed: Packed, near: torch.Tensor | None, selected: Selected | None) -> list[Selection]:
-    """Return the selections that have keys. The arguments are checked already.
+    """Return a `Selection` for the windows and one for `selected`, each only if it has keys. The arguments are checked
+    already.
 
     packed    queries, keys, both cu_seqlens, window
-    near      the rows of kv in each query's window, [T, window]; None: this function launches `window_indices`
+    near      the result of `window_indices`: the rows of kv in each query's window, [T, window]. None: this function
+              launches `window_indices`
     selected  None, or (other keys [n, 1, d], the indices [T, K] of each query's keys, counts). counts: None, or [T]:
               only the first counts[t] indices count"""
     q, kv, cu_seqlens_q, cu_seqlens_k, window = packed

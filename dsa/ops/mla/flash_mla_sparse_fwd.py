@@ -56,7 +56,7 @@ def flash_mla_sparse_fwd(
     out: torch.Tensor | None = None,
     enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
+    """out[t, h] = sum_j softmax_j(sm_scale * q[t, h] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
     q            [s_q, h_q, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     kv           [s_kv, 1, d] in q's dtype; a value is the first d_v numbers of its key
@@ -82,11 +82,12 @@ def flash_mla_sparse_fwd(
     fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
     synchronisation. Deterministic. No gradients on Hopper: use `sparse_mla_attention` for gradients.
     Most calls run one kernel without workspace, and a query's result does not depend on the other queries, bit for bit.
-    Unless enable_batch_invariant is True, calls with at most 16 heads, at least 2^22 indices, enough groups for all SMs
-    and s_kv up to 2^21 group adjacent queries: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3 with more. The
-    kernel computes a group together if its selections have enough keys in common and no query selects a key twice. The
-    order in which such a query's terms are added depends on the selections of its group, and its group depends on its
-    row in q. These calls need a workspace of 2.8 bytes per index, 376 MB for 65536 queries of 2048 keys.
+    Unless enable_batch_invariant is True, calls with at most 16 heads, at least 2^22 indices (s_q * K), enough groups
+    for all SMs and s_kv up to 2^21 group adjacent queries: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3
+    with more. The kernel computes a group together only if no query selects a key twice and the union of the group's
+    selections has at most 70% as many keys as the selections in total. The order in which such a query's terms are
+    added depends on the selections of its group, and its group depends on its row in q. These calls need a workspace of
+    2.8 bytes per index, for example 376 MB for 65536 queries with K = 2048.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)

@@ -25,11 +25,12 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence, in key tiles: OVERHEAD_OF_SHORT for at most HALVED tiles per part; OVERHEAD_OF_LONG for more
-# than SHORT tiles per part if sequences are split; OVERHEAD otherwise, also for unknown lengths.
+# Fixed cost per sequence with which the plan is made, in key tiles. The choice depends on the tiles that the block
+# table has room for, per part of the plan on average: OVERHEAD_OF_SHORT for at most HALVED tiles; OVERHEAD_OF_LONG for
+# more than SHORT tiles if sequences are split; OVERHEAD otherwise, also if the block table is unknown (old style).
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Up to this many tiles per part, decoding on half of the SMs is faster, because the combine kernel can start on the
-# other SMs.
+# Up to this many tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can
+# start on the other SMs.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -57,10 +58,10 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     A plan only determines how the sequences are divided among the parts. So a plan for other lengths of the same number
     of sequences also gives right results, but divides the work less evenly, and a plan that was made outside a CUDA
     graph serves all replays of the graph. A plan that is made inside a graph is computed at every replay, from the
-    lengths at that time. Before the first replay it contains no numbers, so a call outside the graph with the same
-    FlashMLASchedMeta, or in another graph, makes a new plan. The plan is made on the stream of the call that makes it.
-    A call on another stream must wait until the plan is made. Otherwise the call can read numbers that are not a plan
-    yet: its results are then unspecified, but no kernel reads or writes outside its tensors. In the new style, and
+    lengths at that time. Before the first replay its memory is not initialised, so a call outside the graph with the
+    same FlashMLASchedMeta, or in another graph, makes a new plan. The plan is made on the stream of the call that makes
+    it. A call on another stream must wait until the plan is made. Otherwise the call can read numbers that are not a
+    plan yet: its results are then unspecified, but no kernel reads or writes outside its tensors. In the new style, and
     without a plan, the block table bounds the number of keys. This bound sets the number of parts (fewer for few keys)
     and the fixed cost per sequence (lower for few keys, and for long sequences that are split). The old style does not
     know the bound, so results of the two styles may differ in rounding.
@@ -98,7 +99,7 @@ def flash_mla_with_kvcache(
     out: torch.Tensor | None = None,
     enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
+    """out = sum_j softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] per query and head, over the keys j of the query.
 
     q              [B, s_q, h_q, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     k_cache        [pages, P, h_k, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
@@ -148,11 +149,11 @@ def flash_mla_with_kvcache(
     size, keys at multiples of 16 bytes; or, with bf16 q, a byte cache in which each page is contiguous and starts at a
     multiple of 16 bytes. In the logits of a byte cache, products with e4m3 numbers are exact and are multiplied by the
     fp32 scales in fp32. For the values, the e4m3 numbers are multiplied by their scale and rounded to the 11 bits of
-    fp16. If a group's scale is below 2^-20 of the key's largest scale, there is an additional error of up to 2^-22 of
-    the largest scale.
+    fp16. If the scale of a group of channels is below 2^-20 of the key's largest scale, the group's values have an
+    additional error of up to 2^-22 of the largest scale.
     No gradients on Hopper, also if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
-    indices, no host synchronisation. The workspace is at most two partial results per SM; in dense decoding with
-    enable_batch_invariant it is one partial result per sequence and split.
+    indices, no host synchronisation. The workspace is at most two partial results (fp32 out and lse of up to 64 rows)
+    per SM; in dense decoding with enable_batch_invariant it is one partial result per sequence and split.
     Source: FlashMLA's function of this name, which accepts fewer caches, numbers of heads and combinations.
     """
     meta = own_plan(tile_scheduler_metadata)
@@ -196,7 +197,7 @@ def _check_options(
     is_fp8_kvcache: bool,
     enable_batch_invariant: bool,
 ) -> None:
-    """Check the arguments that are not arguments of the two ops for dense and sparse decoding."""
+    """Check the flags, causal and the plan. The ops for dense and sparse decoding check the other arguments."""
     check_flag("causal", causal)
     check_flag("enable_batch_invariant", enable_batch_invariant)
     if causal and indices is not None:
@@ -244,8 +245,9 @@ _known_config = functools.lru_cache(256)(_config)
 def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
-    """Bind the plan to the call's shapes. The arguments are checked before, so that a wrong call does not change the
-    plan. planned: whether the call needs no new plan"""
+    """Bind the plan to the call's shapes. First check the arguments here, so that a call with wrong arguments does not
+    change the plan. If the plan has these shapes already and `planned` is true, do nothing. planned: False if the call
+    will still compute a new plan"""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config
@@ -260,8 +262,9 @@ def _plan_of(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the plan that is stored in meta, or make a new plan and store it there. Return (None, None) for tensors
-    that decoding will refuse, and if there is nothing to plan."""
+    """Return the plan in meta. Make a new plan if meta is None or has no plan yet, or if its plan was made in another
+    graph capture; unless meta is None, store the new plan in it. Return (None, None) instead of a new plan for tensors
+    that decoding will refuse, and if a size is 0."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         if meta.capture is None or meta.capture == capture_number(q):
             return meta.tile_scheduler_metadata, meta.num_splits
@@ -291,15 +294,15 @@ def capture_number(x: torch.Tensor) -> int | None:
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
-    """Return (parts, fixed cost per sequence in tiles) of a plan. most_keys: upper bound of the keys of a sequence; 0:
-    unknown."""
+    """Return (parts, fixed cost per sequence in tiles) of a plan. rows: s_q * h_q / h_k, the rows (query, head) per
+    sequence and key head. most_keys: upper bound of the keys of a sequence; 0: unknown."""
     parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
     tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
     if tiles == 0:
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
-        # The right side is the largest number of tiles that the plan gives to a part.
+        # Left: the most tiles of a part if no sequence is split. Right: the most tiles that the plan gives to a part.
         whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD
         return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:

@@ -35,8 +35,9 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of the branches' keys.
 
-    outs       list of branches [..., H, d_v] bf16, fp16 or fp32, all of one dtype, computed without a sink
-    lses       list of the branches' LSE, [..., H] fp32 (natural log); +inf or -inf marks an empty branch, whose out is
+    outs       list or tuple of the branches' results [..., H, d_v] bf16, fp16 or fp32, all of one dtype, computed
+               without a sink; or these results stacked in one tensor
+    lses       the branches' LSE likewise, [..., H] fp32 (natural log); +inf or -inf marks an empty branch, whose out is
                ignored and may contain NaN
     attn_sink  [H] fp32 or None, any value from -inf to +inf: the merged out is scaled by e^lse / (e^lse + e^sink), once
                for all branches

@@ -14,7 +14,7 @@ __all__ = ["mha_varlen_fwd"]
 
 LOG2E = math.log2(math.e)
 L2_BYTES = 16 << 20  # most bytes of keys and values of the heads that run at once, to keep them in the L2 cache
-MOST_WORDS = 2**31 - 1  # most words in `selected`, because their offsets are int32
+MOST_WORDS = 2**31 - 1  # most words in `selected`, because offsets of words are int32
 
 
 def _check(
@@ -91,7 +91,7 @@ def mha_varlen_fwd(
 
     Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log). A query without keys has out 0 and lse
     +inf. The results of a query that belongs to no sequence are unspecified. Infinities and NaN in v reach all queries
-    of the sequence.
+    of the sequence. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside the
     tensors raise no error: such a sequence counts as one without queries or keys, and the results of other sequences
     are right.

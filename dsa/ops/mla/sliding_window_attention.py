@@ -6,9 +6,6 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, MAX_WINDOW, SPARSE_HEAD_DIMS
 from dsa.ops.cache._specs import COUNTED_SLOTS, page_layout
 from dsa.ops.mla import _sparse_decode
 from dsa.ops.mla import window_indices as window_lists
-
-# `_sparse_decode` and `window_indices` are imported as modules, because ops that are imported by name would count as
-# ops of this module.
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, inner_contiguous
 from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
@@ -70,10 +67,10 @@ def sliding_window_attention(
     *,
     indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
+    """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k_j) k_j[:d_v] over keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position, and j a key's position, among the Lk keys of the query's sequence. The Lq queries of a
-    sequence have its last positions: query i has p = Lk - Lq + i. A query with p < 0 sees no key.
+    p is the query's position, and j the position of key k_j, among the Lk keys of the query's sequence in kv. The Lq
+    queries of a sequence have its last positions: query i has p = Lk - Lq + i. A query with p < 0 sees no key.
 
     q              [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with
                    a warning on Hopper
@@ -97,10 +94,11 @@ def sliding_window_attention(
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any strides of q, rows of kv at multiples of 16 bytes, softmax_scale above 0. Logits and sums are fp32;
     softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, those of
-    `window_indices` and `flash_mla_sparse_fwd`. The latter gathers keys in tiles of 64, so a window costs as much as
-    its size rounded up to a multiple of 64. Deterministic, and a query's result does not depend on the other queries,
-    bit for bit. CUDA-graph safe with new cu_seqlens, no host synchronisation. The workspace is the list of indices, 4
-    bytes per query and key of its window. No gradients on Hopper, also if q or kv requires them.
+    `window_indices` (unless `indices` is given) and `flash_mla_sparse_fwd`. The latter gathers keys in tiles of 64, so
+    a window costs as much as its size rounded up to a multiple of 64. Deterministic, and a query's result does not
+    depend on the other queries, bit for bit. CUDA-graph safe with new cu_seqlens, no host synchronisation. The
+    workspace is the result of `window_indices`, at most 4 * total_q * window bytes, unless `indices` is given. No
+    gradients on Hopper, also if q or kv requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     softmax = (softmax_scale, d_v, attn_sink)
@@ -122,12 +120,13 @@ def window_sparse_attention(
     *,
     window_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = softmax_j(softmax_scale * q[t] . k_j) k_j[:d_v] over the keys of t's window and its selected entries.
+    """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k_j) k_j[:d_v] over the keys of a window and selected
+    entries.
 
-    The window's keys are the rows of kv that `sliding_window_attention` attends to. The selected entries are the rows
-    indices[t] of compressed. There is one softmax over all of them, and one sink. This is the attention of V4's layers
-    in prefill. In decoding, call `flash_mla_with_kvcache` with the result of `window_slots` as indices, and the entries
-    as extra_k_cache with extra_indices_in_kvcache.
+    The keys of query t's window are the rows of kv that `sliding_window_attention` attends to. The selected entries are
+    the rows indices[t] of compressed. There is one softmax over all of them, and one sink. This is the attention of
+    V4's layers in prefill. In decoding, call `flash_mla_with_kvcache` with the result of `window_slots` as indices, and
+    the entries as extra_k_cache with extra_indices_in_kvcache.
 
     q             [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with a
                   warning on Hopper
@@ -166,15 +165,15 @@ def sliding_window_decode(
     attn_sink: torch.Tensor | None = None,
     is_fp8_kvcache: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[b, i] = softmax_j(softmax_scale * q[b, i] . k_j) k_j[:d_v] over the keys max(0, p - window + 1) <= j <= p.
+    """out[b, i, h] = sum_j softmax_j(softmax_scale * q[b, i, h] . k_j) k_j[:d_v], max(0, p - window + 1) <= j <= p.
 
-    p = cache_seqlens[b] - s_q + i, because the queries have the last positions of the cached keys. A query with p < 0
-    sees no key.
+    k_j is key j of sequence b. p = cache_seqlens[b] - s_q + i, because the queries have the last positions of the
+    cached keys. A query with p < 0 sees no key.
 
     q              [B, s_q, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     cache          [pages, P, 1, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
                    `write_kv_cache` lays them out (d = 576 or 512); a value is the first d_v numbers of its key. At most
-                   2^31 keys
+                   2^31 slots (pages * P)
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None: page b is a ring
                    of sequence b's keys, key s is at its offset s % P
     cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens; may be 0
@@ -294,7 +293,8 @@ def _attend(
     d_v: int,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) for checked arguments. near: the result of `window_indices`, or None."""
+    """Return (out, lse) for checked arguments. near: the result of `window_indices`; None: `window_selections` launches
+    that op."""
     q = packed[0]
     out, lse = _allocate(q, d_v)
     if 0 in q.shape[:2]:

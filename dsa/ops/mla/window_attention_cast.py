@@ -113,9 +113,9 @@ def window_attention_cast_to_fp8(
     one of compressed and indices is given.
     On Hopper: d = 512, R = 64, any number of heads (in tiles of 64), rows of keys at multiples of 16 bytes,
     softmax_scale above 0; one kernel, or two without window_indices. The bits are those of `window_sparse_attention`
-    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with these three ops, two passes over 2
-    bytes per channel are saved. Deterministic, and a query's result does not depend on the other queries. CUDA-graph
-    safe, no host synchronisation.
+    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with `window_sparse_attention` and then
+    `rotary_cast_to_fp8`, writing and reading o, 2 bytes per channel each, is saved. Deterministic, and a query's result
+    does not depend on the other queries. CUDA-graph safe, no host synchronisation.
     Source: `Attention` of DeepSeek-V4's inference code, from attention to wo_a.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -161,7 +161,7 @@ def _window_attention_cast_to_fp8(
         return out, scale
     selected = None if compressed is None else (compressed, indices, topk_length)
     selections = window_selections((q, kv, cu_seqlens_q, cu_seqlens_k, window), window_indices, selected)
-    if not selections:  # without any keys: pass one key that no query selects
+    if not selections:  # neither kv nor compressed has keys: pass one key that no query selects
         nothing = torch.full((queries, 1), -1, dtype=torch.int32, device=q.device)
         selections = [Selection(q.new_zeros(1, 1, HEAD_DIM_V), nothing, None)]
     sink = None if attn_sink is None else inner_contiguous(attn_sink)

@@ -47,13 +47,13 @@ def combine_experts(
     residual [T, H] of y's dtype, or None: the rounded sum is added to this stream, and the result is rounded again
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
-    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. If M or k is 0, the sum is shared, or
-    zero without shared. Differentiable in all arguments but rows: if a gradient is asked for, the formula runs in
-    PyTorch.
+    that the results of all runs, of the kernel and of the reference agree bit for bit. NaN and infinity follow IEEE
+    rules. If M or k is 0, the sum is shared, or zero without shared. Differentiable in all arguments but rows: if a
+    gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of
-    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y and 2^31 - 1 CTAs, each of which computes 2
-    KiB of a token.
+    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and at most 2^31 - 1 CTAs, of which each
+    computes 2 KiB of the result's row of a token.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
@@ -90,8 +90,8 @@ def _combine_experts(
 ) -> torch.Tensor:
     from dsa.kernels.moe.combine_experts_sm90 import compile_combine_experts
 
-    # There is nothing to sum. PyTorch needs one or two kernels for this case, and our kernel does not accept empty
-    # tensors.
+    # Without rows to sum, run the reference: PyTorch needs one or two kernels for it, and our kernel does not accept
+    # empty tensors.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared, residual)
     out = _results(y, rows)

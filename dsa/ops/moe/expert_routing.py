@@ -58,10 +58,11 @@ def moe_gate(
     """Choose the experts of each token, and compute their weights.
 
     s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias. The score of a group of E / n_group
-    experts is the sum of its two largest s + bias. The topk_group groups with the largest scores remain, and of their
-    experts the top_k with the largest s + bias are chosen, the largest first. An expert's weight is its s without the
-    bias, times `scale`. With `normalise`, s is first divided by (the sum of the chosen experts' s + 1e-20), so a token
-    whose s are all 0 has weights of 0. Ties between groups or experts go to the lowest number.
+    consecutive experts is the sum of the two largest s + bias in the group. The topk_group groups with the largest
+    scores remain, and of their experts the top_k with the largest s + bias are chosen, the largest first. An expert's
+    weight is its s without the bias, times `scale`. With `normalise`, s is first divided by (the sum of the chosen
+    experts' s + 1e-20), so a token whose s are all 0 has weights of 0. Ties between groups or experts go to the lowest
+    number.
 
     logits      fp32 [T, E]
     bias        fp32 [E]
@@ -85,15 +86,16 @@ def moe_gate(
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort entries by expert. Entries of the same expert keep their order.
+    """Sort the N entries of `experts`, such as (token, expert) pairs, by expert. Entries of the same expert keep their
+    order.
 
     experts  int32 or int64, any shape of N elements; an entry with a number outside [0, count) has no expert and comes
              last
     count    E, the number of experts
 
     Returns (order, rows, ends):
-      order  int32 [N]: row r has entry order[r]
-      rows   int32 in the shape of experts: the row of each entry, or -1 for an entry without an expert
+      order  int32 [N]: row r of the sorted rows is entry order[r] of the flattened experts
+      rows   int32 in the shape of experts: each entry's row in the sorted order, or -1 for an entry without an expert
       ends   int32 [E]: the rows of expert e end before row ends[e], as in `grouped_fp8_gemm_nt`; ends[E - 1] is N minus
              the number of entries without an expert
     In expert parallelism a process numbers its own experts from 0 and gives other experts numbers outside [0, count).

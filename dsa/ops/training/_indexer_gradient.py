@@ -1,15 +1,19 @@
-"""Launch the warm-up loss's kernels for index scores and their gradients, for some of the q tiles.
+"""Launch the kernels that compute index scores, and the gradients of the warm-up loss with respect to the indexer's
+inputs, for some of the q tiles.
 
-A q tile is 128 consecutive queries of a sequence; q_tiles.py of the kernels lists the fields of a row of `q_tiles`. The
-scores of a q tile are divided into tiles: tile j consists of the scores of the q tile's queries for the keys 128 j to
-128 j + 127 of the sequence, for j < key_tiles.
+A q tile is 128 consecutive queries of a sequence, or fewer at the sequence's end: then its last rows are missing.
+q_tiles.py of the kernels lists the fields of a row of `q_tiles`. The scores of a q tile are stored as key_tiles tiles:
+tile j has the scores of the q tile's queries for the keys 128 j to 128 j + 127 of the sequence.
+
+There are Tq queries and Tk keys in all, and Hi index heads of di channels. Each call processes S q tiles:
 
 q_tiles  int32 [S, 8]
-scores   fp32 [S, N, 128 (row), 128 (key)], where N is at least the largest key_tiles. Before the gradients are
-         computed, the warm-up's target kernel overwrites the scores with dI: in each 64 rows of a tile, the first half
-         of the bytes contains the dI of these rows, bf16 [64, 128], which is 0 for keys that a row does not see and for
-         missing rows
-active   int32 [S, 2 Hi, 2 N, 128]: bits (active_bits.py), written by `index_scores`, read by the gradients
+scores   fp32 [S, N, 128 (row), 128 (key)], where N is at least the largest key_tiles. After `index_scores`, the kernel
+         warmup_target_sm90.py overwrites the scores with dI, the gradient of the loss with respect to the scores. The
+         first half of the bytes of rows 0 to 63 then contains the dI of these rows, bf16 [64, 128], and so for rows 64
+         to 127. dI is 0 for keys that a row does not see and for missing rows
+active   int32 [S, 2 Hi, 2 N, 128]: bits (active_bits.py), written by `index_scores`, read by the gradients. There are 2
+         Hi blocks of 64 (query, head) columns and 2 N blocks of 64 keys
 
 These functions check nothing. Callers pass contiguous tensors at multiples of 16 bytes on one device, with Hi in
 INDEX_HEADS and di in INDEX_CHANNELS.
@@ -36,10 +40,10 @@ def index_scores(
     active: torch.Tensor,
 ) -> None:
     """Write the scores sum_h w[t, h] relu(q_idx_h[t] . k_idx[j]) of queries t and keys j to `scores`, and to `active`
-    which of the products are above 0.
+    whether each product q_idx_h[t] . k_idx[j] is above 0.
 
-    q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
-    minus_k_idx  bf16 [Tk, di], -k_idx, so that the sign bit of a product says whether the head is active
+    q_idx        bf16 [Tq, Hi, di]; w fp32 [Tq, Hi]
+    minus_k_idx  bf16 [Tk, di], -k_idx: the sign bit of a product with it is 1 if the product with k_idx is above 0
 
     Scores of keys that a query does not see and of missing rows are undefined.
     """
@@ -70,9 +74,9 @@ def index_query_grad(
     """Write the gradients of q_idx and w. With g_h[t] = sum_j dI[t, j] k_idx[j] over the keys whose product with
     q_idx_h[t] is above 0:
     dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Rows of queries in no q
-    tile are not written.
+    tile are not written, except that without keys all rows become 0.
 
-    q_idx, dq contiguous; k_idx bf16 [Tk, di]; w, dw fp32, contiguous.
+    q_idx bf16 [Tq, Hi, di]; k_idx bf16 [Tk, di]; w fp32 [Tq, Hi].
     """
     from dsa.kernels.training import indexer_query_grad_sm90 as kernel
 
@@ -102,7 +106,8 @@ def index_key_grad(
 ) -> None:
     """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over the active (t, h), those with q_idx_h[t] . k_idx[j] above 0.
 
-    dk fp32 [Tk, di]; q_idx contiguous; w [Tq, Hi] bf16, contiguous. Deterministic.
+    dk fp32 [Tk, di]; q_idx bf16 [Tq, Hi, di]; w bf16 [Tq, Hi], because the kernel multiplies dI by w in bf16.
+    Deterministic.
     """
     from dsa.kernels.training import indexer_key_grad_sm90 as kernel
 

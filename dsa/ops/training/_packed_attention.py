@@ -11,9 +11,9 @@ from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
 from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
-MOST_INDICES = 16 << 20  # most indices per chunk of queries; a chunk has all indices of each query
-# Before commit b62d93f3 (2026) of flash attention, offsets in the backward pass overflow for tensors of this many
-# numbers or more.
+MOST_INDICES = 16 << 20  # most indices per chunk of queries in absorbed attention, with max_seqlen_k indices per query
+# Before commit b62d93f3 (2026) of flash attention, the backward pass has 32-bit offsets into its fp32 sums of q's
+# gradient. They overflow if there are this many sums or more.
 MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
@@ -46,8 +46,8 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes the
-    gradient of v, and v gets None; k's gradient is summed in a fixed order if
+    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes that of
+    v, and the third result is None. There, k's gradient is summed in a fixed order if
     torch.are_deterministic_algorithms_enabled()."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
@@ -64,8 +64,9 @@ def attention_backward(
 
 
 def _selections(sequences: Sequences, queries: int, causal: bool):
-    """Yield (rows, indices, visible) per chunk of n queries: the slice of the queries, the rows of each query's keys
-    [n, 1, max_seqlen_k], and the number of keys that each query sees [n]."""
+    """Yield (rows, indices, visible) per chunk of n queries: the slice of the queries, indices [n, 1, max_seqlen_k]
+    into the packed keys, and the number of keys that each query sees [n]. A query sees the first `visible` of its
+    indices; the others are not keys of the query."""
     cu_q, cu_k, _, most = sequences
     if queries == 0:
         return
@@ -101,7 +102,7 @@ def flash_backward(
     """Return the gradients of q, k and v, computed by PyTorch's flash attention. Its 32-bit offsets into the fp32 sums
     of q's gradient limit the number of heads per call. Without queries, keys or sequences, where PyTorch's op raises an
     error, the gradients are 0. They are also 0 in rows that PyTorch's op does not write: rows outside all sequences,
-    and rows of a sequence after the given longest length."""
+    and rows of a sequence after the maximum length in `sequences`."""
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
     if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
         return torch.zeros_like(q), torch.zeros_like(k), empty_values_gradient(q, v).zero_()
@@ -139,13 +140,14 @@ def _flash_backward(
 
 
 def empty_values_gradient(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Allocate v's gradient with the strides that flash attention gives it, where values are padded to q's channels."""
+    """Allocate v's gradient with the strides that PyTorch's flash attention gives it: those of a slice of a tensor with
+    q's channels, to which values are padded."""
     return v.new_empty(*v.shape[:2], q.shape[2])[..., : v.shape[2]]
 
 
 def _heads_together(heads: int, group: int, numbers: int) -> int:
-    """Return how many heads, with `numbers` numbers each, one call can take below MOST_NUMBERS: all heads, a multiple
-    of the `group` heads that share keys, or a divisor of `group`."""
+    """Return how many heads a call of PyTorch's op can take so that its sums of q's gradient, `numbers` per head, are
+    fewer than MOST_NUMBERS: all heads, a multiple of the `group` heads that share keys, or a divisor of `group`."""
     most = max(1, (MOST_NUMBERS - 1) // numbers)
     if most >= heads:
         return heads

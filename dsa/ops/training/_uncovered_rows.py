@@ -12,7 +12,7 @@ MOST = 2**31 - 1
 def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], most: int = MOST) -> None:
     """Fill the rows of tensors that belong to no sequence, and the rows of a sequence after its first `most` rows.
 
-    bounds  int32 [B + 1], ascending from 0 to T at most: where sequences begin, and where the last one ends
+    bounds  int32 [B + 1], ascending from at least 0 to at most T: sequence b has the rows bounds[b] up to bounds[b + 1]
     filled  pairs of a tensor [T, ...] and a number, 0 or +inf, that is written to these rows. The tensors are fp32, or
             16-bit if the number is 0
     """
@@ -27,7 +27,8 @@ def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], mo
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
-    """Return x, which has two or three dimensions, as int32 [T, ., .] with a contiguous last dimension."""
+    """Return a view of x [T, a] or [T, a, b] as int32 with three dimensions and a contiguous last dimension. Two
+    adjacent 16-bit numbers become one int32."""
     if x.dim() == 2:
         x = x.unsqueeze(1 if x.stride(1) == 1 else 2)
     return x.view(torch.int32)

@@ -12,15 +12,20 @@ from dsa.ops.training._packed_attention import Sequences
 from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
-LEAST_WORKSPACE = 192 << 20  # the smallest budget of the workspace, in bytes
+LEAST_WORKSPACE = 192 << 20  # lower bound of the workspace's budget, in bytes
 SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if that is more than LEAST_WORKSPACE
-INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # limits of an `Indexer`
+INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # before padding
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Q tiles of the packed queries, and for each q tile the total number of key tiles of all q tiles before it
-    (q_tile_plan_sm90.py). A kernel writes both tensors, so the host does not know their contents."""
+    """The q tiles of packed queries. A kernel writes both tensors (q_tile_plan_sm90.py), so the host does not know
+    their contents.
+
+    q_tiles        int32 [S, 8]: a row per q tile (q_tiles.py)
+    key_tiles      int32 [S + 1]: number of key tiles of all q tiles before q tile i; the last one is the total
+    max_key_tiles  upper bound of a q tile's key tiles, from max_seqlen_k
+    """
 
     q_tiles: torch.Tensor
     key_tiles: torch.Tensor
@@ -28,14 +33,14 @@ class Plan:
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
         """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, or the
-        bytes of one q tile. workers: the number of CTAs. If it is given, the number of score tiles in each range but
-        the last is a multiple of `workers`, provided that the attention is causal and all sequences are as long as the
-        longest."""
+        bytes of one q tile. workers: number of CTAs of the kernel that processes score tiles, or 0. If it is given,
+        each range but the last has about a whole number of waves of score tiles, unless the last range would then
+        exceed the budget. This holds for causal attention if all sequences have the maximum length."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
         each = -(-count // chunks)
-        # q tiles per wave of `workers` tiles, if a q tile has (max_key_tiles + 1) / 2 tiles on average.
+        # Q tiles per wave of `workers` score tiles, if a q tile has (max_key_tiles + 1) / 2 score tiles on average.
         turn = 2 * workers / (self.max_key_tiles + 1)
         whole = int(each // turn * turn) if turn else 0
         last = count - (chunks - 1) * whole
@@ -43,13 +48,15 @@ class Plan:
         return [slice(begin, end) for begin, end in itertools.pairwise([*begins, count])]
 
     def only_if(self, wanted: torch.Tensor) -> "Plan":
-        """Return the same plan, or a plan without work if `wanted`, a bool on the device, is false."""
+        """Return the same plan, or a plan without work if `wanted`, a bool tensor on the device, is false. The host
+        does not wait for `wanted`."""
         return Plan(self.q_tiles * wanted, self.key_tiles * wanted, self.max_key_tiles)
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer's tensors in the form that the kernels need: with padded index heads, and w in fp32."""
+    """The indexer's tensors as the kernels need them: index heads padded with zeros (`padded_heads`), w in fp32, rows
+    at multiples of 16 bytes."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -83,8 +90,9 @@ def losses(
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
     """Return kl [Tq] and the gradients (dq, dw, dk) of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in
-    fp32. dq and dw are None without `query_grads`, and dk is None without `key_grads`. Rows of dq and dw for queries in
-    no q tile are not written. budget: most bytes of the workspace, unless a single q tile needs more."""
+    fp32; dq and dw have the padded heads of `indexer`. dq and dw are None without `query_grads`, and dk is None without
+    `key_grads`. Rows of dq and dw for queries in no q tile are not written. budget: most bytes of the workspace, unless
+    a single q tile needs more."""
     from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
     from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
 
@@ -122,8 +130,9 @@ def losses(
 
 
 def workspace(*inputs: torch.Tensor) -> int:
-    """Return the budget of the workspace in bytes: slightly less than the inputs have, so that workspace and results
-    together need less than twice the inputs' memory. A large budget means few chunks, which leave few SMs idle."""
+    """Return the budget of the workspace in bytes: LEAST_WORKSPACE, or if that is more, SHARE of the inputs' bytes, so
+    that workspace and results together need less than twice the inputs' memory. With a larger budget there are fewer
+    chunks, and so fewer last waves that leave SMs idle."""
     return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 

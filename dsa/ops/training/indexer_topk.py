@@ -39,8 +39,8 @@ def indexer_topk(
     max_seqlen_k: int,
     causal: bool = True,
 ) -> torch.Tensor:
-    """Select per query t of packed sequences the top_k keys s by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] .
-    k_idx[s]).
+    """Select for each query t of packed sequences the top_k visible keys s with the largest I[t, s] = sum_j w_idx[t, j]
+    relu(q_idx_j[t] . k_idx[s]).
 
     q_idx         [Tq, Hi, di]; k_idx [Tk, di] in q_idx's dtype; w_idx [Tq, Hi] in q_idx's dtype or fp32, of any sign
     top_k         how many keys to pick, at least 1, possibly more than a sequence has
@@ -48,13 +48,14 @@ def indexer_topk(
                   keys, to Tk
     max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more keys than max_seqlen_k
                   rounded up to a multiple of 128 selects none
-    causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
+    causal        True: a sequence's last query sees all its keys, and every other query one key fewer than the next.
+                  False: every query sees all keys of its sequence
 
     Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, then -1 if a query has fewer than top_k keys. Ties
     go to the lowest index; NaN is never picked. A query that belongs to no sequence selects no key. No gradients.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference raises ValueError for
-    cu_seqlens that do not ascend from 0 to the end; the kernels take such boundaries as `indexer_warmup_attention`
-    does.
+    cu_seqlens that do not ascend from 0 to the end; the kernels replace a boundary that is outside the tensor, or below
+    an earlier boundary, by the boundary before it (the first boundary by 0).
     On Hopper: bf16 (w_idx also fp32), di 64 or 128, up to 64 heads, top_k up to 4096; other dtypes run the PyTorch
     reference, with a warning. Queries and keys are multiplied in bf16 and summed in fp32. The workspace contains the
     scores of a chunk of queries for all keys: at most 192 MiB, or more if the smallest chunk, 128 queries, needs more.

@@ -126,28 +126,32 @@ def indexer_warmup_attention(
     q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in q's dtype or fp32, of any sign
     cu_seqlens_q  int32 [B + 1], the boundaries of sequences in the queries, from 0 to Tq; cu_seqlens_k likewise for the
                   keys, to Tk
-    max_seqlen_*  at least the length of the longest sequence. On Hopper a sequence with more keys has NaN losses, and
-                  in a longer sequence the rows after this length have gradients of 0 in q, k and v
-    causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
+    max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more keys than max_seqlen_k
+                  rounded up to a multiple of 128 has a NaN loss. In a sequence longer than max_seqlen_*, the rows after
+                  this length have gradients of 0 in k and v, and in q except at (d, dv) = (576, 512)
+    causal        True: a sequence's last query sees all its keys, and every other query one key fewer than the next.
+                  False: every query sees all keys of its sequence
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq]. A query without keys has out
     0, lse +inf and kl 0. The gradient of out flows to q, k and v; the gradient of kl flows only to q_idx, k_idx and
     w_idx.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and if the reference runs, for
     cu_seqlens that do not ascend from 0 to the end. The kernels replace a boundary that is outside the tensor, or below
-    an earlier boundary, by the boundary before it. Rows that belong to no sequence are treated as queries without keys,
-    with gradients of 0.
+    an earlier boundary, by the boundary before it (the first boundary by 0). Rows that belong to no sequence are
+    treated as queries without keys, with gradients of 0.
     On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) is (64, 64), (128,
     128), (192, 128) or (576, 512); the last one has Hk = 1 and v a view of k, and k's gradient then includes v's. di is
     64 or 128. Up to 64 index heads (8, 16, 32 and 64 without padding).
     No matrix of all queries by all keys is stored: the workspace contains a chunk of queries by all keys, at most 15/16
-    of the inputs' bytes or 192 MiB, whichever is more. The forward pass computes the indexer's gradients together with
-    the loss, for an upstream gradient of 1 for all tokens, and keeps them. The backward pass scales them, and computes
-    k_idx's gradient again if the upstream gradients of tokens differ. After `kl.sum()` the host knows from the strides
-    that they are equal; after `kl.mean()` only the device knows. The gradients of q, k and v are those of PyTorch's
-    flash attention, or for (576, 512) those of `sparse_mla_attention`, and are summed without a fixed order; everything
-    else is deterministic. At (576, 512) the order is fixed if torch.are_deterministic_algorithms_enabled() when the
-    gradient is computed, with 2304 max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
+    of the inputs' bytes or 192 MiB, whichever is more, unless 128 queries need more. If the indexer needs gradients,
+    the forward pass computes them together with the loss, for an upstream gradient of 1 for all tokens, and keeps them.
+    The backward pass multiplies them by the upstream gradients, and computes k_idx's gradient again if the upstream
+    gradients of tokens differ. After `kl.sum()` the host knows from the strides that they are equal. Otherwise, as
+    after `kl.mean()`, only the device knows, and kernels are launched that do nothing if they are equal. The gradients
+    of q, k and v are those of PyTorch's flash attention, or for (576, 512) those of `sparse_mla_attention`. Their sums
+    have no fixed order, except that of q's gradient at (576, 512); everything else is deterministic. At (576, 512) the
+    sums of k's gradient also have a fixed order if torch.are_deterministic_algorithms_enabled() when the gradient is
+    computed; this takes 2304 * max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
     On Hopper and under torch.compile lse has no gradient, and a second backward pass raises RuntimeError.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
@@ -257,7 +261,7 @@ def _indexer_warmup_loss_gradient(
 ) -> Three:
     """Return the gradients of q_idx, k_idx and w_idx, given the gradient of kl. dq, dk and dw are the gradients that
     the forward pass kept, for an upstream gradient of 1 and with padded heads. Without `of_keys` the caller does not
-    use k_idx's gradient, which then is right only for equal upstream gradients."""
+    use k_idx's gradient; it is then right only if the upstream gradients of all tokens are equal."""
     heads = q_idx.shape[1]
     dq_idx = _scaled(dq[:, :heads], grad[:, None, None], q_idx.dtype)
     dw_idx = _scaled(dw[:, :heads], grad[:, None], w_idx.dtype)
@@ -266,8 +270,9 @@ def _indexer_warmup_loss_gradient(
     # Scaling the kept sum over tokens is right only if all upstream gradients are equal, as after `kl.sum()`.
     dk_idx = _scaled(dk, grad[0], k_idx.dtype)
     if of_keys and grad.stride(0) != 0:
-        # Only the device knows whether the upstream gradients differ. If they are equal, the plan has no work, and the
-        # launches are the only cost.
+        # The host does not know whether the upstream gradients differ, so the kernels are always launched. If the
+        # gradients are equal, `only_if` makes a plan without work: the kernels do nothing, and what remains is the
+        # launches, the workspace's memory, and elementwise passes over the indexer's tensors.
         differ = (grad != grad[0]).any()
         plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)
         indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad.float().contiguous()
@@ -278,7 +283,7 @@ def _indexer_warmup_loss_gradient(
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x * factor, rounded once, in one pass."""
+    """Return x * factor, rounded once to `dtype`, in one pass over memory."""
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 

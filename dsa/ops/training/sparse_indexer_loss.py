@@ -45,8 +45,8 @@ SPARSE_INDEXER_LOSS_GRADIENT = Arguments(
     deterministic=Flag(),
 )
 
-# Fixed-point gradients are summed in 64-bit integers. The scale is chosen such that the sums stay below 2^62, and is
-# limited to 2^-126 to 2^126, so that it is a normal fp32 number.
+# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers. The scale is chosen such
+# that the sums stay below 2^62. It is limited to 2^-126 to 2^126, so that it is a normal fp32 number.
 SUM_BITS, SCALE_BITS = 62, 126
 
 
@@ -70,25 +70,26 @@ def sparse_indexer_loss(
     q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in q's dtype or fp32, of any sign
     indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key that is selected twice counts twice
     softmax_scale  multiplies the logits: a finite number
-    lse            [H, Tq] float: each head's LSE over all keys of its softmax (natural log). The softmax of V4's
-                   attention also covers a window and a sink; with its lse the weight of a head in p is the share of
-                   attention that the head gives to the selected keys. None: the LSE over the selected keys alone, which
-                   the op computes by `flash_mla_sparse_fwd`, so that all heads have the same weight (V3.2)
+    lse            [H, Tq] fp32, bf16, fp16 or float64: each head's LSE over all keys of the head's softmax (natural
+                   log). The softmax of V4's attention also covers a window and a sink. With the lse of that softmax,
+                   the weight of a head in p is the share of attention that the head gives to the selected keys. None:
+                   the LSE over the selected keys alone, which the op computes by `flash_mla_sparse_fwd`, so that all
+                   heads have the same weight (V3.2)
     deterministic  True: k_idx's gradient is bit-identical from run to run, as a sum of 64-bit integers. Everything else
                    is always deterministic. None: the value of torch.are_deterministic_algorithms_enabled() in the
                    forward pass
 
     Returns kl [Tq] fp32. A query without keys has kl 0. Gradients flow only to q_idx, k_idx and w_idx. For the backward
-    pass the forward pass keeps the indexer's tensors, the indices and [Tq, K] bf16 numbers. The relu has no gradient at
-    0. NaN in a row that is not selected has no effect. On Hopper and under torch.compile a second backward pass raises
-    RuntimeError.
+    pass the forward pass keeps the indexer's tensors, the indices and the gradient of kl with respect to I, [Tq, K] in
+    q's dtype. The relu has no gradient at 0. NaN in a row of kv or k_idx that is not selected has no effect. On Hopper
+    and under torch.compile a second backward pass raises RuntimeError.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
     64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp16, fp32 and float64 run the
-    PyTorch reference, with a warning. One kernel in the forward pass, and one in the backward pass, which sums k_idx's
-    gradient in fp32 unless `deterministic`. If the heads of a query give less than e^-129 of their attention to each of
-    its keys, the query's gradients are 0. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
-    synchronisation.
+    PyTorch reference, with a warning. One kernel in the forward pass, without lse also that of `flash_mla_sparse_fwd`,
+    and one kernel in the backward pass. It sums k_idx's gradient in fp32, without a fixed order, unless
+    `deterministic`. If the heads of a query give less than e^-129 of their attention to each of its keys, the query's
+    gradients are 0. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     kl, _ = _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
@@ -100,8 +101,9 @@ def _fixed_scale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (scale [1], inverse of the scale [1]) for fixed-point gradients. With this scale, a sum of `most` terms
     fits in SUM_BITS."""
-    # A term is g sum_i d a w q, where d is the gradient of the score, |d| <= 1, and a the activity, 0 or 1. d and g w q
-    # are rounded to bf16, hence the factor 1.02.
+    # dk[j] is a sum of at most `most` terms, one per query t and index that selects key j: d_scores[t, j] sum_i a_i
+    # g[t] w[t, i] q_i[t] over the index heads i. |d_scores| <= 1, and a_i is 1 if q_i[t] . k[j] > 0, else 0. d_scores
+    # and the products g w q are rounded to bf16, hence the factor 1.02.
     bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
     scale = torch.ldexp(torch.ones_like(bound), exponent.clamp(-SCALE_BITS, SCALE_BITS)).view(1)

@@ -69,9 +69,10 @@ def sparse_mla_attention(
     attn_sink: torch.Tensor | None = None,
     deterministic: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
+    """out_h[t] = sum_j softmax_j(softmax_scale q_h[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with
+    gradients.
 
-    q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, on Hopper with a warning
+    q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, with a warning on Hopper
     kv             [Tk, 1, d] in q's dtype; a value is the first d_v numbers of its key
     indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key that is selected twice counts twice
     softmax_scale  multiplies the logits: a finite number
@@ -137,7 +138,7 @@ def gradients(
         if deterministic:
             sum_lists = sum_kernels.compile_sum_lists(dim)
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            most = -(-sms // head_tiles)  # queries per launch, so that each SM has one work tile
+            most = -(-sms // head_tiles)  # queries per launch, so that each SM has at most one work tile
             found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
             counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
             for n, first in enumerate(range(0, tokens, most)):
@@ -158,9 +159,10 @@ def gradients(
 
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rows, bounds). `rows` lists the rows of `found`, ordered by their key; a row of `found` is one term of a
-    key's dkv. `bounds` says where the entries of each key begin in `rows`. `found` has `stride` rows per query; the
-    first top_k of them belong to the query's indices."""
+    """Return (rows, bounds), int32, for `sum_lists`. A row of `found` is a term of a key's dkv, from one tile of heads.
+    `rows` lists the rows of the first head tile, ordered by key, then those of invalid indices. Entries bounds[j] to
+    bounds[j + 1] - 1 of `rows` belong to key j. `found` has `stride` rows per query. In the first head tile, row i of a
+    query is the term for the query's index i."""
     top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
