@@ -44,7 +44,8 @@ def check_bits(names: str, found: Results, expected: Results) -> None:
 
 
 def repeated(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """Expand the scales of blocks of rows and columns to a float64 tensor of shape `shape`, a scale per element."""
+    """Expand scales to a float64 tensor of shape `shape`, a scale per element. block: the numbers of rows and columns
+    that share a scale."""
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, shape[-2:]))
     by_row = scale.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
     return by_row.repeat_interleave(columns, -1)[..., : shape[-1]]
@@ -68,9 +69,9 @@ def check_cast(
 ) -> None:
     """Check the scales and values of an FP8 cast of `right`.
 
-    right is in float64; the op rounds it to `dtype` before the cast. A block's scale is max(amax, 1e-4) / 448, with
-    use_ue8m0 rounded up to a power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not
-    finite are not checked.
+    right is in float64; the op rounds it to `dtype` before the cast. `block` is the numbers of rows and columns that
+    share a scale. A block's scale is max(amax, 1e-4) / 448, with use_ue8m0 rounded up to a power of two. A value is off
+    by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -86,8 +87,8 @@ def check_cast(
         raise AssertionError(f"{name}'s scale: {int(wrong.sum())} of {wrong.numel()} are wrong")
     each = repeated(scale, right.shape, block)
     error = (q.double() * each - right).abs()
-    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number. For subnormals half a step is 2^-10; the
-    # tolerance is twice that.
+    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number. For subnormals half a step is 2^-10 of the
+    # scale; the tolerance is twice that.
     allowed = (2**-4 + eps) * right.abs() + 2**-9 * each + eps * tiny
     if (~(error <= allowed) & each.isfinite()).any():
         raise AssertionError(f"{name}: up to {(error / allowed).nan_to_num(0.0).max():.3g} times the error of rounding")
@@ -196,7 +197,8 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Make gates and ups of which many exceed the limit. halves: gate and up are the halves of one tensor."""
+    """Make arguments of `swiglu_cast_to_fp8`, many of which exceed the limit. halves: gate and up are the halves of one
+    tensor's last dimension."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -228,8 +230,8 @@ def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 
 
 def check_swiglu(a: Given, found: Results) -> float:
-    """Check that scales and values are between those of the smallest and the largest h (`swiglu_bounds`). Where these
-    two round to the same h, this requires equality."""
+    """Check that scales and values are between those of the smallest and of the largest allowed h (`swiglu_bounds`).
+    Where these two h are equal after rounding, scales and values must be exact."""
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
@@ -278,7 +280,8 @@ def check_weight(a: Given, found: Results) -> float:
 
 
 def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight [..., N, K] of random codes, with scales whose spread fits the range of e4m3."""
+    """Return (packed uint8 [..., N, K / 2], scale e8m0 [..., N, K / 32]) for the shape [..., N, K]: random e2m1 codes,
+    and scales that differ by at most a factor of 2^14, the most that `widen_fp4` accepts in a block."""
     *rows, channels = shape
     packed = new.below(256, *rows, channels // 2, dtype=BYTE)
     return packed, (120 - new.below(15, *rows, channels // 32, dtype=BYTE)).view(torch.float8_e8m0fnu)
@@ -340,7 +343,7 @@ def experts(
 
     sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and `a` has five rows
     tokens  the number of rows of `a`, from which `rows` selects at random; 0: no `rows`
-    after   the number of rows that belong to no expert
+    after   the number of rows after those of the last expert
     """
     if sizes is None:
         sizes, tokens, rows = (2, 0, 2), 5, new.ints([4, 0, 0, 2])
@@ -398,7 +401,8 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, size) in float64: all rows of a product with one matrix, or the rows that belong to an expert.
+    """Return (y, size) in float64: all rows of a product with one matrix, or of a grouped product the rows that belong
+    to an expert, multiplied by `weights` if they are given.
 
     size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
     """
@@ -448,7 +452,8 @@ def check_fp4_product(a: Given, found: Results) -> float:
 
 
 def check_experts_swiglu(a: Given, found: Results) -> float:
-    """Require the same bits as the grouped product followed by `swiglu_cast_to_fp8`, and compare both with float64."""
+    """Require the same bits as `grouped_fp8_gemm_nt`, with FP4 weights widened to FP8, followed by
+    `swiglu_cast_to_fp8`. Compare the results of both ops with float64."""
     used, b = a["ends"][-1], a["b"] if len(a["b"]) == 2 else dsa.widen_fp4(*a["b"][:2])
     gate_up = dsa.grouped_fp8_gemm_nt(a["a"], b, a["ends"], a["dtype"], rows=a["rows"])
     check_product(a, [gate_up])

@@ -42,7 +42,8 @@ def candidates(
     into: bool = False,
     **options: Any,
 ) -> Given:
-    """Make rows of scores with ties and with ranges of different lengths; by default three rows."""
+    """Make arguments of `topk_indices` with many equal scores and with ranges of different lengths; by default three
+    rows."""
     first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
     paging = table_of(new, rows, cols, page_size)
     if rows:
@@ -86,8 +87,9 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) by a stable sort in float64. NaN and columns outside the range are never selected. A
-    score of -inf is selected only after all higher scores."""
+    """Return the (indices, values) of `topk_indices`, by a stable sort in float64. NaN and columns outside the range
+    are never selected. A score of -inf is selected only after all higher scores. Of equal scores the lowest columns are
+    selected."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]
@@ -109,7 +111,8 @@ def selected(
 def slots_of(
     indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
 ) -> torch.Tensor:
-    """Map indices to slots; -1 for a missing page, a missing sequence, or a slot of 2^31 or more."""
+    """Map indices [rows, k] to slots; -1 for an index of -1, a missing page, a missing sequence, or a slot of 2^31 or
+    more."""
     (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
     own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
     known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]
