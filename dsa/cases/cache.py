@@ -80,8 +80,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return different slots for the tokens, but -1 for the second token. outside: the next 3 tokens (the next 7 for
-    int64 slots) get slots outside the cache."""
+    """Return different random slots below `capacity`, one per token, but -1 for the second token. outside: the next 3
+    tokens (the next 7 for int64 slots) get slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -302,7 +302,8 @@ def unrounded(a: Given) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-    """Return x [T, d] in float64, its last R channels rotated as complex numbers; cos and sin are [T, R / 2]."""
+    """Return x [T, d] in float64, with pairs of its last R channels multiplied by cos + i sin, both [T, R / 2].
+    interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + R / 2)."""
     still, part = x.split((x.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]), 1)
     a, b = part.unflatten(1, (-1, 2)).unbind(2) if interleaved else part.chunk(2, 1)
     z = torch.complex(a.contiguous(), b.contiguous()) * torch.complex(cos.double(), sin.double())

@@ -219,8 +219,8 @@ def changed(hostile: Hostile, given: Given, name: str) -> Iterator[tuple[str, to
     """Yield (description of the change, the changed argument, a function that selects the results that must not
     change).
 
-    Each number of `contents` is written to one place at a time, and to all elements at once. Two further changes
-    reverse the elements and replace them by random bits. After a change of all elements any result may differ.
+    Each number of `contents` is written to one place at a time, and to all elements at once. One further change
+    reverses the elements, another replaces them by random bits. After a change of all elements any result may differ.
     """
     valid, nothing_kept = given[name], nothing(given, ())
     for what, number in contents(valid).items():

@@ -164,7 +164,7 @@ def check_write_compressed(a: Given, found: Results) -> float:
     dsa.reference.write_compressed_kv(**by_reference)
     expected = slot_numbers(by_reference["cache"], index)[slots]
     # A number may be adjacent to the reference's number: adjacent e4m3 numbers differ by up to 1/8 of their magnitude.
-    # Numbers of a float cache may differ by two bf16 steps of up to 1/128 each.
+    # Numbers of a float cache may differ by two bf16 steps, each of up to 1/128 of the number.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
     assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
     rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
@@ -175,7 +175,7 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
     """Check the tolerances of a quantised result. With ten rows or more, also check that its rounding has no bias: over
-    numbers that are not small, the mean of got / expected must be near 1."""
+    numbers above 1/20 of the largest, the mean of got / expected must be near 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error

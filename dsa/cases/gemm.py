@@ -102,7 +102,7 @@ def token_cast(
     gran_k: int = BLOCK,
     hadamard: bool = True,
 ) -> Given:
-    """Make tokens of all magnitudes from 1e-6 to 1e4."""
+    """Make arguments of `per_token_cast_to_fp8`, with tokens of all magnitudes from 1e-6 to 1e4."""
     sizes = torch.logspace(-6, 4, shape[-2], device=new.device)[:, None]
     return {"x": (new.f32(*shape) * sizes).to(dtype), "use_ue8m0": use_ue8m0, "gran_k": gran_k, "hadamard": hadamard}
 
@@ -129,7 +129,8 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Make arguments in which every row of the result gets one token; by default three tokens."""
+    """Make arguments of `scatter_cast_to_fp8`, in which every row of the result gets one token; by default three
+    tokens."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:
@@ -173,7 +174,7 @@ def rotary(
 
 
 def check_rotary(a: Given, found: Results) -> float:
-    """Require the same bits as `apply_rotary` followed by the cast, and compare with float64."""
+    """Require the same bits as `apply_rotary` followed by `per_token_cast_to_fp8`, and compare with float64."""
     x, cos, sin = a["x"], a["cos"], a["sin"]
 
     def by_group(y: torch.Tensor) -> torch.Tensor:
@@ -299,7 +300,7 @@ def fp4_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return e2m1 * scale in float64, by the definition."""
+    """Return the numbers [..., N, K] of an FP4 weight in float64: e2m1 * scale."""
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.double, device=packed.device)
     return values[fp4_codes(packed)] * scale.double().repeat_interleave(32, -1)
 
@@ -429,7 +430,8 @@ def check_product(a: Given, found: Results) -> float:
     """Compare with float64. Rows of no expert are not checked.
 
     Tensor cores add the products of a block of 128 channels with a precision of about 14 bits, relative to the largest
-    product. The sum of all blocks is rounded to the result's dtype once.
+    product, so an error of 5e-3 of `size` (see `sums`) is allowed. The sum of all blocks is rounded to the result's
+    dtype once.
     """
     expected, size = sums(a)
     y = found[0][: len(expected)]
@@ -484,7 +486,7 @@ def linear(
 
 
 def linear_sums(a: Given) -> torch.Tensor:
-    """Return `linear_fp32` in float64."""
+    """Return the result of `linear_fp32` by the formula, in float64."""
     y = a["x"].double() @ a["weight"].double().T
     return torch.cat((y[:, : a["scaled_from"]], y[:, a["scaled_from"] :] * a["scale"]), 1)
 

@@ -93,7 +93,7 @@ def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: 
     fp32."""
     eps = torch.finfo(dtype).eps + 1e-6
     exact = rows.abs().amax(-1).clamp(min=1e-4) / 448
-    if use_ue8m0:  # if the ratio is near a power of two, rounding can give either of two scales
+    if use_ue8m0:  # near a power of two, rounding can give either of two scales
         low, high = ((exact * (1 + e)).log2().ceil().exp2() for e in (-4 * eps, 4 * eps))
         require((scale == low) | (scale == high), "scale: not the next power of two")
     else:
@@ -160,8 +160,8 @@ def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
 #
 # fp32 accumulators: Hopper's FP8 wgmma adds 32 products and the accumulator. It aligns these addends to the largest one
 # and truncates them 13 bits below the largest one's leading bit. So each addend loses up to 2^-13 = 1.2e-4 of the
-# largest addend, which is a tenth to a third of a head's terms. The errors of addends and heads have both signs.
-# Together they stay below 5e-5 of all terms. All other steps are in fp32.
+# largest addend, which is a tenth to a third of the sum of a head's terms. The errors of addends and heads have both
+# signs. Together they stay below 5e-5 of all terms. All other steps are in fp32.
 #
 # fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
 # bits, each by up to 4.9e-4 of its value. These errors have both signs. Together they stay below 3e-4 of all terms.
@@ -314,7 +314,7 @@ def check_plan(a: Given, found: Results) -> float:
     sequence, split = plan.long().unbind(1)
     require((sequence >= 0) & (sequence <= len(lengths)), "plan: no such sequence")
     before = torch.cat((splits.new_zeros(1), splits.cumsum(0)))[sequence]
-    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # the entry past all sequences has only split 0
+    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # the end of all sequences, (B, 0), has only split 0
     require((split >= 0) & (split < own), "plan: no such split")
     require_same("plan: first splits", before + split, first)
     return 0.0

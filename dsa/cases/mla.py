@@ -67,7 +67,7 @@ def check_scales(scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, use
 
 
 def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that rounding has no bias: found / expected, averaged over all larger numbers, must be near 1."""
+    """Check that rounding has no bias: the mean of found / expected, over large numbers, must be near 1."""
     sizes = expected.abs()
     large = sizes > sizes.amax() / 20 if sizes.numel() else sizes > 0
     ratio = (found[large] / expected[large]).mean().item() if large.sum() > 1000 else 1.0
@@ -401,7 +401,7 @@ def mha(
 ) -> Given:
     """Make packed sequences.
 
-    top_k  random positions up to the longest sequence's end that each query selects; 0: no selection
+    top_k  how many random positions below the longest sequence's length each query selects; 0: no selection
     scale  factor of the queries
     more   queries and keys, all NaN, after the last sequence
     """
@@ -568,7 +568,7 @@ PLAN_HOSTILE = with_sizes(
 
 def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
     """Return hostile contents of index lists and their lengths. The kernels split a query's keys only if its list has
-    more than a few tiles, so `variants` should have short and long lists."""
+    more than a few tiles of keys, so `variants` should have short and long lists."""
     common = {"s_q": 2, "page": 16, "rows": 240, "extra": (5, 16), "invalid": 0.0, "counted": True}
     names = "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length"
     return with_sizes(IN_ROWS, names, {variant: {**common, **sizes} for variant, sizes in variants.items()})

@@ -37,7 +37,7 @@ def gate(new: Maker, tokens: int = 3, experts: int = 16, top_k: int = 3, **optio
 
 
 def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen experts and their weights by the gate's formula, in float64."""
+    """Return the chosen experts and their weights by the formula of `moe_gate`, in float64."""
     logits = a["logits"].double()
     s = logits.sigmoid() if a["scores"] == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = (s + a["bias"].double()).unflatten(1, (a["n_group"], -1))
@@ -189,7 +189,8 @@ def router(
 
 
 def check_router(a: Given, found: Results) -> float:
-    """Require the bits of `moe_gate` on the exact logits, and the right sort of the chosen experts."""
+    """Require the bits of `moe_gate` on the exact logits, and the results of `sort_by_expert` for the chosen
+    experts."""
     logits = (a["x"].double() @ a["weight"].double().T).float()
     options = {name: a[name] for name in ("top_k", "scores", "n_group", "topk_group", "normalise", "scale")}
     gate = {"logits": logits, "bias": a["bias"], **options}

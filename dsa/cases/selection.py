@@ -157,8 +157,8 @@ def of_scores(a: Given) -> Given:
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the indices and the bits of the values that `selected` gives for the scores in `given`. A value of -0.0
-    must be returned as 0.0."""
+    """Require the indices and the bits of the values that `selected` returns for `given`, the scores and the options of
+    this selection. A value of -0.0 must be returned as 0.0."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -166,7 +166,8 @@ def require_selected(a: Given, found: Results, **given: Any) -> None:
 
 
 def require_two_ops(a: Given, found: Results) -> None:
-    """Require the same bits as `fp8_mqa_logits` followed by a selection, because these two steps define the op."""
+    """Require the same bits as `fp8_mqa_logits` followed by `selected`, because these two steps define
+    `indexer_select`."""
     scored = of_scores(a)
     first, last = (scored[name] for name in RANGES)
     table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
@@ -196,8 +197,8 @@ def of_paged_scores(a: Given) -> Given:
 
 
 def require_two_paged_ops(a: Given, found: Results) -> None:
-    """Require the same bits as `fp8_paged_mqa_logits` followed by a selection, because these two steps define the
-    op."""
+    """Require the same bits as `fp8_paged_mqa_logits` followed by `selected`, because these two steps define
+    `paged_indexer_select`."""
     batch, next_n = a["q"].shape[:2]
     table = {}
     if a["slots"]:

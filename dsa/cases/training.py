@@ -391,11 +391,12 @@ def warmup(
     leaves: Sequence[str] = INDEXER,
     around: tuple[int, int] = (0, 0),
 ) -> Given:
-    """Make arguments of `indexer_warmup_attention`; by default two sequences without gradients.
+    """Make arguments of `indexer_warmup_attention`; by default two sequences without gradients. With `lengths`, w_idx
+    is 0 for every seventh query.
 
     dims    channels of keys and of values; with (576, 512) the values are the keys' first channels
     index   index heads and their channels
-    around  numbers of rows before the first and after the last sequence: NaN in keys and values, 7 in other tensors
+    around  numbers of rows before the first and after the last sequence: NaN in k, v and k_idx, 7 in q, q_idx and w_idx
     """
     if not lengths:
         given = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64), **small_indexer(new)}
