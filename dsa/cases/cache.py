@@ -302,7 +302,7 @@ def unrounded(a: Given) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-    """Return x [T, d] in float64, with pairs of its last R channels multiplied by cos + i sin, both [T, R / 2].
+    """Return x [T, d] in float64, with pairs of the last R channels multiplied by cos + i sin, both [T, R / 2].
     interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + R / 2)."""
     still, part = x.split((x.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]), 1)
     a, b = part.unflatten(1, (-1, 2)).unbind(2) if interleaved else part.chunk(2, 1)

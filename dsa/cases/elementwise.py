@@ -149,7 +149,7 @@ def rotation(
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True, dims: str = "last"
 ) -> torch.Tensor:
-    """Return x [T, ..., D] in float64, with pairs of its first or last R channels (`dims`) multiplied by cos + i sin,
+    """Return x [T, ..., D] in float64, with pairs of the first or last R channels (`dims`) multiplied by cos + i sin,
     both [T, R / 2]. interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + R / 2)."""
     out, channels = x.double().clone(), 2 * cos.shape[1]
     part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]

@@ -164,9 +164,9 @@ def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
 # signs. Together they stay below 5e-5 of all terms. All other steps are in fp32.
 #
 # fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
-# bits, each by up to 4.9e-4 of its value. These errors have both signs. Together they stay below 3e-4 of all terms.
+# bits, each by up to 4.9e-4 of the value. These errors have both signs. Together they stay below 3e-4 of all terms.
 #
-# The bounds below are at least ten times these figures. For comparison, a typical score is 1.4% of its terms with 64
+# The bounds below are at least ten times these figures. For comparison, a typical score is 1.4% of all terms with 64
 # heads of 128 channels, and more with fewer heads or channels. The reference in PyTorch computes all steps in fp32 and
 # is far more accurate than the kernels.
 OF_TERMS = {F32: 1e-3, F16: 3e-3}  # error bound / sum of the terms' magnitudes, by the accumulators' dtype
@@ -179,7 +179,7 @@ RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
     """Check that each score is within its bound, that -inf is where it is expected, and that calc_diff is small.
 
-    terms     for each score, the sum of its terms' magnitudes; used only where the expected score is finite
+    terms     for each score, the sum of the terms' magnitudes; used only where the expected score is finite
     of_terms  the error bound of a score, as a fraction of `terms`
 
     Return calc_diff.

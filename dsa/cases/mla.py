@@ -76,7 +76,7 @@ def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> No
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [T, H, d] in float64; adjacent pairs of its last R channels are multiplied by cos + i sin [T, R / 2]."""
+    """Return x [T, H, d] in float64; adjacent pairs of the last R channels are multiplied by cos + i sin [T, R / 2]."""
     kept, turned = x.double().split((x.shape[2] - 2 * cos.shape[1], 2 * cos.shape[1]), 2)
     pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous())
     pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
@@ -499,8 +499,8 @@ def branches(
     dtype: torch.dtype = BF16,
     sink: bool = True,
 ) -> Given:
-    """Make branches whose weights vary widely. Each branch has no keys in a sixth of its rows, at random: lse is +inf
-    or -inf there, and out is NaN."""
+    """Make branches whose weights vary widely. In a sixth of the rows, drawn for each branch, the branch has no keys:
+    lse is +inf or -inf there, and out is NaN."""
     outs, lses = [], []
     for _ in range(count):
         out, lse = new.f32(*shape).to(dtype), 4 * new.f32(*shape[:-1])

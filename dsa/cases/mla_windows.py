@@ -194,7 +194,7 @@ def check_cast(a: Given, found: Results) -> float:
 
     Attention rounds its softmax weights and its result to 16 bits, and the rotation rounds the rotated channels again.
     For these roundings, the check allows 1/64 of the largest `size` in a block of 128 channels. For the rounding to
-    e4m3, it allows 1/16 of a value's magnitude plus 1/512 of its scale.
+    e4m3, it allows 1/16 of a value's magnitude plus 1/512 of the scale.
     """
     attended = attend_windows(a, a["window_indices"], a["q"].shape[2])
     expected = rotated(attended.out, a["cos"], -a["sin"])

@@ -18,7 +18,7 @@ SECONDS = {"cpu": 20, "cuda": 200}  # time limit of a call; on a GPU it can incl
 
 
 def judge(call: Case, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
-    """Return what is wrong with the op's behaviour, or None."""
+    """Return a description of an error in the op's behaviour, or None."""
     before = {path: _bits(x) for path, x in _tensors(arguments)}
     plain = {name: _plain(x) for name, x in arguments.items()}
     try:
