@@ -1,8 +1,8 @@
 """Cases of every public op: how to make arguments, how to check results, and which arguments to corrupt.
 
-There is a module per op family, as in dsa.ops, and several modules for a large family. `dsa check`, the tests on CPU
-and GPU, the fuzzer, the digests of launches (tests/ops/launched_arguments.py), and benchmarks call ops with arguments
-that a case makes (case.py).
+Each op family of dsa.ops has one or more modules here; attention.py and case.py define what several of them use. `dsa
+check`, the tests on CPU and GPU, the fuzzer, and tests/ops/launched_arguments.py call ops with arguments that a case
+makes.
 """
 
 import importlib
@@ -18,13 +18,14 @@ CASES: list[Case] = [case for module in _modules for case in getattr(module, "CA
 
 
 def cases_of(op: str) -> list[Case]:
-    """Return the cases of the public functions in dsa/ops/FAMILY/OP.py."""
+    """Return the cases of all public functions that dsa/ops/FAMILY/OP.py defines. op: the module's name, OP."""
     functions = importlib.import_module(op_modules()[op]).__all__
     return [case for case in CASES if case.op in functions]
 
 
 def check_op(op: str, device: str, seed: int = 0) -> None:
-    """Run every case of the op that has a check; raise AssertionError if a result is wrong."""
+    """Run the cases of `cases_of(op)` that have a check, with all their sizes. Raise AssertionError if a result is
+    wrong."""
     for case in cases_of(op):
         if case.check is not None:
             case.verify_all(device, seed)

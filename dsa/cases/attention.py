@@ -13,7 +13,8 @@ from dsa.testing import assert_close, poisoned
 
 FP16, INF = torch.float16, torch.inf
 D_V = 512
-# (tolerances of out, tolerances of the LSE and of the largest logit). All three pairs are those of FlashMLA's tests.
+# Pairs (tolerances of out, tolerances of the LSE and of the largest logit) for 16-bit results, from FlashMLA's tests.
+# The names are those of `assert_close`.
 PREFILL_TOLERANCES = (
     {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6},
     {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536},
@@ -24,7 +25,8 @@ SPARSE_TOLERANCES = (
     {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536},
 )
 FP32_TOLERANCES = {"abs_tol": 2e-5, "rel_tol": 2e-5}
-# Largest number of elements of the float64 tensor of gathered keys: 512 MiB on a GPU, 8 MiB on a CPU.
+# Limit of the number of elements of the float64 tensor of gathered keys in `attend_lists`: 512 MiB on a GPU, 8 MiB on a
+# CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
@@ -32,12 +34,12 @@ _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
 class Attended(NamedTuple):
-    """Results of attention in float64.
+    """Results of attention in float64, for T queries with H heads each.
 
     out      [T, H, dv], 0 for a query without keys
     lse      [T, H], natural log, without the sink; +inf for a query without keys
     largest  [T, H], the largest scaled logit; -inf for a query without keys
-    size     [T, H, dv], `out` computed with the values' magnitudes; rounding errors are proportional to `size`
+    size     [T, H, dv], `out` computed with the values' magnitudes; rounding errors of `out` are proportional to `size`
     """
 
     out: torch.Tensor
@@ -58,8 +60,8 @@ def attend(
 
     q        [T, H, d]. Query head h uses key head h // (H / Hk)
     keys     [N, Hk, d], and values [N, Hk, dv], N >= 1. If each query has its own keys: [T, N, Hk, d], [T, N, Hk, dv]
-    visible  [T, N]
-    sink     [H]: out is scaled by e^lse / (e^lse + e^sink)
+    visible  bool [T, N]
+    sink     [H]: out is scaled by e^lse / (e^lse + e^sink). None: no sink
     """
     own = "t" if keys.dim() == 4 else ""
     logits = torch.einsum(f"tkgd,{own}nkd->tkgn", q.double().unflatten(1, (keys.shape[-2], -1)), keys.double()) * scale
@@ -110,7 +112,8 @@ def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> 
 
 
 def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
-    """Check out and the statistics that an op returns (lse, or max_logits and lse). Return the largest error of out."""
+    """Check `found`: out and the statistics that an op returns, lse or (max_logits, lse). Return the largest error of
+    out. `expected` has the same order. An fp32 out is compared with FP32_TOLERANCES instead of tolerances[0]."""
     out, *statistics = found
     error = assert_close("out", out, expected[0], **FP32_TOLERANCES if out.dtype == F32 else tolerances[0])
     for x, right in zip(statistics, expected[1:], strict=True):
@@ -121,7 +124,8 @@ def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[
 
 
 def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
-    """Reshape out and lse of B * s_q query rows to out [B, s_q, H, d_v] and lse [B, H, s_q]."""
+    """Return out [B, s_q, H, d_v] and lse [B, H, s_q] of attention that was computed for B * s_q query rows. q is [B,
+    s_q, H, d]."""
     out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
     return out, lse.transpose(1, 2)
 
@@ -130,8 +134,8 @@ def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
 
 
 def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Return numbers with standard deviation 0.1, clamped to [-1, 1]. The absolute tolerances assume values of this
-    size."""
+    """Return normal random numbers with standard deviation 0.1, clamped to [-1, 1]. The absolute tolerances above
+    assume keys and values of this size."""
     return (new.f32(*shape) / 10).clamp(-1, 1).to(dtype)
 
 
@@ -141,22 +145,23 @@ def no_keys(new: Maker, n: int) -> torch.Tensor:
 
 
 def spoiled(new: Maker, indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
-    """Return the indices with this fraction of them replaced by indices outside [0, n)."""
+    """Return the indices, each replaced with probability `fraction` by an index outside [0, n)."""
     bad = no_keys(new, n)[new.below(6, *indices.shape).long()]
     replaced = torch.rand(indices.shape, generator=new.generator, device=new.device) < fraction
     return torch.where(replaced, bad, indices)
 
 
 def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) -> torch.Tensor:
-    """Return int32 [queries, k]: for each query, rows from 0 to n - 1 in random order, all different if k <= n. The
-    fraction `invalid` of them is replaced by indices outside [0, n)."""
+    """Return int32 [queries, k]: for each query, rows from 0 to n - 1 in random order, all different if k <= n. Each is
+    replaced with probability `invalid` by an index outside [0, n)."""
     rows = new.order(queries, n, k) if k <= n else new.below(max(n, 1), queries, k)
     return spoiled(new, rows.int(), n, invalid)
 
 
 # Caches.
 
-# layout -> (channels d of queries and latents, dtype of the queries)
+# layout -> (channels d of queries and latents, dtype of the queries). "any scales": half of the rows have scales that
+# `write_kv_cache` would not write. "unpadded": pages are adjacent in memory, without the padding of `make_v4_cache`.
 LAYOUTS = {
     "bf16, 576": (576, BF16),
     "bf16, 512": (512, BF16),
@@ -211,7 +216,7 @@ def all_rows(cache: torch.Tensor) -> torch.Tensor:
 # (queries, keys) of each sequence. They include an empty sequence, as many queries as keys, fewer queries than keys, no
 # queries, no keys, and more queries than keys.
 SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
-# (queries, keys) of each sequence for tests of hostile bounds: more queries than a tile of 128, no queries, some
+# (queries, keys) of each sequence for tests of hostile bounds: more queries than a tile has (128), no queries, some
 # queries that see no key, and few queries.
 FEW_SEQUENCES = ((130, 140), (0, 4), (7, 3), (5, 70))
 

@@ -1,4 +1,5 @@
-"""Cases of the ops that write and read the paged caches (MLA latents, index keys), and of slot_mapping."""
+"""Cases of make_v4_cache, of slot_mapping, and of the ops that write and read the paged caches (MLA latents, index
+keys)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,8 +22,8 @@ CHANNELS = {"bfloat16": 576, "float16": 576, "float32": 576, "v32": 576, "v4": 5
 
 
 def slot_bytes(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
-    """Return uint8 [slots, bytes]: all bytes of each slot. In some layouts a slot's values and scales are in different
-    parts of its page. index: whether the cache contains index keys."""
+    """Return uint8 [slots, bytes]: all bytes of each slot. In caches of index keys and in V4 caches, a page first has
+    the values of all its slots, then their scales. index: whether the cache contains index keys."""
     pages, size, _, width = cache.shape
     page = cache.reshape(pages, size * width).view(torch.uint8)
     byte_cache = cache.element_size() == 1
@@ -56,7 +57,8 @@ def slot_numbers(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
 
 
 def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise AssertionError if shapes or numbers differ; NaN equals NaN."""
+    """Raise AssertionError unless `found` has the shape and the numbers of `expected`, which is converted to found's
+    dtype first. NaN equals NaN, but e4m3 numbers are compared as bytes."""
     expected = expected.to(found.dtype)
     if found.element_size() == 1 and found.is_floating_point():
         found, expected = found.view(torch.uint8), expected.view(torch.uint8)
@@ -78,8 +80,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return different slots for the tokens, but -1 for the second token. outside: the next 3 tokens (the next 7 for
-    int64 slots) get slots outside the cache."""
+    """Return different random slots below `capacity`, one per token, but -1 for the second token. outside: the next 3
+    tokens (the next 7 for int64 slots) get slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -142,7 +144,8 @@ def index_slots(
 
 
 def check_read_index(a: Given, found: Results) -> float:
-    """Check k and k_scale. `found` contains them twice if the call had tensors to write them to."""
+    """Check k and k_scale. If the caller passed tensors for them, `found` contains both twice: as results and as
+    written arguments."""
     slots = slots_inside(a["slots"], a["cache"])
     raw = slot_bytes(a["cache"], index=True)[slots] * (slots >= 0)[:, None]
     for k, k_scale in zip(found[::2], found[1::2], strict=True):
@@ -164,7 +167,7 @@ def check_new_cache(a: Given, found: Results) -> float:
 
 
 def latent_cache(new: Maker, layout: str, d: int, pages: int, page_size: int) -> torch.Tensor:
-    """Return a cache with numbers in every slot. In the V4 layout the padding between pages is bytes of 0xFF."""
+    """Return a cache with random numbers in every slot. In the V4 layout the padding between pages is bytes of 0xFF."""
     if layout == "v32":
         return new.v32_cache(pages, page_size)
     if layout != "v4":
@@ -208,7 +211,11 @@ def written(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_kv(a: Given, found: Results) -> float:
-    """Check that the cache has the reference's bytes, and that each number is within half a rounding step of `kv`."""
+    """Check the written cache.
+
+    All bytes must be the reference's. Float caches and rope channels must contain `kv` rounded to their dtype. Other
+    channels, e4m3 numbers times scales, must be within half an e4m3 step of `kv`.
+    """
     same_cache(found[0], written(a, a["kv"]))
     slots = slots_inside(a["slots"], a["cache"])
     x, got = a["kv"][slots >= 0], slot_numbers(found[0])[slots[slots >= 0]]
@@ -235,8 +242,8 @@ def latent_slots(
     dtype: torch.dtype = BF16,
     slot_dtype: torch.dtype = INT64,
 ) -> Given:
-    """Make arguments of `read_kv_cache`. shape: the shape of the slots, by default 2 x 2. Some slots are outside the
-    cache."""
+    """Make arguments of `read_kv_cache`, in which some slots are outside the cache. shape: the shape of `slots`; ():
+    four fixed slots, 2 x 2."""
     if not shape:
         pages, page_size, slots = 3, 16, new.ints([[7, -1], [40, 3]], INT64)
     else:
@@ -246,7 +253,8 @@ def latent_slots(
 
 
 def check_read_kv(a: Given, found: Results) -> float:
-    """Compare with the encoded numbers, rounded to fp32 and then to the dtype."""
+    """The rows must be the numbers that the slots encode, rounded to fp32 and then to the dtype, and zeros for slots
+    outside the cache."""
     slots = slots_inside(a["slots"], a["cache"])
     expected = slot_numbers(a["cache"]).float()[slots].masked_fill(slots[..., None] < 0, 0.0)
     if not found[0].is_contiguous():
@@ -285,8 +293,8 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """Return the rows before the cache rounds them: the `out` of a call with an fp32 cache. The cache of this call has
-    no pages, because only `out` is used."""
+    """Return the rows that `write_mla_cache` computes before the cache rounds them: the `out` of a call with an fp32
+    cache. The cache of this call has no pages, because only `out` is used."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
@@ -294,7 +302,8 @@ def unrounded(a: Given) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-    """Return x [T, d] in float64, its last R channels rotated as complex numbers; cos and sin are [T, R / 2]."""
+    """Return x [T, d] in float64, with pairs of the last R channels multiplied by cos + i sin, both [T, R / 2].
+    interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + R / 2)."""
     still, part = x.split((x.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]), 1)
     a, b = part.unflatten(1, (-1, 2)).unbind(2) if interleaved else part.chunk(2, 1)
     z = torch.complex(a.contiguous(), b.contiguous()) * torch.complex(cos.double(), sin.double())
@@ -309,8 +318,8 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def check_projected(a: Given, rows: torch.Tensor) -> float:
     """Check the rows before the cache rounds them.
 
-    The norm and the rotation each round to the dtype. If a kernel adds the norm's squares in another order, a number is
-    sometimes rounded to the adjacent one. So a few such differences are allowed.
+    The norm and the rotation each round to kv's dtype. If a kernel adds the norm's squares in another order than the
+    reference, a number is sometimes rounded to the adjacent one. So a few numbers may differ from the formula's.
     """
     kv, n, (cos, sin) = a["kv"], len(a["norm_weight"]), (a["cos"], a["sin"])
     if n + 2 * cos.shape[1] <= kv.shape[1]:  # the norm does not cover the rotated channels
@@ -334,7 +343,8 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
 
 
 def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """Return what the op writes to `out` for these rows. With a byte cache these are the rows after quantisation."""
+    """Return what `write_mla_cache` writes to `out` for these rows: with a float cache the rows, with a byte cache the
+    rows after quantisation and dequantisation."""
     if a["cache"].element_size() > 1:
         return rows
     page = torch.zeros(1, max(len(rows), 1), 1, a["cache"].shape[3], dtype=torch.uint8, device=rows.device)
@@ -343,7 +353,8 @@ def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_mla(a: Given, found: Results) -> float:
-    """Compare the op's unrounded rows with the formula. The cache and `out` must have exactly these rows, rounded."""
+    """Compare the rows before the cache rounds them (`unrounded`) with the formula. The cache, and `out` if it is
+    given, must contain exactly what follows from these rows (`written`, `as_kept`)."""
     rows = unrounded(a)
     error = check_projected(a, rows)
     same_cache(found[0], written(a, rows))
@@ -373,9 +384,10 @@ def keys(
 ) -> Given:
     """Make arguments of `slot_mapping`; by default two sequences.
 
+    kind       a key of KEYS, which sets ratio and ring; with "all", cache_seqlens is None
     sequences  number of sequences. Each has up to `most` new tokens after up to `earlier` cached tokens; every fifth
                has no new token
-    first      index of the first sequence's first token
+    first      index of the first sequence's first token. Tokens before it belong to no sequence
     pages      pages per sequence; the page numbers are random
     """
     table, cached, kind_options = KEYS[kind]
@@ -429,8 +441,8 @@ def check_mapped(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keep the cache's bytes outside `slots`, and whether its padding was written. In each other result, keep the rows
-    that are not in `states` (state slots)."""
+    """Keep the cache's bytes outside `slots`, and whether the padding between pages was written. In the results after
+    the cache, keep the rows that are not in `states` (state slots)."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -444,8 +456,8 @@ def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), 
 
 
 def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all slots of the cache except the slot of the token at `place`. Keep all of `out` or of the state, which do
-    not depend on slots."""
+    """Keep all slots of the cache except the one that the token at `place` has in the valid call. Keep all of `out` or
+    of the state, which do not depend on slots."""
     return other_slots(given, [int(given["slots"][place])], index=index)
 
 

@@ -16,13 +16,14 @@ Kept = Callable[[Results], Results]
 
 
 class Maker:
-    """Makes random tensors on a device. Makers with equal device and seed give equal tensors for equal calls."""
+    """Makes random tensors on a device. Makers with equal device and seed give equal tensors for equal sequences of
+    calls."""
 
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def f32(self, *shape: int) -> torch.Tensor:
-        """Return Gaussian fp32 numbers."""
+        """Return fp32 numbers from the standard normal distribution."""
         return torch.randn(shape, dtype=F32, generator=self.generator, device=self.device)
 
     def bf16(self, *shape: int) -> torch.Tensor:
@@ -50,8 +51,8 @@ class Maker:
         return self.bf16(pages, page_size, 1, d)
 
     def v32_cache(self, pages: int, page_size: int) -> torch.Tensor:
-        """Return bytes that `write_kv_cache` could have written: per slot 512 e4m3 values, four fp32 scales, 64 bf16
-        values."""
+        """Return a V3.2 cache [pages, page_size, 1, 656] uint8 of random numbers: per slot 512 e4m3 values, four fp32
+        scales, 64 bf16 values."""
         parts = self.e4m3(pages, page_size, 1, 512), self.positive(pages, page_size, 1, 4)
         parts = *parts, self.bf16(pages, page_size, 1, 64)
         return torch.cat([x.view(torch.uint8) for x in parts], -1)
@@ -76,12 +77,12 @@ class Maker:
 class Hostile:
     """How to corrupt an argument that contains indices, lengths or bounds, with the numbers of `contents`.
 
-    kept    (arguments, place) -> a function that selects, from all results, those that a wrong number at this place
-            cannot change
+    kept    (valid arguments, place) -> a function from all results of a call to those results, rows or properties of
+            results that a wrong number at this place cannot change
     places  argument -> the places to corrupt: indices into the argument
     sizes   keyword arguments of `Case.make` for these calls
-    exact   whether the kept results must have equal bits. False if they can be summed in another order: then they are
-            compared within 1e-2 or 1e-3
+    exact   True: what `kept` selects must have the same bits as in the valid call. False: the kernel may sum it in
+            another order, so an element may differ by 1e-3 plus 1e-2 times its magnitude
     """
 
     kept: Callable[[Given, Any], Kept]
@@ -95,17 +96,19 @@ class Case:
     """A call of an op.
 
     name     the op's name in `dsa`; if an op has several cases, further words distinguish them
-    make     (maker, **sizes) -> all keyword arguments of the op. A call of default sizes takes about a millisecond on a
-             CPU
-    check    (arguments, results) -> the largest error; raises AssertionError if a result is wrong. None if another case
-             of the op already checks what this case computes
-    sizes    sizes for `check` and for GPU tests. They give every kind of row, and full and partial tiles of the kernels
-    more     sizes of further calls, for `check` and for GPU tests of strides: options and sizes that select other
-             kernels. Each entry overrides some of `sizes`
+    make     (maker, **sizes) -> all keyword arguments of the op. With default sizes a call takes about a millisecond on
+             a CPU
+    check    (arguments, results) -> the largest error, as an absolute error, a relative error or calc_diff; 0 where
+             results must be exact. It raises AssertionError if a result is wrong. The arguments are those before the
+             call. None if another case of the op already checks what this case computes
+    sizes    keyword arguments of `make` for `check` and for GPU tests. They cover the op's special rows, such as
+             queries without keys, and full and partial tiles of the kernels
+    more     sizes of further calls, which select other options and other kernels, for `check` and for some GPU tests.
+             Each entry overrides some of `sizes`
     written  names of arguments that the op writes in place
     hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
              has several entries, further words after its name distinguish them
-    ordered  whether repeated runs give the same bits
+    ordered  whether repeated runs of a call give the same bits
     """
 
     name: str
@@ -129,20 +132,21 @@ class Case:
         return self.make(Maker(device, seed), **sizes)
 
     def run(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return every tensor that the op returns."""
+        """Call the op, and return the tensors that it returns."""
         return tensors_of(self.function()(**arguments))
 
     def results(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors that the op returns, followed by the arguments that it has written in place."""
+        """Call the op. Return the tensors that it returns, followed by the arguments that it has written in place."""
         return [*self.run(arguments), *(arguments[name] for name in self.written if arguments[name] is not None)]
 
     def verify(self, device: str = "cpu", seed: int = 0, **sizes: Any) -> float:
-        """Return the largest error of a call; raise AssertionError if a result is wrong. `sizes` override the case's
-        sizes."""
+        """Make arguments, call the op and check the results. Return the largest error; raise AssertionError if a result
+        is wrong. `sizes` override the case's sizes."""
         return self.check_call(self.arguments(device, seed, **{**self.sizes, **sizes}))
 
     def check_call(self, arguments: Given) -> float:
-        """Return the largest error of a call with these arguments; raise AssertionError if a result is wrong."""
+        """Call the op with these arguments and check the results. Return the largest error; raise AssertionError if a
+        result is wrong."""
         before = {name: arguments[name].clone() for name in self.written if arguments[name] is not None}
         results = self.results(arguments)
         return self.check(arguments | before, results)
@@ -152,8 +156,8 @@ class Case:
         return max(self.verify(device, seed, **sizes) for sizes in ({}, *self.more))
 
     def index_arguments(self) -> set[str]:
-        """Return the names of arguments that contain indices, lengths or bounds: all int32 and int64 tensors except
-        those that the op writes."""
+        """Return the names of arguments that contain indices, lengths or bounds: all int32 and int64 tensors of a call
+        with default sizes, except those that the op writes."""
         found = {name: x for name, x in self.arguments().items() if isinstance(x, torch.Tensor)}
         return {name for name, x in found.items() if x.dtype in (torch.int32, torch.int64) and name not in self.written}
 
@@ -174,8 +178,8 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def ends(x: torch.Tensor) -> list[Any]:
-    """Return indices of the first, a middle and the last row of a tensor; further dimensions are indexed at their last
-    element."""
+    """Return three places (index tuples): the last element of the first, of a middle and of the last row of x. If rows
+    coincide, there are fewer."""
     rows = sorted({0, len(x) // 2, len(x) - 1})
     return [(i, *(n - 1 for n in x.shape[1:])) for i in rows]
 
@@ -194,8 +198,8 @@ PER_ROW = Hostile(other_rows, ends)
 
 
 def contents(valid: torch.Tensor) -> dict[str, int]:
-    """Return {name: number}: numbers outside the range of valid indices, lengths and bounds. Those beyond 32 bits are
-    only for 64-bit arguments."""
+    """Return {name: number}: numbers that are not valid as indices, lengths and bounds of a case's small tensors, apart
+    from -1, which can mean "none". Numbers beyond 32 bits are only for 64-bit arguments."""
     limits = torch.iinfo(valid.dtype)
     numbers = {
         "minus one": -1,
@@ -215,8 +219,8 @@ def changed(hostile: Hostile, given: Given, name: str) -> Iterator[tuple[str, to
     """Yield (description of the change, the changed argument, a function that selects the results that must not
     change).
 
-    The changes are every number at every place, then changes of the whole tensor: filled with one number, reversed, and
-    random bits. After a change of the whole tensor no result is checked.
+    Each number of `contents` is written to one place at a time, and to all elements at once. One further change
+    reverses the elements, another replaces them by random bits. After a change of all elements any result may differ.
     """
     valid, nothing_kept = given[name], nothing(given, ())
     for what, number in contents(valid).items():

@@ -38,14 +38,15 @@ def new_tokens(
     spare: int = 0,
     with_state: bool = True,
 ) -> Given:
-    """Make arguments of the compressors; by default two sequences, the first with three earlier tokens.
+    """Make the arguments that `compress_kv` and `write_compressed_kv` share; by default two sequences, the first with
+    three earlier tokens.
 
     c                channels of `kv`
-    lengths, starts  numbers of new and of earlier tokens of each sequence
+    lengths, starts  numbers of new tokens and of earlier tokens of each sequence. Without a state all starts are 0
     m                tokens per block
-    spare            rows of the state beyond the smallest allowed number
+    spare            rows per slot of the state beyond the smallest allowed number, m or with overlap 2 m
 
-    With `lengths`, rows of the state without a token are NaN.
+    With `lengths`, rows of the state that contain no earlier token are NaN.
     """
     poisoned, lengths = lengths is not None, (4, 3) if lengths is None else lengths
     starts = (3,) + (0,) * (len(lengths) - 1) if starts is None else starts
@@ -93,7 +94,8 @@ def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_state(a: Given, state: torch.Tensor) -> None:
-    """Check that the new tokens are in their rows of the state, and that all other rows are unchanged."""
+    """Check that each sequence's last n new tokens, for n rows per slot of the state, are in their rows of the state,
+    and that all other rows are unchanged."""
     expected, n, m = a["state"].clone(), a["state"].shape[1], len(a["ape"])
     sequences = zip(a["starts"].tolist(), pairwise(a["cu_seqlens"].tolist()), a["state_slots"].tolist())
     for start, (low, high), slot in sequences:
@@ -137,14 +139,14 @@ def new_entries(
 
 
 def hadamard(channels: int) -> torch.Tensor:
-    """Return the matrix of the Hadamard transform, by its definition."""
+    """Return the matrix of the normalised Hadamard transform in float64, by the definition."""
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(channels)] for i in range(channels)]
     return torch.tensor(signs, dtype=torch.double) / channels**0.5
 
 
 def check_write_compressed(a: Given, found: Results) -> float:
-    """Compare the written entries with the reference's rounded entries and with the formula. The new tokens must be
-    exactly in the state, and all other slots of the cache must be unchanged."""
+    """Compare the written entries with those that the reference writes to a copy of the cache, and with the formula.
+    The state must be exact, and all other slots of the cache must be unchanged."""
     (cache, state), d = found, len(a["norm_weight"])
     index = cache.dtype == torch.uint8 and cache.shape[3] == d + 4
     check_state(a, state)
@@ -162,7 +164,7 @@ def check_write_compressed(a: Given, found: Results) -> float:
     dsa.reference.write_compressed_kv(**by_reference)
     expected = slot_numbers(by_reference["cache"], index)[slots]
     # A number may be adjacent to the reference's number: adjacent e4m3 numbers differ by up to 1/8 of their magnitude.
-    # Numbers of a float cache may differ by two bf16 steps of up to 1/128 each.
+    # Numbers of a float cache may differ by two bf16 steps, each of up to 1/128 of the number.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
     assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
     rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
@@ -173,7 +175,7 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
     """Check the tolerances of a quantised result. With ten rows or more, also check that its rounding has no bias: over
-    numbers that are not small, the mean of got / expected must be near 1."""
+    numbers above 1/20 of the largest, the mean of got / expected must be near 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error

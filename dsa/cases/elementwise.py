@@ -12,8 +12,9 @@ from dsa.testing import assert_close
 # Relative tolerance of a result that is rounded once. For 16-bit dtypes: half a unit in the last place. For fp32: the
 # error of sums and of the inverse square root.
 ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 2e-6}
-# Relative tolerance of results that are computed from sums in another order: a result sometimes rounds to the adjacent
-# number. COSINE has the tolerances of `calc_diff` for the same results.
+# Relative tolerance of results that are sums in fp32, rounded once: a unit in the last place, because an error of the
+# sum can move the result to the adjacent number. For fp32: the error of the sums. COSINE has the tolerances of
+# `calc_diff` for the same results.
 NEIGHBOUR = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
 COSINE = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
 
@@ -62,7 +63,7 @@ def norm(
 
 
 def rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return the norm in float64."""
+    """Return RMSNorm(x) over the last dimension in float64."""
     y = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     return y if weight is None else y * weight.double()
 
@@ -87,8 +88,8 @@ def norm_of_heads(
 
 
 def check_norm_of_heads(a: Given, found: Results) -> float:
-    """Require the same bits as `rms_norm` followed by `apply_rotary`, and compare with float64. The tolerance covers
-    two roundings, because both ops round their result."""
+    """Require the same bits as `rms_norm` followed by `apply_rotary`, and compare with float64. The tolerance, relative
+    to the head's largest channel, covers two roundings: after the norm and after the rotation."""
     normed = dsa.rms_norm(a["x"], a["weight"], a["eps"])
     equal("y", found, [dsa.apply_rotary(normed, a["cos"], a["sin"], interleaved=True, dims="last")])
     expected = rotated(rms_normed(a["x"], a["weight"], a["eps"]), a["cos"], a["sin"])
@@ -112,8 +113,8 @@ def norm_with_cast(
 def check_norm_with_cast(a: Given, found: Results) -> float:
     """Require the bits of other ops, and compare y with float64.
 
-    total, if it is returned, must have the bits of PyTorch's sum. q and scale must have the bits of the cast of y. With
-    more than 128 channels y must have the bits of `rms_norm`.
+    total, if it is returned, must have the bits of residual + x in PyTorch. q and scale must have the bits of the cast
+    of y. With more than 128 channels y must have the bits of `rms_norm`.
     """
     *total, y, q, scale = found
     normed = {"x": a["x"], "weight": a["weight"], "eps": a["eps"]}
@@ -148,8 +149,8 @@ def rotation(
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True, dims: str = "last"
 ) -> torch.Tensor:
-    """Return x [T, ..., D] in float64, with its first or last R channels rotated as complex numbers. cos and sin are
-    [T, R / 2]."""
+    """Return x [T, ..., D] in float64, with pairs of the first or last R channels (`dims`) multiplied by cos + i sin,
+    both [T, R / 2]. interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + R / 2)."""
     out, channels = x.double().clone(), 2 * cos.shape[1]
     part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]
     real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
@@ -210,7 +211,7 @@ def weighted_sum(a: Given, weights: torch.Tensor) -> torch.Tensor:
 
 
 def collapsed(a: Given) -> Results:
-    """Return (x, post, comb) in float64."""
+    """Return `hyper_collapse`'s (x, post, comb) by the formula, in float64."""
     n = a["streams"].shape[1]
     pre, post, comb = logits(a, [n, n, n * n])
     comb = comb.unflatten(1, (n, n)).softmax(2) + a["hc_eps"]
@@ -248,7 +249,7 @@ def check_expand(a: Given, found: Results) -> float:
 
 
 def parts_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the three bf16 matrices whose sum is `weight`."""
+    """Return bf16 [3, *weight.shape]: three matrices whose sum is the fp32 `weight`."""
     parts = []
     for _ in range(3):
         parts.append(weight.to(BF16))
@@ -289,7 +290,8 @@ def sublayer(
     use_ue8m0: bool = True,
     **options: float,
 ) -> Given:
-    """Make arguments whose tokens have magnitudes from 1e-3 to 1e3. A token's mix has the token's magnitude."""
+    """Make arguments of `hyper_collapse_norm_cast_to_fp8` whose tokens have magnitudes from 1e-3 to 1e3. A token's mix
+    has the magnitude of the token's streams, because mix is a projection of them."""
     a, size = collapse(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
     sized = {"streams": (a["streams"] * size[..., None]).to(BF16), "mix": a["mix"] * size}
     return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
@@ -333,8 +335,8 @@ CASES = [
     Case("hyper_collapse", collapse, check_collapse, {"tokens": 37, "channels": 264, "iterations": 20}),
     Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
     Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
-    # 1793 tokens select the persistent variant of hyper_mix_sm90.py, and a second kernel adds its sums. 300 tokens
-    # select the variant of that file with clusters. 37 tokens select the kernel for few tokens.
+    # 1793 tokens select the persistent variant of hyper_mix_sm90.py, whose partial sums a second kernel adds. 300
+    # tokens select the variant of that file with clusters. 37 tokens select the kernel for few tokens.
     Case(
         "hyper_mix",
         mix,
@@ -348,7 +350,7 @@ CASES = [
         check_sublayer,
         {"tokens": 37, "channels": 640, "iterations": 20},
     ),
-    # Four tokens select the fused kernel. 40 tokens select the separate kernels of the two ops.
+    # Four tokens select the fused kernel. 40 tokens select the separate kernels of `hyper_expand` and `hyper_mix`.
     Case(
         "hyper_expand_mix",
         expand_and_mix,

@@ -44,7 +44,8 @@ def check_bits(names: str, found: Results, expected: Results) -> None:
 
 
 def repeated(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """Expand the scales of blocks of rows and columns to a float64 tensor of shape `shape`, a scale per element."""
+    """Expand scales to a float64 tensor of shape `shape`, a scale per element. block: the numbers of rows and columns
+    that share a scale."""
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, shape[-2:]))
     by_row = scale.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
     return by_row.repeat_interleave(columns, -1)[..., : shape[-1]]
@@ -68,9 +69,9 @@ def check_cast(
 ) -> None:
     """Check the scales and values of an FP8 cast of `right`.
 
-    right is in float64; the op rounds it to `dtype` before the cast. A block's scale is max(amax, 1e-4) / 448, with
-    use_ue8m0 rounded up to a power of two. A value is off by at most half an e4m3 step. Blocks whose scale is not
-    finite are not checked.
+    right is in float64; the op rounds it to `dtype` before the cast. `block` is the numbers of rows and columns that
+    share a scale. A block's scale is max(amax, 1e-4) / 448, with use_ue8m0 rounded up to a power of two. A value is off
+    by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -86,8 +87,8 @@ def check_cast(
         raise AssertionError(f"{name}'s scale: {int(wrong.sum())} of {wrong.numel()} are wrong")
     each = repeated(scale, right.shape, block)
     error = (q.double() * each - right).abs()
-    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number. For subnormals half a step is 2^-10; the
-    # tolerance is twice that.
+    # e4m3 has 3 mantissa bits, so half a step is at most 2^-4 of a number. For subnormals half a step is 2^-10 of the
+    # scale; the tolerance is twice that.
     allowed = (2**-4 + eps) * right.abs() + 2**-9 * each + eps * tiny
     if (~(error <= allowed) & each.isfinite()).any():
         raise AssertionError(f"{name}: up to {(error / allowed).nan_to_num(0.0).max():.3g} times the error of rounding")
@@ -101,7 +102,7 @@ def token_cast(
     gran_k: int = BLOCK,
     hadamard: bool = True,
 ) -> Given:
-    """Make tokens of all magnitudes from 1e-6 to 1e4."""
+    """Make arguments of `per_token_cast_to_fp8`, with tokens of all magnitudes from 1e-6 to 1e4."""
     sizes = torch.logspace(-6, 4, shape[-2], device=new.device)[:, None]
     return {"x": (new.f32(*shape) * sizes).to(dtype), "use_ue8m0": use_ue8m0, "gran_k": gran_k, "hadamard": hadamard}
 
@@ -128,7 +129,8 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Make arguments in which every row of the result gets one token; by default three tokens."""
+    """Make arguments of `scatter_cast_to_fp8`, in which every row of the result gets one token; by default three
+    tokens."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:
@@ -172,7 +174,7 @@ def rotary(
 
 
 def check_rotary(a: Given, found: Results) -> float:
-    """Require the same bits as `apply_rotary` followed by the cast, and compare with float64."""
+    """Require the same bits as `apply_rotary` followed by `per_token_cast_to_fp8`, and compare with float64."""
     x, cos, sin = a["x"], a["cos"], a["sin"]
 
     def by_group(y: torch.Tensor) -> torch.Tensor:
@@ -196,7 +198,8 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Make gates and ups of which many exceed the limit. halves: gate and up are the halves of one tensor."""
+    """Make arguments of `swiglu_cast_to_fp8`, many of which exceed the limit. halves: gate and up are the halves of one
+    tensor's last dimension."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -228,8 +231,8 @@ def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 
 
 def check_swiglu(a: Given, found: Results) -> float:
-    """Check that scales and values are between those of the smallest and the largest h (`swiglu_bounds`). Where these
-    two round to the same h, this requires equality."""
+    """Check that scales and values are between those of the smallest and of the largest allowed h (`swiglu_bounds`).
+    Where these two h are equal after rounding, scales and values must be exact."""
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
@@ -278,7 +281,8 @@ def check_weight(a: Given, found: Results) -> float:
 
 
 def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight [..., N, K] of random codes, with scales whose spread fits the range of e4m3."""
+    """Return (packed uint8 [..., N, K / 2], scale e8m0 [..., N, K / 32]) for the shape [..., N, K]: random e2m1 codes,
+    and scales that differ by at most a factor of 2^14, the most that `widen_fp4` accepts in a block."""
     *rows, channels = shape
     packed = new.below(256, *rows, channels // 2, dtype=BYTE)
     return packed, (120 - new.below(15, *rows, channels // 32, dtype=BYTE)).view(torch.float8_e8m0fnu)
@@ -296,7 +300,7 @@ def fp4_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return e2m1 * scale in float64, by the definition."""
+    """Return the numbers [..., N, K] of an FP4 weight in float64: e2m1 * scale."""
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.double, device=packed.device)
     return values[fp4_codes(packed)] * scale.double().repeat_interleave(32, -1)
 
@@ -340,7 +344,7 @@ def experts(
 
     sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and `a` has five rows
     tokens  the number of rows of `a`, from which `rows` selects at random; 0: no `rows`
-    after   the number of rows that belong to no expert
+    after   the number of rows after those of the last expert
     """
     if sizes is None:
         sizes, tokens, rows = (2, 0, 2), 5, new.ints([4, 0, 0, 2])
@@ -398,7 +402,8 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, size) in float64: all rows of a product with one matrix, or the rows that belong to an expert.
+    """Return (y, size) in float64: all rows of a product with one matrix, or of a grouped product the rows that belong
+    to an expert, multiplied by `weights` if they are given.
 
     size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
     """
@@ -425,7 +430,8 @@ def check_product(a: Given, found: Results) -> float:
     """Compare with float64. Rows of no expert are not checked.
 
     Tensor cores add the products of a block of 128 channels with a precision of about 14 bits, relative to the largest
-    product. The sum of all blocks is rounded to the result's dtype once.
+    product, so an error of 5e-3 of `size` (see `sums`) is allowed. The sum of all blocks is rounded to the result's
+    dtype once.
     """
     expected, size = sums(a)
     y = found[0][: len(expected)]
@@ -448,7 +454,8 @@ def check_fp4_product(a: Given, found: Results) -> float:
 
 
 def check_experts_swiglu(a: Given, found: Results) -> float:
-    """Require the same bits as the grouped product followed by `swiglu_cast_to_fp8`, and compare both with float64."""
+    """Require the same bits as `grouped_fp8_gemm_nt`, with FP4 weights widened to FP8, followed by
+    `swiglu_cast_to_fp8`. Compare the results of both ops with float64."""
     used, b = a["ends"][-1], a["b"] if len(a["b"]) == 2 else dsa.widen_fp4(*a["b"][:2])
     gate_up = dsa.grouped_fp8_gemm_nt(a["a"], b, a["ends"], a["dtype"], rows=a["rows"])
     check_product(a, [gate_up])
@@ -479,7 +486,7 @@ def linear(
 
 
 def linear_sums(a: Given) -> torch.Tensor:
-    """Return `linear_fp32` in float64."""
+    """Return the result of `linear_fp32` by the formula, in float64."""
     y = a["x"].double() @ a["weight"].double().T
     return torch.cat((y[:, : a["scaled_from"]], y[:, a["scaled_from"] :] * a["scale"]), 1)
 

@@ -61,7 +61,7 @@ def keys(
     **options: Any,
 ) -> Given:
     """Make arguments of `write_indexer_keys`; by default three tokens. With `tokens`, every seventh token has slot -1,
-    and the cache is filled with NaN."""
+    and all bytes of the cache are 0xFF (NaN)."""
     options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True} | options
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
     if tokens is None:
@@ -93,7 +93,7 @@ def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: 
     fp32."""
     eps = torch.finfo(dtype).eps + 1e-6
     exact = rows.abs().amax(-1).clamp(min=1e-4) / 448
-    if use_ue8m0:  # if the ratio is near a power of two, rounding can give either of two scales
+    if use_ue8m0:  # near a power of two, rounding can give either of two scales
         low, high = ((exact * (1 + e)).log2().ceil().exp2() for e in (-4 * eps, 4 * eps))
         require((scale == low) | (scale == high), "scale: not the next power of two")
     else:
@@ -160,26 +160,26 @@ def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
 #
 # fp32 accumulators: Hopper's FP8 wgmma adds 32 products and the accumulator. It aligns these addends to the largest one
 # and truncates them 13 bits below the largest one's leading bit. So each addend loses up to 2^-13 = 1.2e-4 of the
-# largest addend, which is a tenth to a third of a head's terms. The errors of addends and heads have both signs.
-# Together they stay below 5e-5 of all terms. All other steps are in fp32.
+# largest addend, which is a tenth to a third of the sum of a head's terms. The errors of addends and heads have both
+# signs. Together they stay below 5e-5 of all terms. All other steps are in fp32.
 #
 # fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
-# bits, each by up to 4.9e-4 of its value. These errors have both signs. Together they stay below 3e-4 of all terms.
+# bits, each by up to 4.9e-4 of the value. These errors have both signs. Together they stay below 3e-4 of all terms.
 #
-# The bounds below are at least ten times these figures. For comparison, a typical score is 1.4% of its terms with 64
-# heads of 128 channels, and more with fewer heads or channels. PyTorch computes all steps in fp32 and is far more
-# accurate.
+# The bounds below are at least ten times these figures. For comparison, a typical score is 1.4% of all terms with 64
+# heads of 128 channels, and more with fewer heads or channels. The reference in PyTorch computes all steps in fp32 and
+# is far more accurate than the kernels.
 OF_TERMS = {F32: 1e-3, F16: 3e-3}  # error bound / sum of the terms' magnitudes, by the accumulators' dtype
 OF_TERMS_IN_PYTORCH = 1e-5
-MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # limit of calc_diff, by the scores' dtype; DeepGEMM's own limits
-BF16_ROUNDING = 2.0**-8  # as a fraction of the score
+MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # limit of calc_diff, by the scores' dtype, from DeepGEMM's tests
+BF16_ROUNDING = 2.0**-8  # largest rounding error of a bf16 score / score
 RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 
 def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
     """Check that each score is within its bound, that -inf is where it is expected, and that calc_diff is small.
 
-    terms     for each score, the sum of its terms' magnitudes; used only where the expected score is finite
+    terms     for each score, the sum of the terms' magnitudes; used only where the expected score is finite
     of_terms  the error bound of a score, as a fraction of `terms`
 
     Return calc_diff.
@@ -195,8 +195,8 @@ def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor,
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
-    """Compute the scores sum_h weights[t, h] * relu(q[t, h] . k[s]) in float64, and the sums of their terms'
-    magnitudes."""
+    """Compute the scores sum_h weights[t, h] * relu(q[t, h] . k[s]), without the keys' scales, in float64, and the sums
+    of their terms' magnitudes."""
     k, chunk = k.double(), max(1, 2**26 // max(1, q.shape[1] * len(k)))
     parts = [
         ((w[:, None] @ (x @ k.T).relu())[:, 0], (w.abs()[:, None] @ (x.abs() @ k.abs().T))[:, 0])
@@ -272,7 +272,8 @@ def check_logits(a: Given, found: Results) -> float:
 
 
 def check_matrix(a: Given, got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> float:
-    """Check the scores that an op returns: dtype, row strides that are multiples of 1024 bytes, and values."""
+    """Check the scores that an op returns: dtype, row strides that are multiples of 1024 bytes, and values. Columns
+    that a query does not see are checked only if `clean_logits` is set."""
     require(got.dtype == a["logits_dtype"], f"logits: dtype {got.dtype}")
     require(got.stride(0) * got.element_size() % 1024 == 0 and got.stride(1) == 1, f"logits: strides {got.stride()}")
     if not a["clean_logits"]:
@@ -291,8 +292,8 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Make lengths per sequence, or, with next_n, per query. Some lengths are 0 or negative. By default there are two
-    sequences."""
+    """Make arguments of `get_paged_mqa_logits_metadata`, by default for two sequences. With next_n there is a length
+    per query instead of per sequence. With `batch`, some lengths are 0 or negative."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
     shape = (batch, next_n) if next_n else (batch,)
@@ -313,7 +314,7 @@ def check_plan(a: Given, found: Results) -> float:
     sequence, split = plan.long().unbind(1)
     require((sequence >= 0) & (sequence <= len(lengths)), "plan: no such sequence")
     before = torch.cat((splits.new_zeros(1), splits.cumsum(0)))[sequence]
-    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # the entry past all sequences has only split 0
+    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # the end of all sequences, (B, 0), has only split 0
     require((split >= 0) & (split < own), "plan: no such split")
     require_same("plan: first splits", before + split, first)
     return 0.0
@@ -349,6 +350,7 @@ def paged(
 ) -> Given:
     """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths; by default two sequences.
 
+    columns    max_context_len, the number of columns of the result
     per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
     num_sms    the number of SMs that the plan is for; with 0 the op makes the plan
     """
@@ -370,7 +372,7 @@ def paged(
 def in_pages(
     new: Maker, lengths: Sequence[int], next_n: int, heads: int, dim: int, page_size: int, spare_pages: int, exact: bool
 ) -> Given:
-    """Put keys into random pages of a cache whose other bytes are NaN.
+    """Make q, weights, lengths, and keys in random pages of a cache whose other bytes are 0xFF (NaN).
 
     Unused entries of the block table are invalid pages; its last column has only unused entries.
     """
@@ -390,7 +392,8 @@ def in_pages(
 
 
 def visible(a: Given) -> torch.Tensor:
-    """Return the number of keys that each query sees, [B, next_n]."""
+    """Return int64 [B, next_n]: the number of keys that each query sees, at most the columns of the result and the keys
+    of a full row of the block table."""
     lengths, next_n = a["context_lens"].long(), a["q"].shape[1]
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device)

@@ -67,7 +67,7 @@ def check_scales(scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, use
 
 
 def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that rounding has no bias: over large numbers, the mean of found / expected must be near 1."""
+    """Check that rounding has no bias: the mean of found / expected, over large numbers, must be near 1."""
     sizes = expected.abs()
     large = sizes > sizes.amax() / 20 if sizes.numel() else sizes > 0
     ratio = (found[large] / expected[large]).mean().item() if large.sum() > 1000 else 1.0
@@ -76,7 +76,7 @@ def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> No
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [T, H, d] in float64; adjacent pairs of its last R channels are multiplied by cos + i sin [T, R / 2]."""
+    """Return x [T, H, d] in float64; adjacent pairs of the last R channels are multiplied by cos + i sin [T, R / 2]."""
     kept, turned = x.double().split((x.shape[2] - 2 * cos.shape[1], 2 * cos.shape[1]), 2)
     pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous())
     pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
@@ -369,7 +369,7 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def decoding_with_the_plan(given: Given, place: Any) -> Kept:
-    """Keep the results of decoding with the plan: a plan made from other lengths must not change them."""
+    """Keep decoding's results for the valid lengths: a plan for wrong lengths must not change them."""
     new, lengths = Maker(given["cache_seqlens"].device.type), given["cache_seqlens"]
     q, cache = new.f32(len(lengths), 1, 8, 576).to(FP16), new.f32(30, 16, 1, 576).to(FP16)
     table = new.below(30, len(lengths), 19)
@@ -401,9 +401,9 @@ def mha(
 ) -> Given:
     """Make packed sequences.
 
-    top_k  keys of its sequence that each query selects; 0: no selection
+    top_k  how many random positions below the longest sequence's length each query selects; 0: no selection
     scale  factor of the queries
-    more   queries and keys, all NaN, that belong to no sequence
+    more   queries and keys, all NaN, after the last sequence
     """
     (dim, value_dim), (queries, keys) = dims, (sum(x) for x in zip(*sequences))
 
@@ -499,8 +499,8 @@ def branches(
     dtype: torch.dtype = BF16,
     sink: bool = True,
 ) -> Given:
-    """Make branches whose weights vary widely. In a sixth of the rows a branch has no keys: its lse is +inf or -inf,
-    and its out is NaN."""
+    """Make branches whose weights vary widely. In a sixth of the rows, drawn for each branch, the branch has no keys:
+    lse is +inf or -inf there, and out is NaN."""
     outs, lses = [], []
     for _ in range(count):
         out, lse = new.f32(*shape).to(dtype), 4 * new.f32(*shape[:-1])
@@ -542,10 +542,10 @@ def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
-# Dense decoding from a cache without NaN. A wrong length gives a plan that splits sequences at other tiles, so softmax
-# weights round differently, and results are compared with tolerances (`exact=False`). The errors of a page that is
-# three times in the table add up: up to 1.2e-3 in bf16 and 0.13e-3 in fp16. If a key were lost, the result would change
-# by 9e-3 or more.
+# Dense decoding from a cache without NaN. Where the op makes the plan, it splits a sequence of a wrong length at other
+# tiles, so softmax weights round differently and results are compared with tolerances. The errors of a page that is
+# three times in the table add up: up to 1.2e-3 in bf16 and 0.13e-3 in fp16, hence fp16. If a key were lost, the result
+# would change by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}
@@ -568,7 +568,7 @@ PLAN_HOSTILE = with_sizes(
 
 def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
     """Return hostile contents of index lists and their lengths. The kernels split a query's keys only if its list has
-    more than a few tiles, so `variants` should have short and long lists."""
+    more than a few tiles of keys, so `variants` should have short and long lists."""
     common = {"s_q": 2, "page": 16, "rows": 240, "extra": (5, 16), "invalid": 0.0, "counted": True}
     names = "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length"
     return with_sizes(IN_ROWS, names, {variant: {**common, **sizes} for variant, sizes in variants.items()})

@@ -13,7 +13,8 @@ def small_kv_b(new: Maker) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kv_b(new: Maker, heads: int, rows: int, latent: int = D_V) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FP8 weights whose blocks differ in magnitude, with scales that are not powers of two."""
+    """Return FP8 weights [heads * rows, latent] with fp32 scales per 128 x 128 block. Blocks differ in magnitude, and
+    the scales are not powers of two."""
     weight = new.f32(heads * rows, latent) * latent**-0.5
     weight *= torch.logspace(-2, 1, heads * rows, device=new.device)[:, None]
     return dsa.per_block_cast_to_fp8(weight, use_ue8m0=False)
@@ -77,7 +78,7 @@ def values(
     use_ue8m0: bool = False,
     dtype: torch.dtype = BF16,
 ) -> Given:
-    """Make attention results whose heads differ in magnitude."""
+    """Make arguments of `mla_values_cast_to_fp8`. Magnitudes of heads range from 1e-4 to 1e3."""
     sizes = torch.logspace(-4, 3, heads, device=new.device)[:, None]
     attended = (new.f32(tokens, heads, latent) * sizes).to(dtype)
     return {"attended": attended, "kv_b": kv_b(new, heads, rows, latent), "v_dim": v_dim, "use_ue8m0": use_ue8m0}

@@ -193,7 +193,8 @@ def check_cast(a: Given, found: Results) -> float:
     """Compare scales and values with float64.
 
     Attention rounds its softmax weights and its result to 16 bits, and the rotation rounds the rotated channels again.
-    For the rounding to e4m3, the check allows 1/16 of a value's magnitude plus 1/512 of its scale.
+    For these roundings, the check allows 1/64 of the largest `size` in a block of 128 channels. For the rounding to
+    e4m3, it allows 1/16 of a value's magnitude plus 1/512 of the scale.
     """
     attended = attend_windows(a, a["window_indices"], a["q"].shape[2])
     expected = rotated(attended.out, a["cos"], -a["sin"])
@@ -249,8 +250,9 @@ def window_decode(
     d_v: int = D_V,
     sink: bool = True,
 ) -> Given:
-    """Make a cache that contains only the keys of the windows. All other slots are NaN, and unused entries of the block
-    table are outside the cache."""
+    """Make arguments of `sliding_window_decode`. Slots of the cache that are in no query's window are NaN, and unused
+    entries of the block table are outside the cache. ring: the cache has one page per sequence, a ring, and there is no
+    block table."""
     (d, dtype), columns = LAYOUTS[layout], 1 + max(lengths) // page
     pages = len(lengths) if ring else len(lengths) * columns + 3
     cache, table = empty_cache(new.device, layout, pages, page), None

@@ -14,7 +14,7 @@ INT64 = torch.int64
 
 def exact_operands(new: Maker, tokens: int, channels: int, experts: int, dtype: torch.dtype) -> Given:
     """Return x [tokens, channels] and weight [experts, channels] for which x @ weight.T is exact in fp32, in any order
-    of sums. The results are about 1.
+    of sums. The results have mean 0 and a standard deviation of about 1.
 
     x has integers from -2 to 2, and the weight has -1, 0 or 1 times one power of two.
     """
@@ -37,7 +37,7 @@ def gate(new: Maker, tokens: int = 3, experts: int = 16, top_k: int = 3, **optio
 
 
 def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen experts and their weights by the gate's formula, in float64."""
+    """Return the chosen experts and their weights by the formula of `moe_gate`, in float64."""
     logits = a["logits"].double()
     s = logits.sigmoid() if a["scores"] == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = (s + a["bias"].double()).unflatten(1, (a["n_group"], -1))
@@ -69,14 +69,15 @@ def check_gate(a: Given, found: Results, ties: bool = False) -> float:
 
 
 def entries(new: Maker, tokens: int = 0, count: int = 4, dtype: torch.dtype = INT32) -> Given:
-    """Make expert numbers from -1 to count + 1 for `tokens` tokens with 8 experts each; by default six entries."""
+    """Make expert numbers for `tokens` tokens with 8 experts each; by default six entries. The numbers are from -1 to
+    count + 1, so some are not experts."""
     if not tokens:
         return {"experts": new.ints([[2, 0], [7, 2], [0, -1]], dtype), "count": count}
     return {"experts": new.below(count + 3, tokens, 8, dtype=dtype) - 1, "count": count}
 
 
 def sorted_entries(experts: torch.Tensor, count: int) -> Results:
-    """Return (order, rows, ends), by a stable sort and by counting."""
+    """Return the (order, rows, ends) of `sort_by_expert`, by a stable sort and by counting."""
     flat = experts.flatten().where((experts.flatten() >= 0) & (experts.flatten() < count), count)
     order = flat.sort(stable=True).indices
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))
@@ -120,8 +121,8 @@ def experts_outputs(
     residual: bool = True,
     weighted: bool = True,
 ) -> Given:
-    """Make outputs y of experts, in which each row belongs to one token. Two of every five tokens have a row index
-    outside y. By default three tokens."""
+    """Make arguments of `combine_experts`; by default three tokens. With `tokens`, each row of y belongs to one token,
+    and two of every five tokens have one row index outside y."""
     if tokens:
         y = new.f32(max(tokens * k, 1), channels).to(dtype)
         drawn = torch.rand(tokens * k, generator=new.generator, device=new.device)
@@ -176,7 +177,8 @@ def router(
     count: int | None = None,
     **options: object,
 ) -> Given:
-    """Make exact operands (`exact_operands`); by default three tokens of random numbers."""
+    """Make arguments of `route_to_experts` with exact operands (`exact_operands`); by default three tokens of random
+    numbers."""
     groups = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
     if not tokens:
         random = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64), "bias": new.f32(16), "top_k": 3}
@@ -187,7 +189,8 @@ def router(
 
 
 def check_router(a: Given, found: Results) -> float:
-    """Require the bits of `moe_gate` on the exact logits, and the right sort of the chosen experts."""
+    """Require the bits of `moe_gate` on the exact logits, and the results of `sort_by_expert` for the chosen
+    experts."""
     logits = (a["x"].double() @ a["weight"].double().T).float()
     options = {name: a[name] for name in ("top_k", "scores", "n_group", "topk_group", "normalise", "scale")}
     gate = {"logits": logits, "bias": a["bias"], **options}
@@ -206,8 +209,8 @@ def table_router(
     first_expert: int = 0,
     count: int | None = None,
 ) -> Given:
-    """Make tokens of a vocabulary of 1000; every seventh id is outside the table. By default three tokens of random
-    numbers."""
+    """Make arguments of `route_by_table` with exact operands (`exact_operands`) and a vocabulary of 1000 tokens; every
+    seventh id is outside the table. By default three tokens of random numbers."""
     if not tokens:
         random = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64)}
         table, ids = new.ints([[0, 5, 2], [15, 1, 8]]).long(), new.ints([1, 0, 1]).long()
@@ -233,19 +236,21 @@ def check_table_router(a: Given, found: Results) -> float:
 
 
 def other_tokens(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the experts and weights of the other tokens, because token t reads only row t of the table."""
+    """Keep the experts and weights of all tokens except place[0]. In `own_rows`, token t reads only row t of the
+    table."""
     others = [t for t in range(len(given["x"])) if t != place[0]]
     return lambda results: [results[0][others], results[1][others]]
 
 
 def own_rows(new: Maker) -> Given:
-    """Make twelve tokens, each of which has a row of the table to itself."""
+    """Make arguments of `route_by_table` for twelve tokens, each of which has a row of the table to itself."""
     given = table_router(new, 12, 64, 16, 3, first_expert=4, count=8)
     return given | {"table": given["table"][:12], "tokens": torch.arange(12, device=new.device)}
 
 
 def of_both(name: str, hostile: Hostile, argument: str) -> dict[str, Hostile]:
-    """Return `hostile` for the argument as int32 and for the argument as int64."""
+    """Return hostile contents of the argument `name`, as int32 and as int64. argument: the size of `Case.make` that
+    sets this dtype."""
     sizes = hostile.sizes
     kinds = {"int32": INT32, "int64": INT64}
     return {f"{name} {kind}": Hostile(hostile.kept, ends, {**sizes, argument: x}) for kind, x in kinds.items()}

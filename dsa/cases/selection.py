@@ -42,7 +42,8 @@ def candidates(
     into: bool = False,
     **options: Any,
 ) -> Given:
-    """Make rows of scores with ties and with ranges of different lengths; by default three rows."""
+    """Make arguments of `topk_indices` with many equal scores and with ranges of different lengths; by default three
+    rows."""
     first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
     paging = table_of(new, rows, cols, page_size)
     if rows:
@@ -86,8 +87,9 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) by a stable sort in float64. NaN and columns outside the range are never selected. A
-    score of -inf is selected only after all higher scores."""
+    """Return the (indices, values) of `topk_indices`, by a stable sort in float64. NaN and columns outside the range
+    are never selected. A score of -inf is selected only after all higher scores. Of equal scores the lowest columns are
+    selected."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]
@@ -109,7 +111,8 @@ def selected(
 def slots_of(
     indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
 ) -> torch.Tensor:
-    """Map indices to slots; -1 for a missing page, a missing sequence, or a slot of 2^31 or more."""
+    """Map indices [rows, k] to slots; -1 for an index of -1, a missing page, a missing sequence, or a slot of 2^31 or
+    more."""
     (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
     own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
     known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]
@@ -154,8 +157,8 @@ def of_scores(a: Given) -> Given:
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the indices and the bits of the values that `selected` gives for the scores in `given`. A value of -0.0
-    must be returned as 0.0."""
+    """Require the indices and the bits of the values that `selected` returns for `given`, the scores and the options of
+    this selection. A value of -0.0 must be returned as 0.0."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -163,7 +166,8 @@ def require_selected(a: Given, found: Results, **given: Any) -> None:
 
 
 def require_two_ops(a: Given, found: Results) -> None:
-    """Require the same bits as `fp8_mqa_logits` followed by a selection, because these two steps define the op."""
+    """Require the same bits as `fp8_mqa_logits` followed by `selected`, because these two steps define
+    `indexer_select`."""
     scored = of_scores(a)
     first, last = (scored[name] for name in RANGES)
     table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
@@ -193,8 +197,8 @@ def of_paged_scores(a: Given) -> Given:
 
 
 def require_two_paged_ops(a: Given, found: Results) -> None:
-    """Require the same bits as `fp8_paged_mqa_logits` followed by a selection, because these two steps define the
-    op."""
+    """Require the same bits as `fp8_paged_mqa_logits` followed by `selected`, because these two steps define
+    `paged_indexer_select`."""
     batch, next_n = a["q"].shape[:2]
     table = {}
     if a["slots"]:

@@ -37,7 +37,8 @@ def leaves_of(given: Given) -> dict[str, torch.Tensor]:
 
 
 def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
-    """Return the arguments with new autograd leaves. dtype: the dtype of all float tensors; None: unchanged."""
+    """Return the arguments with new autograd leaves. dtype: the dtype of all float tensors; None: unchanged. If v is
+    the first channels of k (`absorbed`), it is a view of the new k."""
     fresh = dict(given)
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -48,7 +49,7 @@ def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
 
 
 def absorbed(dims: tuple[int, int]) -> bool:
-    """Return whether the values are the first channels of the keys."""
+    """Return whether the values are the first channels of the keys. dims: channels of the keys and of the values."""
     return dims == (576, D_V)
 
 
@@ -172,8 +173,11 @@ def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]
 
 
 def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most: float = 7e-3) -> float:
-    """Compare results and gradients with float64. Their relative errors may be twice those of the formula with rounded
-    softmax weights (`attended`), and at most 1e-2.
+    """Compare results and gradients with float64.
+
+    The error of out or of a gradient, as a norm relative to the exact norm, may be twice that of the formula with
+    rounded softmax weights (`attended`), but at most 1e-2. For attn_sink's gradient it may always be 1e-2.
+    `delta_noise` is added to these tolerances.
 
     of    positions of the results through which gradients flow
     most  largest relative error that is allowed for results and for gradients whose terms do not cancel
@@ -205,8 +209,8 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return {argument: absolute tolerance of its gradient}. Gradients need a tolerance because the kernels compute
-    delta, the dot product of out and upstream, from the rounded out.
+    """Return {argument: absolute tolerance of the argument's gradient}. Gradients need a tolerance because the kernels
+    compute delta, the dot product of out and its upstream gradient, from the rounded out.
 
     The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
     are a few times the effect of random errors of half a unit in the last place of out.
@@ -238,10 +242,11 @@ def loss(
 ) -> Given:
     """Make arguments of `sparse_indexer_loss`; by default five tokens without gradients.
 
-    Logits are a few units large. Each query's keys are all different, unless `invalid` is set.
+    Each query's keys are all different, unless `invalid` is set.
 
-    joint: pass an lse that exceeds the lse over the selected keys by a random number from 0 to joint, for each head and
-    query, as if the attention had more keys or a sink
+    scale  standard deviation of the attention's logits
+    joint  pass an lse that exceeds the lse over the selected keys by a random number from 0 to joint, for each head and
+           query, as if the attention had more keys or a sink
     """
     if not tokens:
         indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
@@ -267,7 +272,8 @@ def small_indexer(new: Maker) -> Given:
 
 
 def indexer(new: Maker, tokens: int, keys: int, heads: int, di: int) -> Given:
-    """Make an indexer's tensors. Scores are about 1, and weights have both signs."""
+    """Make an indexer's q_idx, k_idx and w_idx. Weights have both signs. Scores have mean 0 and a standard deviation of
+    about 0.7."""
     q, k = (floats(new, *shape, size=di**-0.25) for shape in ((tokens, heads, di), (keys, di)))
     return {"q_idx": q, "k_idx": k, "w_idx": new.f32(tokens, heads) * max(heads, 1) ** -0.5}
 
@@ -299,7 +305,7 @@ def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
     """Compare with float64.
 
     most: largest relative error of the gradients. The error is relative to the gradient's norm, but to at least 1e-4
-    per element (root mean square), because with one key the exact gradient is 0.
+    per element (root mean square), because with one key per query the exact gradient is 0.
     """
     exact = with_leaves(a, F64)
     with torch.enable_grad():
@@ -348,8 +354,8 @@ def topk(
     top_k: int = 50,
     causal: bool = True,
 ) -> Given:
-    """Make small integers, so that scores are exact and many are equal. By default, make random numbers for two
-    sequences."""
+    """Make arguments of `indexer_topk`. With `lengths`, q_idx and k_idx are small integers and w_idx multiples of 1/8,
+    so that scores are exact and many are equal. By default, they are random numbers for two sequences."""
     if not lengths:
         return {**small_indexer(new), "top_k": 3, **packed(new, ((3, 5), (2, 2))), "causal": True}
     queries, keys = (sum(side) for side in zip(*lengths))
@@ -359,7 +365,7 @@ def topk(
 
 
 def check_topk(a: Given, found: Results) -> float:
-    """Require exactly the best keys in ascending order; of equal scores the lowest keys win."""
+    """Require exactly the keys with the highest scores, in ascending order; of equal scores the lowest keys win."""
     expected = torch.full((len(a["q_idx"]), a["top_k"]), -1, dtype=INT32, device=found[0].device)
     for queries, keys, visible in sequences(a):
         products = torch.relu(torch.einsum("thd,sd->ths", a["q_idx"][queries].double(), a["k_idx"][keys].double()))
@@ -385,11 +391,12 @@ def warmup(
     leaves: Sequence[str] = INDEXER,
     around: tuple[int, int] = (0, 0),
 ) -> Given:
-    """Make arguments of `indexer_warmup_attention`; by default two sequences without gradients.
+    """Make arguments of `indexer_warmup_attention`; by default two sequences without gradients. With `lengths`, w_idx
+    is 0 for every seventh query.
 
     dims    channels of keys and of values; with (576, 512) the values are the keys' first channels
     index   index heads and their channels
-    around  numbers of rows before the first and after the last sequence: NaN in keys and values, 7 in other tensors
+    around  numbers of rows before the first and after the last sequence: NaN in k, v and k_idx, 7 in q, q_idx and w_idx
     """
     if not lengths:
         given = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64), **small_indexer(new)}
@@ -471,7 +478,8 @@ OF_KEYS = {"kv": 0, "k": 0, "v": 0, "k_idx": 0}
 
 
 def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int]) -> Kept:
-    """Keep the rows of these queries and keys in the named results and gradients. Sums over queries are not kept."""
+    """Keep the rows of these queries and keys in the named results and gradients. Sums over queries, such as the
+    gradient of attn_sink, are not kept."""
 
     def kept(results: Results) -> Results:
         found = []
@@ -485,8 +493,8 @@ def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int])
 
 
 def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the results of all queries except the one whose list contains `place`, and of all keys that are not in this
-    list."""
+    """Keep the results and gradients of all queries except the one whose list contains `place`, and of all keys that
+    are not in this list."""
     named = {*given["indices"][place[0], 0].tolist()}
     queries = [t for t in range(len(given["q"])) if t != place[0]]
     keys = [j for j in range(len(given["kv"])) if j not in named]
@@ -494,7 +502,7 @@ def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) 
 
 
 def other_sequences(results: Sequence[str], given: Given, place: int) -> Kept:
-    """Keep the results of all sequences except the two that share the wrong boundary."""
+    """Keep the results and gradients of all sequences except the two that share the wrong boundary."""
     apart = [x for i, x in enumerate(sequences(given)) if i not in (place - 1, place)]
     queries, keys = ([i for x in apart for i in range(x[side].start, x[side].stop)] for side in (0, 1))
     return kept_rows((*results, *leaves_of(given)), queries, keys)

@@ -20,7 +20,7 @@ MAX_DIFF = 1e-3  # as in DeepGEMM's tests
 
 def operands(rows, columns, channels, *groups):
     """Return (a, b), each (e4m3 values, scales). a has a scale per row and 128 channels, and b has a scale per 128 x
-    128 block."""
+    128 block. groups: the number of matrices of b, or nothing for one matrix without this dimension."""
     new = Maker()
     b = new.e4m3(*groups, columns, channels), new.positive(*groups, blocks(columns), blocks(channels))
     return activations(new, rows, channels), b
@@ -83,7 +83,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
     (q, s), b = operands(sum(padded), columns, channels, groups)
     numbers = i32([x + y for x, y in zip(starts, sizes)]) if psum else m_indices_of(sizes, layout == "filled")
     given, scales, d = numbers.clone(), s.clone(), torch.full((len(q), columns), NAN, dtype=BF16)
-    if psum:  # the rows between the groups are uninitialised
+    if psum:  # callers can leave the scales of rows of padding uninitialised
         scales[m_indices_of(sizes) < 0] = NAN
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, scales), b, d, numbers, use_psum_layout=psum)
     for e, start in enumerate(starts):
@@ -232,7 +232,8 @@ def test_kernels_write_masked_groups_to_the_callers_tensor(named_launches):
 
 @pytest.fixture
 def rows_chosen_for(named_launches, monkeypatch):
-    """Return a list that records the number of rows for each choice of a grouped product's tile."""
+    """Return a list to which each choice of a tile for a grouped product appends the number of rows that it was made
+    for."""
     found, choose = [], bridge._choose_grouped_config
     monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
     return found
@@ -255,7 +256,7 @@ def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(expected, chosen_
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_masked_groups_without_channels_are_zero(kernels, request):
-    """Rows of groups become zero without a launch. Rows of padding are not written."""
+    """Valid rows of groups become zero without a launch. Rows of padding are not written."""
     found = request.getfixturevalue("named_launches") if kernels else []
     a, b = (zeros(3, 8, 0, dtype=E4M3), zeros(3, 8, 0)), (zeros(3, 16, 0, dtype=E4M3), zeros(3, 1, 0))
     base = torch.full((3, 8, 32), 7.0)

@@ -15,7 +15,7 @@ PAGED_POSITIONS = ("kv_cache", "weights", "context_lens", "block_table", "schedu
 
 
 def ranges(queries, keys, context_parallel):
-    """Return the ranges of keys of DeepGEMM's `generate_ks_ke_tests`, as arguments."""
+    """Return the ranges of keys of DeepGEMM's `generate_ks_ke_tests`, as keyword arguments of `fp8_mqa_logits`."""
     rows, last = torch.arange(queries), keys - queries
     if context_parallel:
         half, ranks = queries // 2, keys // queries
@@ -96,7 +96,7 @@ def test_paged(logits_dtype, next_n, heads, varlen):
 
 
 def paged_call(queries=1):
-    """Return q and the other arguments of a call with three sequences."""
+    """Return q and the other positional arguments of `fp8_paged_mqa_logits` for three sequences."""
     context = i32([[5], [6], [0]]).repeat(1, queries)
     rest = zeros(4, 64, 1, 36, dtype=BYTE), zeros(3 * queries, 8), context, i32([[0]] * 3), None, 64
     return zeros(3, queries, 8, 32, dtype=E4M3), rest

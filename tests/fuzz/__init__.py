@@ -1,9 +1,9 @@
 """Random tests of wrong and unusual arguments.
 
-One to three arguments of a valid call (a case of `dsa.cases`) are changed. The op must then return a right result, or
-raise a ValueError or TypeError that names one of the changed arguments (judge.py). The seed and the number of a fuzz
-case determine its call and changes. Environment variables: DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES the number of fuzz
-cases, and DSA_FUZZ_CASE the number of a single one to run.
+One to three arguments of a valid call (a case of `dsa.cases`) are changed. The op must then return results that pass
+the checks of judge.py, or raise a ValueError or TypeError that names one of the changed arguments. The seed and the
+number of a fuzz case determine its call and changes. Environment variables: DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES
+the number of fuzz cases, and DSA_FUZZ_CASE the number of a single one to run.
 """
 
 import os
@@ -21,7 +21,8 @@ SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
 
 
 def numbers(shard: int, shards: int, count: int) -> list[int]:
-    """Return the numbers of a shard's cases, out of `count` cases unless the environment overrides the count."""
+    """Return the numbers of a shard's fuzz cases: every `shards`-th of the numbers below `count` or DSA_FUZZ_CASES, or
+    DSA_FUZZ_CASE if it is in this shard."""
     one = os.environ.get("DSA_FUZZ_CASE")
     wanted = [int(one)] if one else range(int(os.environ.get("DSA_FUZZ_CASES", count)))
     return [number for number in wanted if number % shards == shard]
@@ -47,7 +48,8 @@ def make_mutation(number: int, device: str) -> Mutation:
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
-    """Return a line per failed case among these numbers: the case and what is wrong."""
+    """Return a line per failed fuzz case among these numbers: how to run it again, the call and the changes, and what
+    is wrong."""
     found = []
     for number in wanted:
         case = make_mutation(number, device)

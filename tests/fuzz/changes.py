@@ -1,7 +1,7 @@
 """Random changes of an argument; the argument's type decides which changes are possible.
 
-Sizes are either small or beyond the range of int32. Sizes in between are left out, because a result of such a size
-would need gigabytes.
+Ints are at most 200 in magnitude or at least 2^31, because an int can be a size of the result, and results of sizes in
+between would need gigabytes.
 """
 
 import random
@@ -162,8 +162,9 @@ def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
         changed = x.new_empty(x.numel() + 1)[1:].view(x.shape)
     else:
         dim = rng.randrange(x.dim())
-        # Expanding changes the numbers. If they are integers, such as `ends`, parts of the result can become
-        # unspecified, for example rows that belong to no weight.
+        # The expected result is that of a contiguous copy of the expanded tensor, so the bits must be the same. But if
+        # expanding changes integers, such as `ends`, parts of the result can become unspecified, for example rows that
+        # belong to no weight.
         kind = Kind.SAME if x.is_floating_point() else Kind.CONTENTS
         return Change(f"expanded from its first along {dim}", x[:].narrow(dim, 0, 1).expand(x.shape), kind)
     return Change(way, changed.copy_(x), Kind.SAME)

@@ -18,7 +18,7 @@ SECONDS = {"cpu": 20, "cuda": 200}  # time limit of a call; on a GPU it can incl
 
 
 def judge(call: Case, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
-    """Return what is wrong with the op's behaviour, or None."""
+    """Return a description of an error in the op's behaviour, or None."""
     before = {path: _bits(x) for path, x in _tensors(arguments)}
     plain = {name: _plain(x) for name, x in arguments.items()}
     try:
@@ -81,8 +81,8 @@ def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], al
 def _not_the_same(
     call: Case, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
 ) -> str | None:
-    """Check that changed strides, requires_grad or another type of sequence change no bit of the results. On a GPU,
-    calls with gradients are not checked."""
+    """Check that the results have the bits of a call with contiguous tensors, without requires_grad. On a GPU, calls
+    with requires_grad are not checked, because they can run the reference instead of a kernel."""
     if device == "cuda" and any(x.requires_grad for _, x in _tensors(arguments)):
         return None
     results = [*found, *(arguments[name] for name in call.written if arguments[name] is not None)]
@@ -141,8 +141,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return the same numbers with default strides and without gradients. A plan is replaced by a new plan, because
-    calls change plans."""
+    """Return the same numbers with default strides and without gradients. A FlashMLASchedMeta is replaced by a new one,
+    because a call stores its plan in the object."""
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(x) for x in value)
     if hasattr(value, "have_initialized"):
@@ -150,7 +150,8 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() == 4 and value.dtype == torch.uint8 and value.shape[-1] == 584 and value.stride(-1) == 1:
-        # A V4 cache keeps its page stride, because kernels need pages at multiples of 16 bytes.
+        # A V4 cache that is not contiguous keeps padding between pages, because kernels need pages at multiples of 16
+        # bytes.
         return value.detach().clone() if value.is_contiguous() else _padded_pages(value)
     return value.detach().clone(memory_format=torch.contiguous_format)
 
