@@ -1,4 +1,4 @@
-"""Checks of a case (`dsa.cases`: an op, its inputs and the check of its results): over grids of sizes, for strides and
+"""Checks of a case (`dsa.cases`: an op, inputs and the check of the results): over grids of sizes, for strides and
 large offsets, and for rows that must not depend on other rows."""
 
 from collections.abc import Callable, Iterable, Sequence
