@@ -1,5 +1,6 @@
 """route_to_experts (router, gate and sort in one op) on the GPU. If the router's logits are exact (sums of small
-integers), the results have the bits of the three separate kernels; otherwise they agree within rounding."""
+integers times a power of two), the results have the bits of the three separate kernels; otherwise they agree within
+rounding."""
 
 import pytest
 import torch
