@@ -18,7 +18,8 @@ by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return every combination of one value per name, as keyword arguments `sizes` of a case."""
+    """Return a dict of sizes (keyword arguments of `Case.make`) for every combination of these values, one value per
+    name."""
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 

@@ -93,7 +93,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
     found["other experts"] = [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     one_shot = one_shot_sum(ranks.group, device)
-    with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # each thread adds several vectors
+    with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # with 3 CTAs, a thread adds several vectors
         found["other experts"] += [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     found["wrong turns"] = wrong_turns(ranks, device)
     return found

@@ -180,7 +180,7 @@ def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = 
 
 
 def digests(name: str, arch: str) -> dict[str, str]:
-    """Return the digests to store in an entry that runs now."""
+    """Return the digests of today's code, for an entry that runs now."""
     found = {"kernels": kernels_digest(name, arch)}
     return found if name in WHOLES else found | {"launches": launches_digest(name, arch)}
 
@@ -236,7 +236,7 @@ def _digest(value: Any) -> str:
 
 @functools.cache
 def functions_of(name: str) -> list[str]:
-    """Return the public functions of dsa that an entry is about."""
+    """Return the names of the public functions of dsa that an entry is about."""
     if name == "oldest_dsl":
         modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
     elif name not in WHOLES:
@@ -292,7 +292,7 @@ def archs_by_op() -> dict[str, set[str]]:
 
 
 def needed(data: Entries, arch: str) -> list[str]:
-    """Return the entries of an arch that must run because they are missing or stale."""
+    """Return the names of the entries of an arch that must run, because they are missing, incomplete or stale."""
     there = data.get(arch, {})
     names = sorted({*asked(arch), *there} & {*tested()})
     return [name for name in names if name not in there or why_stale(there[name], name, arch, now().date())]
@@ -304,5 +304,5 @@ def has_figures(name: str) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """Return the module name of a file of this project."""
+    """Return the module name of a Python file of this project."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)

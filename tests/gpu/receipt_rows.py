@@ -51,7 +51,8 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose ratio compares GPU times of the same work."""
+    """Return the rows whose ratio compares our GPU time with a peer's for the same work: those of none of
+    OTHER_KINDS."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 

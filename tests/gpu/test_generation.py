@@ -403,7 +403,8 @@ def test_sampled_tokens_are_those_of_a_cpu():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
-    """A sequence with NaN ends with an error. Sequences that reuse its pages and its state slot are not affected."""
+    """A sequence with NaN ends with an error. Sequences that get the pages and the state slot of this sequence later
+    are not affected."""
     model = load_tiny(family)
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
     embeddings.data[77] = torch.nan

@@ -1,4 +1,5 @@
-"""FP8 products called through DeepGEMM's signatures (`dsa.compat.deep_gemm`), at sizes of DeepGEMM's own tests."""
+"""FP8 products with one matrix, contiguous groups and masked groups, called through DeepGEMM's signatures
+(`dsa.compat.deep_gemm`) at sizes of DeepGEMM's own tests."""
 
 import random
 from itertools import accumulate

@@ -66,7 +66,8 @@ def test_zeros_are_right(case):
     for name in {"y", "streams"} & given.keys():
         given[name].zero_()
     assert not case.run(given)[0].any()
-    # With zero streams and an eps of 1e-6, logits are about 1000, whose fp32 error exceeds the check's tolerance.
+    # The logits are mix / rms(streams). With zero streams and an eps of 1e-6 they are about 1000, and their fp32 error
+    # exceeds the check's tolerance. So eps is 1.
     case.check_call(given | ({"eps": 1.0} if "eps" in given else {}))
 
 

@@ -59,7 +59,7 @@ def rows_of(x, rows):
 
 def rows_of_matrices(*more_sizes):
     """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows): first the entries of ENDS, for 64
-    rows, then the sizes in SIZES and `more_sizes`, each followed by 300 unused rows."""
+    rows, then an entry for each list in SIZES and `more_sizes`, with 300 unused rows after the last matrix."""
     cases = [(ends, rows, 64) for ends, rows in ENDS]
     for sizes in (*SIZES, *more_sizes):
         ends = list(itertools.accumulate(sizes))

@@ -84,7 +84,7 @@ def test_ends_of_the_scale_range_are_right():
 
 @pytest.mark.parametrize("count", [60, 300])
 def test_a_graph_follows_new_ends(count):
-    """The two counts select both kernels."""
+    """One count selects the small-M kernel, the other the kernel for many rows."""
     a, b = operands(count, 4, 136, 256)
     wide = dsa.widen_fp4(*b[:2])
     hostile.check_replays_with_fewer_rows(

@@ -37,7 +37,7 @@ def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=Non
 )
 @by_sizes(grid(limit=(None, 1.5), use_ue8m0=(False, True), dtype=FLOATS))
 def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, channels, case, record_error):
-    """Each token is sent to three of eight experts."""
+    """The result has 3 rows per token, divided at random among 8 experts."""
     counts = torch.randint(8, (3 * tokens,)).bincount(minlength=8).tolist()
     verify(case, sizes | {"sizes": counts, "tokens": tokens, "inner": inner, "channels": channels}, record_error)
 

@@ -56,8 +56,8 @@ def test_sums_are_near_float64(tokens, rows, channels, record_error):
 
 @pytest.mark.parametrize("channels", [2048, 2080, 4096, 7168, 16384])
 def test_bits_do_not_depend_on_other_tokens_and_rows(channels):
-    """The ranges of tokens and rows put a token and a row at different positions in a tile, and select every tile, with
-    and without clusters."""
+    """The ranges of tokens and rows put a token and a row at different positions in a tile, and select every tile size,
+    with and without clusters."""
     given = CASE.arguments("cuda", tokens=64, rows=2624, channels=channels, scale=1.0)
     tokens = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (9, 16), (31, 33), (1, 63)]
     whole, weight = dsa.linear_fp32(**given), given["weight"]

@@ -131,8 +131,8 @@ SHAPES = {
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
-    # The kernel for the first bound compares maxima instead of scores. A maximum is over the scores of every 16th
-    # sampled tile.
+    # The kernel for the first bound compares maxima instead of scores. The scores of one maximum are 16 sampled tiles
+    # apart.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
     # Few different scores, so that many scores are equal to the bound and to the k-th largest score.

@@ -199,8 +199,8 @@ def test_slots(config, page_size, by_value):
 
 @pytest.mark.parametrize("cols", [9000, 40000])
 def test_calls_that_follow_each_other_closely(cols):
-    """A launch can begin before the previous launch ends (programmatic dependent launch). It must wait before it reads
-    results of the previous launch, and before it overwrites memory that the previous launch reads."""
+    """A launch can begin before the previous launch ends (programmatic dependent launch). The later launch must wait
+    before it reads results of the earlier one, and before it overwrites memory that the earlier one still reads."""
 
     def chain(topk):
         scores, picked = first.clone(), []

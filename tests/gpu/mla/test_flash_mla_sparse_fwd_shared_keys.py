@@ -57,8 +57,8 @@ class TestSelectedKeys(SelectedKeys):
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("place", [0, 300, 575])
     def test_nan_reaches_the_query_that_selects_it_alone(self, op, place, bad):
-        """The results of the group's other queries can change by rounding: if O of a query is not finite, another
-        kernel computes the group's queries one by one."""
+        """The results of the group's other queries can change by rounding: if the output of a query is not finite,
+        another kernel computes the group's queries one by one."""
         given = op.inputs(65, 3000, 500, pool=550)
         given["indices"] %= 5998
         clean, affected = op.run(given), torch.arange(65, device="cuda") % 62 == 2

@@ -10,8 +10,8 @@ from tests.gpu.attention import case_of, checked
 from tests.gpu.op_checks import assert_rows_stand_alone, assert_same_bits, replays
 
 CASE = case_of("mla_absorb_queries")
-# (heads, channels without rope, rows of kv_b per head): V3.2, GLM-5, one of 8 GPUs' heads of each, and heads whose rows
-# begin at multiples of 32 but not of 64 or 128.
+# (heads, channels without rope, rows of kv_b per head): V3.2, GLM-5, the heads of both on one of 8 GPUs, and sizes for
+# which heads begin at rows that are multiples of 32 but not of 64 or 128.
 HEADS = [(128, 128, 256), (64, 192, 448), (16, 128, 256), (8, 192, 448), (5, 128, 160), (3, 192, 224)]
 
 

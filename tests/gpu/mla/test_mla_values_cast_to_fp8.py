@@ -9,8 +9,8 @@ from tests.gpu.attention import case_of, checked
 from tests.gpu.op_checks import assert_equal, assert_rows_stand_alone, assert_same_bits, replays
 
 CASE = case_of("mla_values_cast_to_fp8")
-# (heads, value channels, rows of kv_b per head): V3.2, GLM-5, one of 8 GPUs' heads of each, and heads whose rows begin
-# at multiples of 32 but not of 64 or 128.
+# (heads, value channels, rows of kv_b per head): V3.2, GLM-5, the heads of both on one of 8 GPUs, and sizes for which
+# heads begin at rows that are multiples of 32 but not of 64 or 128.
 HEADS = [(128, 128, 256), (64, 256, 448), (16, 128, 256), (8, 256, 448), (5, 128, 160), (3, 256, 288)]
 by_scales = pytest.mark.parametrize("use_ue8m0", [True, False])
 

@@ -58,15 +58,15 @@ def test_the_bits_are_those_of_three_ops(dtype, heads, groups, use_ue8m0, record
 
 @pytest.mark.parametrize("heads", [1, 8, 32])
 def test_few_heads_differ_by_the_order_of_sums(heads):
-    """With few heads the separate attention op runs another kernel, which adds in another order. So a bf16 result can
-    round to the adjacent number."""
+    """With at most 32 heads the separate attention op runs another kernel, which adds in another order. So a bf16
+    result can round to the adjacent number."""
     given = inputs(heads, 1)
     (cast, scale), (expected, scales) = CASE.run(given), apart(given)
     blocks = expected.float().unflatten(1, (-1, 128)) * scales[..., None]
     got = cast.float().unflatten(1, (-1, 128)) * scale[..., None]
     step = torch.maximum(scale, scales)[..., None]
-    # A bf16 result can have a relative difference of 2^-7, so the e4m3 value sometimes differs by one step (at most
-    # 1/8).
+    # A bf16 result can have a relative difference of 2^-7, so the e4m3 value sometimes differs by one step, at most 1/8
+    # of the value.
     assert ((got - blocks).abs() <= blocks.abs() / 7 + step * 4).all()
     assert calc_diff(got, blocks) < 2e-3
 

@@ -16,7 +16,7 @@ def unpack(active, heads):
     """Unpack the words of active bits to bool [S, N, 128 (query), 128 (key), H], for S q tiles, N key tiles per q tile
     and H heads. See active_bits.py for the layout."""
     q_tiles, groups, blocks, _ = active.shape
-    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # the last four: warp; a, c, b of `word_place`
+    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # dims 3 to 6: warp, then a, c, b of `word_place`
     bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
     bits = bits.view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j: the bits of a word
     bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(q_tiles, groups, blocks, 64, 64)
