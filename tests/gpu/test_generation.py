@@ -141,8 +141,8 @@ KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     """The graph of a decoding step has no more kernels than KERNELS allows. tests/layers/compilation/test_launches.py
-    counts the ops without a GPU; here the count is larger, because some ops launch two kernels and PyTorch's operators
-    launch kernels, too. The step must also run more branches on a second stream than it has layers."""
+    counts ops and PyTorch operators without a GPU; here the count is larger, because some of them launch more than one
+    kernel. The step must also run more branches on a second stream than it has layers."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])

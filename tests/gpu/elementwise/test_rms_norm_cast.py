@@ -1,5 +1,5 @@
-"""rms_norm_cast_to_fp8 and add_rms_norm_cast_to_fp8 (RMS norm and FP8 cast in one kernel, after an addition or without
-it) on the GPU: every kernel configuration, strides, and non-finite numbers."""
+"""rms_norm_cast_to_fp8 (RMS norm and FP8 cast in one kernel) and add_rms_norm_cast_to_fp8 (which first adds a residual)
+on the GPU: every kernel configuration, strides, and non-finite numbers."""
 
 import pytest
 import torch

@@ -107,7 +107,7 @@ def check_union(indices, size, s_kv, lengths=None):
             assert len(entries) == len(expected) and got == expected
         elif not repeats:
             # The kernel first estimates the union's size from a sample of the keys, so it can reject unions slightly
-            # below the limit. Unions of few keys are not checked.
+            # below the limit. Groups that select fewer than 2000 keys in all are not checked.
             assert len(expected) * MOST_UNION[1] > 0.8 * total * MOST_UNION[0] or total < 2000
     return sorted(groups)
 
