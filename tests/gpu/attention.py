@@ -24,13 +24,13 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random tensors. Its seed is drawn from torch's generator, so each maker makes different
-    numbers."""
+    """Return a maker of random CUDA tensors. The maker's seed is the next number of torch's CPU generator, so every
+    call returns a maker of other numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
 def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Tensor]:
-    """Fill free memory with NaN, run the case's op, check its results with `case.check`, and return them."""
+    """Fill free GPU memory with NaN, run the case's op, check the results with `case.check`, and return them."""
     poison_free_memory(mebibytes=64)
     found = case.run(given)
     error = case.check(given, found)
@@ -40,8 +40,9 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay. Before a replay
-    the tensors of the renewal are copied to those of `given`."""
+    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay: the same
+    tensors each time. Before a replay the tensors of the renewal are copied to the tensors of `given`, which the call
+    reads."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():
@@ -57,12 +58,12 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Return indices outside [0, n): below and above the range, adjacent to it and at the ends of int32."""
+    """Return int32 [6]: indices outside [0, n), on both sides. They are next to the range or at the limits of int32."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
 def spoiled(indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
-    """Return the indices with this fraction of them replaced by indices outside [0, n)."""
+    """Return the indices, each replaced with probability `fraction` by an index outside [0, n)."""
     bad = no_keys(n)[torch.randint(6, indices.shape, device="cuda")]
     return torch.where(torch.rand(indices.shape, device="cuda") < fraction, bad, indices)
 
@@ -73,10 +74,10 @@ def starts(lengths: list[int]) -> torch.Tensor:
 
 
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
-    """Check calls whose `out` is a view of some heads of a larger tensor. Their results must have the bits of a call
-    without `out`, and the other heads must not be written.
+    """Check calls whose `out` is a view of adjacent heads (in one call: all heads) of another tensor. The results must
+    have the bits of a call without `out`, and the tensor's other heads must not be written.
 
-    -> the larger tensor of the last call, filled with NaN again
+    -> the tensor of the last call, with three more heads than `out`. All elements are NaN again.
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

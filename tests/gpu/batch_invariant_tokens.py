@@ -1,5 +1,5 @@
-"""Compare the tokens and logits that a batch-invariant generator computes for a sequence alone, in a batch, and with
-draft tokens."""
+"""Compare the tokens and logits that a batch-invariant generator (`batch_invariant=True`) computes for a sequence
+alone, in a batch, and with draft tokens."""
 
 import pytest
 import torch
@@ -13,17 +13,17 @@ PROMPTS = [
     list(range(100, 250)),
     [7, 8, 9],
     *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69)),
-    list(range(300, 620)),  # so long that several ranks divide its tokens among them
+    list(range(300, 620)),  # so long that, with several ranks, the ranks divide this prompt's tokens
 ]
 ALONE = [0, 1, 2, 40, 70, 71]
 NEW_TOKENS = 96
 
 
 def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Check that a sequence in a batch, and a sequence with draft tokens, gets the tokens and logits that it gets
-    alone, bit for bit.
+    """Generate tokens for all PROMPTS in one batch without draft tokens. Check that sequences computed alone (those of
+    ALONE), and sequences with draft tokens, get the same tokens and the same bits of logits.
 
-    -> the tokens of all sequences
+    -> the new tokens of each sequence
     """
     sizes = {"cache_tokens": 64 * 5 * len(PROMPTS), "max_sequences": len(PROMPTS), "batch_invariant": True}
     step, seen, params = DecodeStep.__call__, {}, SamplingParams(NEW_TOKENS)
@@ -54,6 +54,6 @@ def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPat
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([PROMPTS[i] for i in numbers], own, draft_tokens=drafts)
         assert tokens == own and taken > 30 * len(own)
-        known = drafted.keys() & logits.keys()  # drops logits after a wrong draft: they belong to no sequence
+        known = drafted.keys() & logits.keys()  # drops logits after wrong drafts: the batch has none for those tokens
         assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
     return truth

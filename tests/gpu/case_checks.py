@@ -1,5 +1,5 @@
-"""Checks of a case (an op with its inputs and check, `dsa.cases`): over grids of sizes, for strides and offsets, and
-for rows that must not depend on other rows."""
+"""Checks of a case (`dsa.cases`: an op, inputs and the check of the results): over grids of sizes, for strides and
+large offsets, and for rows that must not depend on other rows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -18,26 +18,28 @@ by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return every combination of these values, as sizes of a case."""
+    """Return a dict of sizes (keyword arguments of `Case.make`) for every combination of these values, one value per
+    name."""
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 
 def by_sizes(*grids: list[dict[str, Any]]) -> pytest.MarkDecorator:
-    """Parametrise a test with the `sizes` of every grid."""
+    """Parametrise a test's argument `sizes` with every entry of these grids."""
     found = [sizes for one in grids for sizes in one]
     return pytest.mark.parametrize("sizes", found, ids=lambda sizes: "-".join(map(str, sizes.values()))[:80])
 
 
 def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], None], seed: int = 0) -> None:
-    """Check a call with these sizes while free memory is full of NaN."""
+    """Check a call with these sizes and record the error. Free memory is full of NaN, so an element that the kernel
+    does not write is NaN."""
     poison_free_memory(mebibytes=64)
     record_error(case.verify("cuda", seed, **sizes))
 
 
 def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) -> None:
-    """Check offsets of more than 2^31 elements. Each named argument becomes the last rows of a tensor of `rows` rows,
-    whose other rows are zeros. The results of the last rows must not change, and the other rows of the first result
-    must be 0."""
+    """Check offsets of more than 2^31 elements; `rows` must be large enough for them. Each named argument becomes the
+    last rows of a tensor of `rows` rows, whose other rows are zeros. The results of the last rows must not change, and
+    the other rows of the first result must be 0."""
     far, count = dict(given), len(given[names[0]])
     for name in names:
         far[name] = given[name].new_zeros(rows, *given[name].shape[1:])
@@ -48,19 +50,21 @@ def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) ->
 
 
 def check_far_pages(case: Case, **sizes: Any) -> None:
-    """Check that results have the same bits for a cache whose pages are more than 2^32 bytes apart."""
+    """Check that results have the same bits for a cache whose last page begins more than 2^32 bytes after the first
+    page."""
     near, far = (case.arguments("cuda", **sizes) for _ in range(2))
     far["cache"] = far_apart(far["cache"])
     assert_same_bits(case.results(far), case.results(near))
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors of the shape of x in other layouts.
+    """Return tensors with the shape of x in other layouts. All have the numbers of x, except for the row stride of 0.
 
-    - every second row of a tensor, and rows with a stride of 0 (copies of the first row)
-    - from two dimensions on: dimension 0 exchanged in memory with dimension 1, or with the last dimension
-    - from two dimensions on: columns of wider rows among NaN, aligned to 16 bytes or not
-    - for a single row: an arbitrary row stride
+    - every second row of a tensor
+    - a row stride of 0: every row is the first row of x
+    - with two or more dimensions: dimension 0 exchanged in memory with dimension 1, or with the last dimension
+    - with two or more dimensions: columns of wider rows, among NaN. The columns start at multiples of 16 bytes or not
+    - with a single row: an arbitrary row stride
     """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
     if x.dim() > 1:
@@ -72,8 +76,8 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_layouts(case: Case, names: Sequence[str], **sizes: Any) -> None:
-    """Check each layout of each named argument. The call must give the bits of a call with a contiguous argument, or
-    raise a ValueError that names the argument."""
+    """Call the op with each named argument in each of the `layouts`. The call must give the bits of a call with a
+    contiguous copy of the argument, or raise a ValueError that names the argument."""
     for name in names:
         for i in range(len(layouts(case.arguments("cuda", **sizes)[name]))):
             other, given = (case.arguments("cuda", **sizes) for _ in range(2))
@@ -88,7 +92,8 @@ def check_layouts(case: Case, names: Sequence[str], **sizes: Any) -> None:
 
 
 def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterable[tuple[int, int]]) -> None:
-    """Check that a row's bits do not depend on other rows. parts: (first row, number of rows) to compute alone."""
+    """Check that a row's bits do not depend on other rows: compute parts of the rows in separate calls. names: the
+    arguments that have a row per result row. parts: (first row, number of rows) of each call"""
     whole = run(given)
     for first, count in parts:
         part = slice(first, first + count)
@@ -97,8 +102,8 @@ def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterab
 
 
 def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results:
-    """Apply changes {(argument, row, ...): number}, check that rows without a change keep their bits, and return the
-    results."""
+    """Write `changes` {(argument, row, ...): number} into `given`. Check that rows of the results without a change keep
+    their bits, and return the results."""
     clean = run(given)
     for (name, *place), number in changes.items():
         given[name][tuple(place)] = number
@@ -109,8 +114,8 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
 
 
 def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
-    """Check twenty calls in one graph, as for the layers of a model. Each call must wait for the previous call, whose
-    workspace it reuses."""
+    """Check twenty equal calls in one graph, replayed with five sets of inputs. Each call must wait for the previous
+    call, because it can get the memory of that call's workspace."""
     given = case.arguments("cuda", **sizes)
     graph, found = captured(lambda: [case.run(given) for _ in range(20)])
     for seed in range(1, 6):

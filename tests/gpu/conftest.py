@@ -1,7 +1,8 @@
-"""Fixtures and collection of the GPU tests. Tests that compare numbers record their errors for the receipt.
+"""Fixtures and collection of the GPU tests. Tests that compare numbers record their errors for the receipt
+(tests/gpu/receipt.py).
 
-Without a GPU that the kernels support, one test of each file is skipped, so that pytest reports the reason. The other
-tests are deselected.
+Without a GPU that the kernels support, one test of each file is skipped, so that pytest reports the reason. The file's
+other tests are deselected.
 """
 
 from pathlib import Path
@@ -37,5 +38,6 @@ def _seed() -> None:
 
 @pytest.fixture
 def record_error(record_property):
-    """Return a function that records an error; the largest error of an op's tests goes into the receipt."""
+    """Return a function that records an error of a test. The receipt's entry of an op has the largest error of the op's
+    tests."""
     return lambda error: record_property("error", float(error))

@@ -1,4 +1,4 @@
-"""Record which ops run their kernels, and not their references, in a test."""
+"""Record the ops that run their kernels, and not their references, in a test."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from dsa.runtime.op import forget_calls
 
 
 def launched_ops(patch: pytest.MonkeyPatch) -> set[str]:
-    """Return a set to which the name of every op that runs a kernel is added from now on."""
+    """Return a set. While the patch lasts, the name of every op that runs a kernel is added to it."""
     names, runs_kernel = set(), backends.runs_kernel
 
     def spy(op, *asked):

@@ -2,9 +2,10 @@
 
 usage: python -m tests.gpu.merge RECEIPT...
 
-An entry of another receipt replaces the receipt's entry of the same name and arch if it is newer. The command prints
-which entries it takes, and which it leaves out because they failed, are unfinished, stale or not newer. Afterwards
-`python -m tests.generate` and `python -m tests.gpu.pictures` write the pages and pictures that depend on the receipt.
+A valid entry of another receipt becomes the entry of this name and arch in the receipt, unless the receipt has a valid
+one that is not older. The command prints which entries it takes, and which it leaves out because they failed, are
+unfinished, stale or not newer. Afterwards `python -m tests.generate` and `python -m tests.gpu.pictures` write the pages
+and pictures that depend on the receipt.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from tests.gpu import receipt
 
 
 def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
-    """Return why an entry is left out; None if it is complete and valid."""
+    """Return why an entry is not valid (unknown here, failed, incomplete or stale); None if it is valid."""
     if name not in receipt.tested():
         return "there is no such entry here"
     if entry.get("failed"):
@@ -29,7 +30,7 @@ def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
 
 
 def merge(others: Iterable[receipt.Entries]) -> tuple[list[str], dict[str, str]]:
-    """Merge these entries into the receipt and save it.
+    """Merge these receipts' entries into the receipt and save the receipt.
 
     -> (labels "ENTRY of ARCH" of the entries that were taken, {label: reason} of the entries that were left out)
     """

@@ -1,5 +1,5 @@
-"""The program that tests/gpu/test_parallel.py runs on each rank. CASE is a function of this file; its result is saved
-to FOLDER.
+"""The program that tests/gpu/test_parallel.py runs on each rank. CASE is the name of a function of this file. A rank
+saves the function's result to FOLDER/CASE.RANK.
 
 usage: python -m tests.gpu.parallel_worker CASE FOLDER
 """
@@ -36,17 +36,18 @@ OF_TOKENS = [(1, 6, 4096), (1, 8, 7168), (3, 1, 8), (7, 9, 1024), (16, 17, 2048)
 # dtype, tokens, chosen experts, channels, whether there is a shared expert
 EXPERTS = [(dtype, *of, shared) for dtype in DTYPES for of in OF_TOKENS for shared in (False, True)]
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
-PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # so many tokens that the ranks divide them among themselves
+PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # together at least 256 tokens, which the ranks divide among themselves
 
 
 def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the rows that this rank adds to a sum over ranks."""
+    """Return the rows [rows, WIDTH] that this rank adds to a sum over ranks."""
     generator = torch.Generator().manual_seed(7 * rank + rows)
     return torch.randn(rows, WIDTH, generator=generator).mul(3.0**rank).to(dtype).to(device)
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Run sums and gathers over the ranks and return their results by name.
+    """Run sums and gathers over the ranks. Return the results by name, and those of the second to fourth line by (name,
+    number of rows, dtype); ("begun", repeat) are the results for MANY rows.
 
     "one shot", "copies"    whether one-shot sums and peer copies are available
     "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
@@ -59,7 +60,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
     # This call comes first, because it tests that the memory of `peer_copies` grows. After the larger messages below,
-    # this memory would not grow.
+    # the memory would already be large enough.
     found["wrong messages"] = wrong_messages(ranks, device)
     for rows in ROWS:
         for dtype in DTYPES:
@@ -80,8 +81,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    # A pass over prompts has about MANY rows. A sum of MANY rows takes about as long as the work that runs at the same
-    # time, so either can end first.
+    # A sum of MANY rows takes about as long as the work that `begun` runs at the same time, so either can end first. A
+    # pass over prompts has about as many rows.
     for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
@@ -92,14 +93,15 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
     found["other experts"] = [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     one_shot = one_shot_sum(ranks.group, device)
-    with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # each thread adds several vectors
+    with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # with 3 CTAs, a thread adds several vectors
         found["other experts"] += [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     found["wrong turns"] = wrong_turns(ranks, device)
     return found
 
 
 def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Leave out a sum on the second rank: the first rank's sum ends after a timeout, and its next sum raises."""
+    """Leave out a sum on the second rank: the first rank's sum ends after a timeout, and the first rank's next sum
+    raises the error that is returned."""
     x, found = part(ranks.rank, 8, torch.bfloat16, device), {}
     ranks.sum(x)
     with mock.patch.object(one_shot_sums, "PATIENCE", 2 * 10**9):
@@ -114,10 +116,10 @@ def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def wrong_turns(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in consecutive sums of different sizes and values. A graph contains all sums and is
-    replayed three times.
+    """Count the wrong numbers in TURNS consecutive sums of different sizes and values. A graph contains all these sums
+    and is replayed three times.
 
-    A rank that is early must not read or overwrite the data of another sum.
+    A rank that is early must not read the data of an earlier sum, or overwrite data that another rank has not read.
     """
     sizes = [8 * (1 + i * i * i % 60000) for i in range(TURNS)]
     own, wrong = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -148,9 +150,9 @@ def same_experts(
     generator = torch.Generator().manual_seed(tokens + ranks.rank)
     y = torch.randn(tokens * chosen, channels, generator=generator).to(dtype).to(device)
     rows = torch.randperm(tokens * chosen, generator=generator).view(tokens, chosen).to(torch.int32)
-    rows[torch.rand(tokens, chosen, generator=generator) < 0.5] = -1  # belongs to another rank
+    rows[torch.rand(tokens, chosen, generator=generator) < 0.5] = -1  # this token's expert belongs to another rank
     rows[0, 0] = tokens * chosen + 3
-    y[-1] = torch.nan  # must not be read, because no index names it
+    y[-1] = torch.nan  # must not be read, because no valid index names this row
     rows[rows == tokens * chosen - 1] = 0
     weights = torch.rand(tokens, chosen, generator=generator)
     weights[rows < 0] = torch.inf
@@ -168,8 +170,8 @@ def same_experts(
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in gathers and sums of rows. A gather and a sum run at the same time, each with other
-    sizes and values.
+    """Count the wrong numbers in TURNS gathers and sums of rows. Each gather runs at the same time as a sum. Sizes and
+    values change from turn to turn.
 
     A rank that is early must not overwrite data that another rank has not read.
     """
@@ -195,8 +197,8 @@ def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return the sum of the ranks' x plus two times `own`, gathered from all ranks. `own` is added twice: as the shared
     experts' output and as the residual.
 
-    Between the begin and the end of the sum, the rank computes both addends in new memory. Other work also runs between
-    the begin and the end of the gather.
+    Between begin and end of the sum, the rank computes both addends in newly allocated memory. Matrix products also run
+    between begin and end of the gather.
     """
 
     def computed() -> torch.Tensor:
@@ -214,7 +216,8 @@ def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(model: torch.nn.Module, device: torch.device) -> dict:
-    """Return the logits of all tokens, and the tokens of three generations: two with CUDA graphs, the last without."""
+    """Return {"logits": the logits of all TOKENS, "tokens": the new tokens of three generations, two with CUDA graphs
+    and the last without}."""
     with torch.inference_mode():
         batch = SequenceBatch.without_cache(LENGTHS, device=device)
         logits = model(torch.tensor(TOKENS, device=device), batch, all_tokens=True)
@@ -227,8 +230,8 @@ def outcome(model: torch.nn.Module, device: torch.device) -> dict:
 
 
 def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return {checkpoint in the folder: the `outcome` of both ranks together}. On the first rank the entry also
-    contains the `outcome` of one GPU alone ("whole")."""
+    """Return {checkpoint in the folder: the `outcome` of the model divided between both ranks}. On the first rank
+    "whole" is the `outcome` of the model on this rank's GPU alone."""
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
         found[directory.name] = outcome(load_model(directory, device=device, mesh=ranks, progress=False), device)
@@ -239,8 +242,8 @@ def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Check that batch-invariant tokens are those of each sequence alone, and return {checkpoint in the folder:
-    tokens}.
+    """Check that batch-invariant tokens are those of a sequence alone (`assert_batch_invariant`), and return
+    {checkpoint in the folder: new tokens of each sequence}.
 
     One-shot sums are limited to 20 KiB here, so larger sums run through NCCL. From 16 rows per rank on, each rank sums
     only a part of the rows.
@@ -256,7 +259,7 @@ def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Load a model while the second rank lacks the memory for its part."""
+    """Load a model while the second rank lacks the memory for the rank's part of the weights."""
     load_weights = loading.load_weights
 
     def starved(*arguments: Any, **options: Any) -> None:
@@ -281,4 +284,4 @@ if __name__ == "__main__":
         torch.save(CASES[case](own, gpu, place), place / f"{case}.{own.rank}")
     except ValueError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)  # the exit status of the command, so that the first rank's message is shown
+        sys.exit(2)  # the exit status of `dsa` for a ValueError

@@ -1,11 +1,12 @@
-"""The GPU receipt (receipt.json): what was tested and measured on each GPU arch, with what results. This module reads
-and writes it, and decides whether its entries are still valid.
+"""The GPU receipt (receipt.json): what was tested and measured on each GPU arch, and the results. This module reads and
+writes the receipt, and decides whether the entries are still valid.
 
 The op of `dsa/ops/FAMILY/NAME.py` has the entry NAME. The entry's tests are `tests/gpu/FAMILY/test_NAME.py` and its
-benchmark is `dsa_bench/FAMILY/NAME.py`. If NAME is an op's name with more words after it, the entry is about that part
-of the op. Entries of WHOLES are about more than one op.
+benchmark is `dsa_bench/FAMILY/NAME.py`. If NAME is an op's name with more words after it, the entry is about a part of
+the op. Entries of WHOLES are about more than one op.
 
-An entry contains the commit, date, device and versions of its run, its results and figures, and two digests:
+An entry contains the commit, date, device and versions of a run, the tests' results, the benchmark's rows, and two
+digests:
 - "kernels": a digest of the machine code of every variant of the kernels that the entry runs
   (`tests.kernels.machine_code`).
 - "launches": a digest of what calls of the op launch over its cases (`tests.ops.launched_arguments`): the variants, the
@@ -47,9 +48,10 @@ MAX_AGE = datetime.timedelta(days=30)  # for entries of WHOLES
 class Whole:
     """An entry about more than one op.
 
-    label     its name in tables
-    families  families of the ops that it launches; () if `sources` name the ops, or for oldest_dsl, whose ops are HOT
-    sources   Python files, or folders of Python files, of this project, whose ops it launches
+    label     the entry's name in tables
+    families  families of the ops that the entry launches; () if `sources` name the ops, and for oldest_dsl, whose ops
+              are HOT
+    sources   Python files of this project, or folders of such files: the entry launches the ops that they name
     """
 
     label: str
@@ -61,7 +63,8 @@ EVERY_FAMILY = tuple(sorted({module.split(".")[2] for module in op_modules().val
 INFERENCE = tuple(family for family in EVERY_FAMILY if family != "training")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 OLDEST_DSL = "4.8.0"  # the version that vLLM and SGLang pin
-# Entries of the ops that dominate the time of a pass. Their tests run a second time with the oldest DSL.
+# Entries of the ops that dominate the time of a model's pass. Their tests run a second time with the oldest DSL, for
+# the entry oldest_dsl.
 HOT = (
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
@@ -106,8 +109,8 @@ Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """Return {arch: {entry's name: entry}} as written by runs. entry["unverified"] is None, or says which part of the
-    entry's run is missing."""
+    """Return {arch: {entry's name: entry}} as runs have written it. entry["unverified"] is None, or says which part of
+    the entry's run is missing."""
     return read(PATH) if PATH.exists() else {}
 
 
@@ -124,7 +127,7 @@ def read(path: Path) -> Entries:
 
 
 def save(data: Entries) -> None:
-    """Write the receipt atomically: the file is complete even if the process is killed."""
+    """Write the receipt atomically: if the process is killed, the file has the old or the new contents."""
     text = json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n"
     partial = PATH.with_suffix(f".{os.getpid()}.part")
     partial.write_text(text)
@@ -133,7 +136,8 @@ def save(data: Entries) -> None:
 
 @contextlib.contextmanager
 def changing() -> Iterator[Entries]:
-    """Yield the entries, and save them at the end, under a lock: other processes wait."""
+    """Yield the entries, and save them at the end unless the block raises. Other processes that call `changing` wait
+    until then."""
     handle = os.open(HERE, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -150,8 +154,8 @@ def now() -> datetime.datetime:
 
 
 def judged(today: datetime.date | None = None) -> Entries:
-    """Return the entries like `load`, but "unverified" also says why an entry is stale. Without `today`, no entry is
-    too old."""
+    """Return the entries like `load`, but "unverified" also says why an entry is stale. Without `today`, age does not
+    make an entry stale."""
     data = load()
     return {
         arch: {name: entry | {"unverified": why_stale(entry, name, arch, today)} for name, entry in entries.items()}
@@ -160,7 +164,8 @@ def judged(today: datetime.date | None = None) -> Entries:
 
 
 def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = None) -> str | None:
-    """Return why an entry is not valid for today's code; None if it is valid."""
+    """Return why an entry is incomplete or not valid for today's code; None if it is valid. Without `today`, age is
+    ignored."""
     if entry.get("unverified"):
         return entry["unverified"]
     if "kernels" not in entry or (name not in WHOLES and "launches" not in entry):
@@ -175,35 +180,36 @@ def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = 
 
 
 def digests(name: str, arch: str) -> dict[str, str]:
-    """Return the digests to store in an entry that runs now."""
+    """Return the digests of today's code, for an entry that runs now."""
     found = {"kernels": kernels_digest(name, arch)}
     return found if name in WHOLES else found | {"launches": launches_digest(name, arch)}
 
 
 def kernels_digest(name: str, arch: str) -> str:
-    """Return a digest of the machine code of every variant of an entry's kernels, and of the compile-time arguments.
-    Names do not affect it."""
+    """Return a digest of the machine code and the compile-time arguments of every variant of an entry's kernels. Names
+    do not affect the digest."""
     modules = kernels_of(name, arch)
     own = {variant: code for variant, code in _machine_code().items() if variant.partition(".")[0] in modules}
     return _digest(sorted([machine_code.without_names(variant), code] for variant, code in own.items()))
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """Return the modules, without packages, of the kernels that an entry's functions launch over their cases."""
+    """Return the module names, without packages, of the kernels that an entry's functions launch over the cases of
+    `dsa.cases`. Kernels of other archs than launched_arguments.ARCH are not included."""
     found = {
         variant.partition(".")[0]
         for function in functions_of(name)
         for call in _launches(function, arch)
         for variant, _ in call
     }
-    if name in WHOLES and "parallel" in WHOLES[name].families:  # these kernels belong to no op
+    if name in WHOLES and "parallel" in WHOLES[name].families:  # the kernels of dsa/kernels/parallel belong to no op
         found |= {variant.partition(".")[0] for variant in machine_code.shipped("parallel")}
     return found
 
 
 def launches_digest(name: str, arch: str) -> str:
-    """Return a digest of what the entry's functions launch over their cases. Names and the order of cases do not affect
-    it."""
+    """Return a digest of what the entry's functions launch over the cases of `dsa.cases`. Names and the order of cases
+    do not affect the digest."""
     codes = _machine_code()
     calls = [
         [[codes.get(variant) or machine_code.without_names(variant), arguments] for variant, arguments in call]
@@ -230,7 +236,7 @@ def _digest(value: Any) -> str:
 
 @functools.cache
 def functions_of(name: str) -> list[str]:
-    """Return the public functions of dsa that an entry is about."""
+    """Return the names of the public functions of dsa that an entry is about."""
     if name == "oldest_dsl":
         modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
     elif name not in WHOLES:
@@ -245,14 +251,15 @@ def functions_of(name: str) -> list[str]:
 
 
 def op_module(name: str) -> str:
-    """Return the module of the op that an entry is about."""
+    """Return the module of the op that an entry is about: the op whose name is the longest that the entry's name begins
+    with."""
     modules = op_modules()
     found = [op for op in modules if f"{name}_".startswith(f"{op}_")]
     return modules[max(found, key=len)] if found else ops.op_module(name)
 
 
 def test_files(name: str) -> list[Path]:
-    """Return the files whose tests an entry runs."""
+    """Return the files whose tests an entry runs; [] if the entry has only a benchmark."""
     if name == "several_gpus":
         paths = {*HERE.rglob("test_*.py")} - {*test_files("parallel")}
         return [path for path in sorted(paths) if SEVERAL_GPUS in path.read_text()]
@@ -262,15 +269,15 @@ def test_files(name: str) -> list[Path]:
 
 
 def tested() -> list[str]:
-    """Return the names of all possible entries."""
+    """Return the names of all entries that today's code can have."""
     return sorted({path.stem.removeprefix("test_") for path in HERE.rglob("test_*.py")} | WHOLES.keys())
 
 
 def asked(arch: str) -> list[str]:
     """Return the names of the entries that a complete receipt has for an arch.
 
-    These are the entries of ops that have kernels for the arch. If more than half of the ops with kernels have kernels
-    for this arch, a model's pass runs mostly kernels, so the entries of WHOLES are included, too.
+    These are the entries of ops that have kernels for the arch. The entries of WHOLES are included if more than half of
+    the ops that have any kernels have kernels for this arch, because then a model's pass runs mostly kernels.
     """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]
@@ -279,13 +286,13 @@ def asked(arch: str) -> list[str]:
 
 
 def archs_by_op() -> dict[str, set[str]]:
-    """Return {op: the archs for which one of its functions has kernels} for every op with kernels."""
+    """Return {op: the archs for which at least one function of the op has kernels}, for every op with kernels."""
     rows = {op: [ARCHS.get(f, ()) for f in ops_of(module)] for op, module in op_modules().items()}
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 
 
 def needed(data: Entries, arch: str) -> list[str]:
-    """Return the entries of an arch that must run because they are missing or stale."""
+    """Return the names of the entries of an arch that must run, because they are missing, incomplete or stale."""
     there = data.get(arch, {})
     names = sorted({*asked(arch), *there} & {*tested()})
     return [name for name in names if name not in there or why_stale(there[name], name, arch, now().date())]
@@ -297,5 +304,5 @@ def has_figures(name: str) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """Return the module name of a file of this project."""
+    """Return the module name of a Python file of this project."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -9,34 +9,35 @@ from dsa_layers.families.published import published_config
 from tests.gpu import receipt
 
 Row = dict[str, Any]
-# Stacks of the entries whose rows do not contain the number of layers.
+# {entry whose rows do not contain the number of layers: the stacks of layers that it measures, by model}
 OF_STACKS = {"e2e": STACKS, "million": LONG_STACKS}
 
 
 def main_entries() -> dict[str, dict[str, Any]]:
-    """Return the entries of the arch with the most verified entries."""
+    """Return {name: entry} of the arch with the most verified entries."""
     data = receipt.judged()
     verified = {arch: [name for name in data[arch] if not data[arch][name]["unverified"]] for arch in sorted(data)}
     return data[max(verified, key=lambda arch: len(verified[arch]))]
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Return a function of a row: whether our call's description has these words and the peer's has not. Then the two
-    calls compute different things."""
+    """Return a function of a row: whether these words are in the row's shape, which describes our call, and not in the
+    peer's name. Then the two calls compute different things."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 
 def _waits_for_host(row: Row) -> bool:
-    """Whether a pass leaves the GPU idle for more than a quarter of its time, with our kernels or the peers'."""
+    """Whether the row is a pass that leaves the GPU idle for more than a quarter of the time, with our kernels or with
+    the peers' kernels."""
     if not row.get("peer_parts"):
         return False
     filled = sum(row["parts"].values()) / row["ms"], sum(row["peer_parts"].values()) / row["peer_ms"]
     return min(filled) < 0.75
 
 
-# Rows whose ratio does not compare the GPU time of the same work: our kernel is deterministic and the peer's is not;
-# ours has fp16 accumulators and the peer's has fp32; the row is for a plan, which serves many calls; or the pass waits
-# for the host.
+# Tests of rows whose ratio does not compare the GPU time of the same work. In order: our kernel is deterministic and
+# the peer's is not; our kernel has fp16 accumulators and the peer's has fp32; the row is for a plan, which serves many
+# calls; the pass waits for the host.
 OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
     _is_ours_alone("deterministic"),
     _is_ours_alone("float16 accumulators"),
@@ -50,19 +51,20 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose ratio compares GPU times of the same work."""
+    """Return the rows whose ratio compares our GPU time with a peer's for the same work: those of none of
+    OTHER_KINDS."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 
 def names_of(rows: Sequence[Row], other: str = "peer") -> str:
-    """Return the names in the column `other` (peers, or baselines) of these rows, joined by "; " because a name can
-    contain commas."""
+    """Return the names in the column `other` ("peer" or "baseline") of these rows, sorted and joined by "; ", because a
+    name can contain commas."""
     return "; ".join(sorted({row[other] for row in rows if row.get(other)}))
 
 
 def shape_of(name: str, row: Row) -> str:
-    """Return the shape of an entry's row. For a pass of only some of a model's layers, the number of layers is
-    appended."""
+    """Return the shape of a row of this entry. If the row is of a pass with only some of the model's layers, the text
+    ends with the number of layers."""
     if name in OF_STACKS:
         file, fields = OF_STACKS[name][row["model"]]
         layers, published = fields["num_hidden_layers"], published_config(file)["num_hidden_layers"]

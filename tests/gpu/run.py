@@ -42,12 +42,12 @@ from tests.kernels import machine_code
 
 SHARDS = 8
 TRAINED_MODEL = "DSA_TRAINED_MODEL"
-# Variables that would change which code is tested, or the number of tests and cases.
+# Environment variables that would change which code is tested, or the number of tests and cases. They are removed.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 BEGUN = "its benchmark has not run to its end"  # the entry's "unverified" text until its benchmark is complete
-# The distributions that contain the peers. Rows measured with other versions are not comparable. cuBLASLt and torch's
-# attention are parts of torch.
+# The Python distributions that contain the peers (other libraries' kernels). Rows measured with different versions are
+# not comparable. The peers cuBLASLt and torch's attention are parts of torch.
 PEERS = (
     "nvidia-cudnn-frontend",
     "sgl-deep-gemm",
@@ -70,7 +70,7 @@ class Outcome:
     worst: float = 0.0
 
     def add(self, test: ElementTree.Element) -> None:
-        """Count a <testcase> of pytest's report."""
+        """Count a <testcase> of pytest's XML report."""
         if test.find("skipped") is not None:
             self.skipped += 1
             return
@@ -86,15 +86,16 @@ def _failed(tests: list[ElementTree.Element]) -> list[ElementTree.Element]:
 
 
 def _had_no_memory(test: ElementTree.Element) -> bool:
-    """Whether a test failed, in this process or a subprocess, because the GPU had no free memory."""
+    """Whether a test failed because the GPU had no free memory, in pytest's process or in a process that the test
+    started."""
     said = (f"{part.get('message')} {part.text}" for kind in ("failure", "error") for part in test.iter(kind))
     return any(words in text for text in said for words in NO_MEMORY)
 
 
 def compile_all(names: list[str], arch: str) -> None:
-    """Compile the shipped variants of the entries' kernels into the compile cache, in parallel processes. One after
-    another they would take minutes."""
-    # The entries of WHOLES need few of their ops' variants, so these variants compile on first use.
+    """Compile the shipped variants of the entries' kernels into the compile cache, in parallel processes. Compiled one
+    after another, they would take minutes."""
+    # An entry of WHOLES needs few variants of each op, so these variants compile on first use.
     modules = {m for name in names if name not in receipt.WHOLES for m in receipt.kernels_of(name, arch)}
     variants = (variant for family in machine_code.families() for variant in machine_code.shipped(family).values())
     context = multiprocessing.get_context("spawn")
@@ -113,7 +114,8 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
-    """Run the tests of some entries together, in several processes, because most of their time is spent on the host."""
+    """Run the tests of these entries in several processes, because most of the tests' time is spent on the host. Return
+    {entry: outcome}."""
     outcomes = {name: Outcome() for name in names}
     for marks, prefix, environment, group in _groups(names):
         owners = {receipt.module_of(path): name for name in group for path in receipt.test_files(name)}
@@ -138,7 +140,8 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[s
 
 
 def oldest_dsl() -> dict[str, str]:
-    """Return the environment in which Python finds the oldest supported DSL; {} if no folder with it is named."""
+    """Return the environment variables with which Python finds the oldest supported DSL; {} if DSA_OLDEST_DSL names no
+    folder."""
     folder = os.environ.get("DSA_OLDEST_DSL")
     if not folder:
         return {}
@@ -147,7 +150,8 @@ def oldest_dsl() -> dict[str, str]:
 
 
 def dsl_version(environment: dict[str, str]) -> str:
-    """Return the version of the DSL that a process with this environment finds, or the last line of its error."""
+    """Return the version of the DSL that a process with these environment variables imports, or the last line of the
+    process's error."""
     call = [sys.executable, "-c", "import cutlass; print(cutlass.__version__)"]
     done = subprocess.run(call, env=os.environ | environment, capture_output=True, text=True)
     return (done.stdout or done.stderr).strip().rpartition("\n")[2]
@@ -177,7 +181,7 @@ def _run_group(
             done = subprocess.run(
                 [*command, f"--junitxml={report}", f"@{listed}"], env=environment, capture_output=True, text=True
             )
-            # A killed process leaves no report: its tests count as not run.
+            # A killed process leaves no report, so the tests of that process count as not run.
             tests = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
             lacking = [test for test in tests if _had_no_memory(test)]
             if done.returncode:
@@ -195,8 +199,8 @@ def _run_group(
             for tests in pool.map(lambda i: run_in_a_process(str(i), ids[i::shards]), range(shards))
             for test in tests
         ]
-        # Other processes' tests can have used up the GPU's memory. So the tests that failed for lack of memory run a
-        # second time, in one process.
+        # A test can lack GPU memory because other processes' tests use it. So the tests that failed for lack of memory
+        # run a second time, in one process.
         lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
         if lacking:
             print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)
@@ -214,7 +218,7 @@ def _run_group(
 
 
 def _name(test: ElementTree.Element) -> str:
-    """Return module, class if any, and name of a <testcase>, joined by dots."""
+    """Return module, class (if there is one) and name of a <testcase>, joined by dots."""
     return f"{test.get('classname')}.{test.get('name')}"
 
 
@@ -263,7 +267,7 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
 
 
 def peer_versions() -> dict[str, str]:
-    """Return {distribution: version} of the installed peers."""
+    """Return {distribution: version} of the installed distributions of PEERS."""
     found = {}
     for name in PEERS:
         try:
@@ -280,10 +284,11 @@ def run_entry(
     done: Sequence[dict] = (),
     keep: Callable[[list[dict]], None] = lambda rows: None,
 ) -> dict[str, Any]:
-    """Run an entry's benchmark and return the entry for the receipt, with the outcome of its tests.
+    """Run an entry's benchmark unless `bench` is False or a test failed. Return the entry for the receipt, with the
+    outcome of the tests, but without device, versions and digests.
 
-    done  rows that an earlier run has measured
-    keep  called with all rows after every new row
+    done  rows that an earlier run has measured. They are part of the result and are not measured again
+    keep  called with all rows so far after every new row
     """
     started, rows = time.monotonic(), [*done]
     try:
@@ -308,8 +313,8 @@ def run_entry(
 
 
 def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
-    """Return the test results of an interrupted entry if its device, versions and digests are those of `head`, else
-    None."""
+    """Return the test results of an entry whose run was interrupted, if the entry's device, versions and digests are
+    those of `head`, else None."""
     same = all(entry.get(key) == value for key, value in head.items() if key not in ("commit", "date"))
     if entry.get("unverified") != BEGUN or not same:
         return None
@@ -317,7 +322,7 @@ def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
 
 
 def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
-    """Return an entry whose benchmark is not complete."""
+    """Return the entry of a run whose tests have run and whose benchmark has the first `rows`."""
     return {
         "tests": outcome.tests,
         "skipped": outcome.skipped,
@@ -329,7 +334,7 @@ def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
 
 
 def _keeper(arch: str, name: str, entry: dict[str, Any]) -> Callable[[list[dict]], None]:
-    """Return a function that writes the rows measured so far into an incomplete entry."""
+    """Return a function that saves the entry with the rows measured so far."""
     return lambda rows: save_entry(arch, name, entry | {"bench": rows})
 
 
@@ -339,7 +344,8 @@ def save_entry(arch: str, name: str, entry: dict[str, Any]) -> None:
 
 
 def commit_of_this_tree() -> str | None:
-    """Return the commit according to git, with the suffix "-changed" if files differ from it; None without git."""
+    """Return the first 12 digits of git's HEAD, with the suffix "-changed" if files differ from this commit. None
+    without git or outside a repository."""
     try:
         git = ["git", "-C", str(receipt.ROOT)]
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -399,7 +405,7 @@ def main(arguments: Sequence[str]) -> int:
     fresh = [name for name in names if name not in done]
     compile_all(names, arch)
     outcomes |= run_tests(fresh) if fresh else {}
-    # Save before the benchmarks, which may be interrupted.
+    # Save before the benchmarks, which can be interrupted.
     pending = {name: _pending(outcomes[name], done.get(name, [])) for name in names}
     for name in fresh:
         if not outcomes[name].failed:

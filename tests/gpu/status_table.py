@@ -1,4 +1,4 @@
-"""Generate the tables of docs/reference/status.md, one per arch, from the GPU receipt (tests/gpu/receipt.py)."""
+"""Generate the text of docs/reference/status.md, with a table per arch, from the GPU receipt (tests/gpu/receipt.py)."""
 
 import datetime
 import re
@@ -19,8 +19,8 @@ HEAD = """\
 
 
 def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
-    """Return a table. It has a row for each module of dsa.ops, for each entry about a part of a module, and for the
-    entries about more than one op."""
+    """Return the table of an arch. It has a row for each op module with public functions, for each entry about a part
+    of an op, and for the entries of WHOLES."""
     modules = [op for op in op_modules() if ops_of(op_modules()[op])]
     asked = {*entries, *receipt.asked(arch)}
     wholes = [name for name in receipt.WHOLES if name in asked]
@@ -40,7 +40,7 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     if entry["skipped"]:
         tests += f", {entry['skipped']} skipped"
     run = f"{entry['date']}, {entry['commit'][:9]}"
-    if entry["unverified"]:  # the figures belong to the older code that the entry ran on
+    if entry["unverified"]:  # the figures are those of the code on which the entry ran
         tests, run = f"unverified: {entry['unverified']}", f"before: {run}"
     speed_ups = (
         _speed_up(compared(rows), "peer", "ratio"),
@@ -57,7 +57,8 @@ def _label(name: str) -> str:
 
 
 def _implementations(name: str, arch: str) -> str:
-    """Return "kernel" or "PyTorch". If a module has both, also name the functions in PyTorch."""
+    """Return how the functions of the entry's op module run: "kernel", "PyTorch", or, if a module has both, "kernel;
+    PyTorch: " and the names of the functions in PyTorch. "" for an entry of WHOLES."""
     if name in receipt.WHOLES:
         return ""
     module = receipt.op_module(name)
@@ -69,8 +70,8 @@ def _implementations(name: str, arch: str) -> str:
 
 
 def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
-    """Return the smallest and the largest speed-up over all shapes, followed by the names in the column `name`, which
-    is "peer" or "baseline"."""
+    """Return the smallest and the largest number in the column `ratio` (our speed-ups), followed by the names in the
+    column `name`, which is "peer" or "baseline". "" if no row has a ratio."""
     ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
     if not ratios:
         return ""
@@ -78,7 +79,7 @@ def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
 
 
 def tables() -> str:
-    """Return a table per arch, judged on the date that the page names."""
+    """Return a table per arch. Whether entries are too old is judged by the date that the page names."""
     today = datetime.date.fromisoformat(re.search(AS_OF, PATH.read_text(encoding="utf-8"))[1])
     parts = []
     judged = receipt.judged(today)

@@ -1,7 +1,7 @@
 """Calls of ops on the GPU with wrong and unusual arguments, such as other strides, CPU tensors among GPU tensors, and
 invalid numbers.
 
-`tests.fuzz` makes the arguments and defines which outcomes are right.
+`tests.fuzz` makes the arguments and decides whether a call's result or error is right.
 """
 
 import pytest

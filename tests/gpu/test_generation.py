@@ -1,5 +1,5 @@
-"""Generation (`dsa_layers.Generator`) on a GPU, where ops with kernels run them, compared with the same code on a CPU,
-where all ops run their references."""
+"""Generation (`dsa_layers.Generator`) on a GPU, where ops run their kernels. Most tests compare with a CPU, where all
+ops run their references, or with other options of the generator."""
 
 from dataclasses import replace
 
@@ -36,16 +36,16 @@ from tests.layers.generation.guesses import Guesses, guess
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
-# At the first token where CPU and GPU differ, the CPU's logits of the two tokens may differ by less than this. The
-# logits' standard deviation is 2. In FP8 a number that is rounded the other way changes by 1/16 to 1/8 of its value.
-# This can change the experts that a router with random weights chooses.
+# {weights: limit}. At the first token where CPU and GPU differ, the CPU's logits of the CPU's and the GPU's token must
+# differ by less than this. The logits' standard deviation is 2. An e4m3 number that is rounded the other way changes by
+# 1/16 to 1/8 of the number. This can change the experts that a router with random weights chooses.
 NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
 @pytest.fixture(scope="module")
 def load_tiny(tmp_path_factory):
-    """Return a function that loads the tiny model of a family. No token ends its sequences, so they have the requested
-    length."""
+    """Return a function that loads the tiny model of a family. The model has no end token, so sequences have the
+    requested length."""
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         write_tiny_checkpoint(root / family, model=family)
@@ -63,7 +63,7 @@ def without_end(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_the_references(family, load_tiny):
-    """In fp32 without quantisation, rounding differs only in the last bits, so the tokens agree."""
+    """In fp32 without quantisation, the results of CPU and GPU differ only in the last bits, so the tokens agree."""
     tokens = []
     for device in ("cpu", "cuda"):
         model = load_tiny(family, device, dtype=torch.float32, dequantize=True)
@@ -75,8 +75,8 @@ def test_greedy_tokens_equal_the_references(family, load_tiny):
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
-    """The model is fp32, so the tokens agree. Random models accept very few drafts, so nearly all drafts are rolled
-    back."""
+    """The model is fp32, so rounding does not change a token. A model with random weights accepts very few drafts, so
+    nearly all drafts are rolled back."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     plain, drafted = (
         [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
@@ -87,8 +87,9 @@ def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_shared_prefixes(family, load_tiny):
-    """The model is fp32, so the tokens agree. Prompts share prefixes within a call and with the previous call. Some
-    sequences decode while the prompts of others are prefilled in chunks."""
+    """Compare generation with a prefix cache and without it. The model is fp32, so rounding does not change a token.
+    Prompts share prefixes within a call and with the previous call. Some sequences decode while the prompts of others
+    are prefilled in chunks."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
@@ -103,8 +104,9 @@ def test_tokens_of_shared_prefixes(family, load_tiny):
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
-    """The published mode is FP8 everywhere. Passes with CUDA graphs, in which two chains of kernels run at the same
-    time, give the tokens of passes without graphs. Most drafts are right, and the accepted drafts are equal, too."""
+    """In the published mode the checkpoint's FP8 weights stay FP8, and activations and caches are FP8. Passes with CUDA
+    graphs, in which two chains of kernels run at the same time, give the tokens of passes without graphs. `Guesses`
+    makes most drafts right. Drafts and numbers of accepted drafts are equal with graphs and without them, too."""
     model = load_tiny(family, drafter=True)
     params = SamplingParams(96)
     truth = [c.tokens for c in Generator(model, cache_tokens=1024).generate(PROMPTS, params)]
@@ -123,8 +125,9 @@ def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
-    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone.
-    Sequences are longer than the 128 selected keys and than V4's window. Most drafts are right, but not all."""
+    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone (see
+    `assert_batch_invariant`). Some sequences are longer than the 128 keys that are selected and than V4's window. Most
+    drafts are right, but not all."""
     model = load_tiny(family, drafter=True, kv_cache=kv_cache)
     assert_batch_invariant(model, monkeypatch)
 
@@ -137,9 +140,9 @@ KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
-    """A graph has no more kernels than expected. tests/layers/compilation/test_launches.py counts launches without a
-    GPU; here there are more, because some ops launch two kernels and PyTorch's operators launch further ones. The pass
-    must also run more branches on a second stream than it has layers."""
+    """The graph of a decoding step has no more kernels than KERNELS allows. tests/layers/compilation/test_launches.py
+    counts ops and PyTorch operators without a GPU; here the count is larger, because some of them launch more than one
+    kernel. The step must also run more branches on a second stream than it has layers."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
@@ -189,7 +192,7 @@ def test_branches_of_two_streams_in_one_graph():
 
 
 def test_captured_gradients_of_experts():
-    """In captured graphs of the forward and backward pass, gradients have the bits of a pass without graphs."""
+    """If the forward and backward pass are captured in graphs, gradients have the bits of a pass without graphs."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
     # Use autograd.grad and not backward(), whose node that accumulates gradients remembers this stream. A later capture
     # would then wait for the stream, which is not allowed.
@@ -205,8 +208,8 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
     """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
-    So at the first token that differs, the CPU's logit of the CPU's token may be only slightly above the CPU's logit of
-    the GPU's token."""
+    So at the first token that differs, the CPU's logit of the CPU's token may exceed the CPU's logit of the GPU's token
+    by less than NEAR_TIE."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
@@ -226,8 +229,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """The published mode is FP8 everywhere, with index keys in slots of 132 bytes and latents in slots of 656 bytes.
-    Prefill in chunks and decoding must run the kernels in this list."""
+    """In the published mode the checkpoint's FP8 weights stay FP8, index keys are in slots of 132 bytes, and latents in
+    slots of 656 bytes. Prefill in chunks and decoding must run the kernels of the ops listed below."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):
@@ -247,8 +250,8 @@ def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch
         *("write_mla_cache", "read_kv_cache", "flash_mla_with_kvcache"),
         *(("mha_varlen_fwd", "selection_bits") if multi_head else ("flash_mla_sparse_fwd",)),
     }
-    # Prefill selects positions among each token's keys; decoding selects cache slots, which the top-k kernel itself
-    # looks up.
+    # Prefill selects positions among the keys of each token. Decoding selects cache slots, which the top-k kernel
+    # itself looks up in the block table (PAGED).
     assert options == {LENGTHS, LENGTHS | PAGED}
 
 
@@ -271,16 +274,16 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
-    """Sequences shorter than the indexer's top-k attend to all keys. The cache is bf16. Every call of the decoding op
-    agrees with the reference, and all layers of a pass share one plan."""
+    """Sequences shorter than the indexer's top-k attend to all keys. The cache is bf16. Every call of
+    flash_mla_with_kvcache agrees with the reference, and all layers of a pass share one plan."""
     calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
         out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
         with dsa.use_backend("reference"):
             expected, expected_lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
-        # The kernel rounds softmax weights to bf16. The bounds on single numbers assume small values, which the model
-        # does not have, so only FlashMLA's bound on the cosine is checked.
+        # The kernel rounds softmax weights to bf16. The op's bounds on single numbers assume values of about 0.1, and
+        # the model has larger ones. So only FlashMLA's bound on calc_diff is checked.
         assert calc_diff(out, expected) < 5e-6
         assert_close("lse", lse, expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
         calls.append(lengths.tolist())
@@ -298,8 +301,8 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
-    """The model has the published FP8 products, and fp32 elsewhere. Every product is compared with the reference's, and
-    the logits are compared with those of the CPU."""
+    """The checkpoint's FP8 weights stay FP8 and are multiplied with FP8 activations. Everything else is fp32. Every FP8
+    product is compared with the reference's product, and the logits are compared with those of the CPU."""
     products = []
 
     def beside_the_reference(op):
@@ -323,14 +326,15 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
         logits.append(out.cpu())
     assert len(set(products)) == 2
     # A difference in the last bit of fp32 can change the rounding to e4m3, by 1/16 to 1/8 of the value, and so the
-    # experts that a router with random weights chooses. For comparison, quantisation changes the logits by about 0.05.
+    # experts that a router with random weights chooses. For comparison, quantisation itself gives the logits a
+    # calc_diff of about 0.05.
     assert calc_diff(*logits) < 4e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
-    """Run every step twice, captured and without a graph, and compare the logits. Both runs write the same to the
-    caches. The sequences end one after another."""
+    """Run every decoding step twice, with a CUDA graph and then without one, and compare the logits. The second run
+    writes the same to the caches as the first. The sequences end one after another."""
     model = load_tiny(family)
     step, replayed = DecodeStep.__call__, []
 
@@ -361,8 +365,8 @@ def test_other_dtypes_over_fp8_caches(family, load_tiny):
 
 
 def test_many_sequences_share_pages_and_slots(checkpoint):
-    """At most 64 of 100 sequences run at a time. The tokens of a sequence do not depend on which sequence has used its
-    pages before."""
+    """At most 64 of 100 sequences run at a time. In the second generation the sequences get pages that other sequences
+    have used, and their tokens must not change."""
     model = without_end(load_model(checkpoint, device="cuda", progress=False))
     prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]
     params = [SamplingParams(4 + i % 9) for i in range(100)]
@@ -386,7 +390,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # makes logits equal, also the k-th and the next of top-k
+    logits[4:8] = logits[4:8].round()  # makes logits equal, also the 50th and 51st largest, for top_k
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
     drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [
@@ -399,7 +403,8 @@ def test_sampled_tokens_are_those_of_a_cpu():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
-    """A sequence with NaN ends with an error. Sequences that reuse its pages and its state slot are not affected."""
+    """A sequence with NaN ends with an error. Sequences that get the pages and the state slot of this sequence later
+    are not affected."""
     model = load_tiny(family)
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
     embeddings.data[77] = torch.nan
@@ -413,8 +418,8 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """PyTorch's sync debug mode raises if the host waits for the GPU. Some sequences of the passes have earlier tokens
-    and some have none; some have more keys than are selected and some have fewer."""
+    """PyTorch's sync debug mode raises if the host waits for the GPU. The sequences have no earlier tokens in the first
+    pass and 150 and 30 in the second. One sequence has more keys than are selected, the other has fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
@@ -437,8 +442,9 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
 @pytest.mark.parametrize("pages", [None, torch.bfloat16, "fp8"], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
 def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
-    """Compare the multi-head form of attention with the absorbed form. In the multi-head form, keys and values are
-    views of one projection of the latents."""
+    """Compare the multi-head form of attention, in which keys and values are views of one projection of the latents,
+    with the absorbed form, in which queries are projected to latents. pages: dtype of the cache's latents; None: no
+    cache"""
     nope, rope, value = sizes
     with torch.device("cuda"):
         indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-"""No contents of an index tensor make a kernel read or write outside its tensors.
+"""No contents of an index tensor make a kernel read or write outside the tensors of the call.
 
-`tests.gpu.run` runs this file under compute-sanitizer's memcheck. Without memcheck, the tests only detect wrong results
+`tests.gpu.run` runs this file under compute-sanitizer's memcheck. Without memcheck, the tests detect only wrong results
 and crashes.
 """
 

@@ -1,5 +1,5 @@
-"""Several GPUs: sums over ranks and their bits, tiny models on two GPUs compared with one GPU, the command, and ranks
-that fail."""
+"""Several GPUs: sums over ranks and their bits, tiny models on two GPUs compared with one GPU, `dsa generate --gpus`,
+and ranks that fail."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def run(case, folder, ranks=2):
-    """Return a list with the result of each rank."""
+    """Run a case of tests/gpu/parallel_worker.py on several ranks. Return a list with the result of each rank."""
     done = ended(case, folder, ranks)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(ranks)]
@@ -44,10 +44,10 @@ def ended(case, folder, ranks=2):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums(folder, ranks):
-    """Sums are in the order of the ranks, are rounded once, and have the same bits on all ranks.
+    """Sums add in the order of the ranks, are rounded once, and have the same bits on all ranks.
 
-    This holds for direct sums through symmetric memory, for sums in a CUDA graph, and for rows divided among the ranks.
-    Sums of divided rows also run at the same time as other work, with peer copies and with NCCL.
+    This holds for direct sums, for sums in a CUDA graph, and for sums of rows that are divided among the ranks. The
+    latter also run at the same time as other work, with peer copies and with NCCL.
     """
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
@@ -87,8 +87,8 @@ def test_tiny_models(folder):
         assert one["tokens"] == other["tokens"], model
         with_graphs, again, without = one["tokens"]
         assert with_graphs == again == without, model
-        # Each GPU sums over half of the channels, which rounds differently. So some numbers are rounded to another FP8
-        # number, and with random weights another key or expert is chosen.
+        # With two GPUs, each sums over half of the channels, so rounding differs from that on one GPU. So some numbers
+        # are rounded to another FP8 number, and with random weights sometimes another key or expert is chosen.
         assert calc_diff(one["logits"], whole["logits"]) < 0.05, model
         apart = (one["logits"] - whole["logits"]).norm(dim=1) / whole["logits"].norm(dim=1)
         assert apart.median() < 0.2, model

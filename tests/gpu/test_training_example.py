@@ -1,5 +1,5 @@
-"""Run examples/train_indexer.py on a GPU with short sequences and few steps: a captured pass compared with an
-uncaptured one, and all stages."""
+"""Run examples/train_indexer.py on a GPU with short sequences and few steps: a pass captured in a CUDA graph compared
+with an uncaptured one, and all stages."""
 
 import copy
 import csv
@@ -41,13 +41,14 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
     """Compare the losses and gradients of a captured and an uncaptured pass, call by call.
 
     Parameters, tokens and the losses' weights differ in every call, so a graph that kept old values would not agree.
-    After each call the captured model's parameters are copied to the other model, so differences do not accumulate.
+    After each call the captured model's parameters change, and are copied to the other model, so differences do not
+    accumulate.
     """
     tokens = Corpus.of(text, train_tokenizer(text.train, PLAN.vocab)).train.cuda()
     models = [build(MODEL, torch.bfloat16).cuda()]
     for name, parameter in models[0].named_parameters():
         if "o_proj" in name or "down_proj" in name:
-            torch.nn.init.normal_(parameter, std=0.02)  # a block whose output is zero has no gradients
+            torch.nn.init.normal_(parameter, std=0.02)  # with the initial zeros a block has no gradients
     models.append(copy.deepcopy(models[0]))
     learnt = [
         {n: p for n, p in model.named_parameters() if p.requires_grad and ".indexer." not in n} for model in models
@@ -58,7 +59,8 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
     ]
     generator = torch.Generator("cuda").manual_seed(0)
     for call in range(8):
-        # 16 sequences have so many tokens that PyTorch's embedding gradient sorts them.
+        # 16 sequences have so many tokens that PyTorch's gradient of an embedding sorts them, which the capture must
+        # support.
         drawn = draw(tokens, 16, PLAN.length, generator)
         weights = torch.rand(3, generator=generator, device="cuda")
         losses = []

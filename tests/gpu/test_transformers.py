@@ -18,11 +18,11 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# calc_diff of our bf16 results from transformers' fp32 results may be FACTOR times that of transformers' bf16 results,
-# plus SLACK. In bf16, both models sometimes select other keys than in fp32.
+# calc_diff between our bf16 logits and transformers' fp32 logits may be FACTOR times that between transformers' bf16
+# and fp32 logits, plus SLACK. In bf16, both models sometimes select other keys than in fp32.
 FACTOR, SLACK = 2.0, 1e-4
-# Bound of calc_diff of logits and gradients with FP8 index scores. With random weights FP8 scores often select other
-# keys.
+# With FP8 index scores: bound of calc_diff between our logits or gradients and transformers' fp32 ones. With random
+# weights FP8 scores often select other keys than fp32 scores.
 FP8 = 0.1
 PREFILL = {
     "deepseek_v32": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
@@ -51,8 +51,8 @@ def tokens():
 
 
 def in_bf16(model):
-    """Return a copy in bf16. Some modules stay in fp32, as when transformers loads a model in bf16. Norms become bf16,
-    because the eager layers of version 5.17 do not accept the fp32 result of a norm."""
+    """Return a copy in bf16. Some modules stay in fp32, as when transformers loads a model in bf16. But all norms
+    become bf16, because the eager layers of transformers 5.17 do not accept the fp32 result of a norm."""
     rounded = copy.deepcopy(model)
     strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
         "indexer.weights_proj"
@@ -65,12 +65,12 @@ def in_bf16(model):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return the set of ops that have run kernels."""
+    """Return a set to which the name of every op that runs a kernel in this test is added."""
     return launched_ops(monkeypatch)
 
 
 def in_chunks(model, tokens, chunks):
-    """Return the logits of all tokens, computed in chunks with a cache."""
+    """Return the logits of all tokens, computed with a cache in chunks of these numbers of tokens."""
     cache = DynamicCache(config=model.config)
     return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split(chunks, 1)], 1)
 
@@ -85,7 +85,8 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """Our bf16 logits are not much further from transformers' fp32 logits than transformers' bf16 logits are."""
+    """Our bf16 logits are not much further from transformers' fp32 logits than transformers' bf16 logits are (see
+    FACTOR)."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -96,8 +97,8 @@ def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
 
 @torch.no_grad()
 def test_fp8_index_scores(family, exact, tokens, launched):
-    """With FP8 index scores, the kernels' logits differ from the references' by no more than bf16 rounding causes, and
-    from transformers in fp32 by less than the bound FP8."""
+    """With FP8 index scores, calc_diff between the logits of kernels and of references is within the bound for bf16
+    rounding (see FACTOR), and calc_diff between the kernels' logits and transformers' fp32 logits is below FP8."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = accelerate(rounded, fp8_indexer=True)
@@ -117,7 +118,8 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """The tokens of a padded batch are those of each sequence alone, or have nearly equal logits."""
+    """The tokens that a sequence gets in a padded batch are those that it gets alone, up to a token whose logit is
+    nearly equal to that of the other."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -135,7 +137,8 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
 def test_gradients(exact, tokens, launched, fp8_indexer):
-    """Compare bf16 gradients of the kernels, and those of transformers' own attention, with transformers in fp32."""
+    """The bf16 gradients of the kernels are not much further from transformers' fp32 gradients than the bf16 gradients
+    of transformers' own attention are."""
 
     def gradients(model):
         model.zero_grad()

@@ -1,10 +1,11 @@
 """The tiny checkpoint's model on the GPU in bf16: compare generation with kernels and generation with references.
 
 Two runs that differ by rounding diverge, because rounding decides near-ties between keys, experts and tokens. So the
-references run first, and the kernels' run uses the choices of the references' run. Then these are compared:
-- every call of the attention op with the reference on the same arguments, with the tolerance of the op's own tests,
+references run first, and the kernels' run uses the choices (selected keys, experts, tokens) of the references' run. The
+comparisons are:
+- every call of the attention op with the reference on the same arguments, with tolerances of the op's own tests,
 - the logits with those of the references' run,
-- the choices that the kernels' run would have made with those that it used.
+- the choices that the kernels' run would have made with those of the references' run.
 """
 
 import functools
@@ -34,7 +35,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu.launched_ops import launched_ops
 
-# Two sequences longer than the 128 keys that a token selects, and a short one.
+# Two sequences longer than the 128 keys that a token selects, and a shorter one.
 PROMPTS = [list(range(100, 430)), list(range(900, 1050)), [7, 8, 9]]
 LAYERS = 4
 PREFILL_OPS = {
@@ -42,14 +43,14 @@ PREFILL_OPS = {
     *("write_mla_cache", "flash_mla_sparse_fwd"),
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
-# Limit of calc_diff of the logits. For comparison: with the same choices, the references in bf16 differ from the
-# references in fp32 by 1e-4, and the references with FP8 pages differ by 6e-4. This is the effect of rounding between
-# the layers, and the kernels change some of these roundings.
+# Limit of calc_diff of the logits. For comparison: with the same choices, calc_diff from the references in fp32 is 1e-4
+# for the references in bf16, and 6e-4 for those in bf16 with FP8 pages. This is the effect of rounding between the
+# layers, and the kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
-# If two logits differ by less than this, their order can change although calc_diff stays below LOGITS_TOLERANCE. The
-# standard deviation of the logits is 2.
+# If two tokens' logits differ by less than this, their order can change although calc_diff stays below
+# LOGITS_TOLERANCE. The standard deviation of the logits is 2.
 NEAR_TIE = 0.25
-# {attention op: (tolerance of calc_diff of the result, relative tolerance of lse)}, as in the op's cases.
+# {attention op: (tolerance of calc_diff of out, relative tolerance of lse)}, as in the op's cases.
 ATTENTION = {
     name: (out["cos_tol"], lse["rel_tol"])
     for name, (out, lse) in {
@@ -57,18 +58,19 @@ ATTENTION = {
         "flash_mla_with_kvcache": SPARSE_TOLERANCES,
     }.items()
 }
-# A logit of attention is a sum of 576 products of order 1 in fp32, so even an LSE near 0 has an error of this size.
+# A logit of attention is an fp32 sum of 576 products of order 1, so even an LSE near 0 has an absolute error of this
+# size.
 LSE_ABS_TOLERANCE = 1e-5
 
 
 @dataclass
 class Run:
-    """The choices and results of a run. The lists are in the order of calls.
+    """The choices and results of a run. Each list is in the order of the calls.
 
-    topk_indices  the indices of every top-k
-    routes        (experts, weights) of every router
-    logits        the logits from which every new token was chosen
-    tokens        the new tokens that each pass chose
+    topk_indices  the indices that the run's own scores give, for every call of topk_indices
+    routes        (experts, weights) that the run's own activations give, for every call of a router
+    logits        the logits [vocabulary] of every new token
+    tokens        for every pass, the new tokens that the run's own logits give
     launched      the ops that ran their kernels
     """
 
@@ -81,7 +83,7 @@ class Run:
 
 @functools.cache
 def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
-    """Return the model with bf16 weights and FP8 index keys; the latents are FP8 or, with "model", bf16.
+    """Return the model with bf16 weights and FP8 index keys. The cached latents are FP8 or, with "model", bf16.
 
     Linear layers are bf16, because FP8 linear layers round activations to e4m3. This would magnify a difference in the
     last bit of bf16 several times.
@@ -100,9 +102,10 @@ def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
 
 
 def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: Run | None = None) -> Run:
-    """Generate greedy tokens for all prompts together, `chunk` prompt tokens per pass, over pages filled with NaN.
+    """Generate greedy tokens for all PROMPTS together, at most `chunk` prompt tokens per pass, over pages filled with
+    NaN.
 
-    With `given`, the run uses the choices of `given` and records the choices that it would have made itself.
+    With `given`, the run uses the choices of `given`, but records the choices that it would have made itself.
     """
     run = Run()
     followed = given or run
@@ -114,8 +117,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
     with pytest.MonkeyPatch.context() as patch:
         run.launched = launched_ops(patch)
-        # The references have no multi-head kernel, so their run uses the absorbed form of attention. The kernels' run
-        # must use this form, too, because it uses the selections of the references' run.
+        # The references' run uses the absorbed form of attention. The kernels' run must use this form, too, because it
+        # uses the selections of the references' run, call by call.
         patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
@@ -132,8 +135,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
 
 def _following(choose: Callable[..., Any], chosen: list, followed: list) -> Callable[..., Any]:
-    """Return a function that records the results of `choose` in `chosen`, but returns the results in `followed`, call
-    by call."""
+    """Return a function in place of `choose`. It appends the result of `choose` to `chosen`, and returns the result
+    that `followed` has for the same call."""
 
     def answer(*arguments: Any, **options: Any) -> Any:
         chosen.append(choose(*arguments, **options))
@@ -149,8 +152,9 @@ def run_beside_references(
     attention: str,
     report: Callable[[str, Any], None],
 ) -> tuple[Run, list[int]]:
-    """Run the kernels and compare the run as this module describes. Return the run, and the number of queries in each
-    call of dsa.`attention`."""
+    """Run the references, then the kernels, and compare the two runs as this module describes. Return (the kernels'
+    run, the number of queries in each call of the op `attention` by this run). report: called with (name, figure) for
+    each comparison"""
     model, op, exact, queries = load(kv_cache), getattr(dsa, attention), getattr(reference, attention), []
     most, lse_rel_tol = ATTENTION[attention]
     with dsa.use_backend("reference"):
@@ -160,8 +164,8 @@ def run_beside_references(
     def checked(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         out, *rest = op(q, *arguments, **options)
         expected_out, *expected_rest = exact(q.float(), *arguments, **options)
-        # The op's bounds on single numbers assume values of about 0.1. Here values are of order 1, so only calc_diff is
-        # checked.
+        # The op's bounds on single numbers of out assume values of about 0.1. Here values are of order 1, so only
+        # calc_diff is checked.
         assert calc_diff(out, expected_out) < most
         for x, y in zip(rest, expected_rest, strict=True):
             assert_close("lse or max_logits", x, y, abs_tol=LSE_ABS_TOLERANCE, rel_tol=lse_rel_tol)
@@ -188,14 +192,14 @@ def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> Non
     report("overlap in the first layer: mean, least", (first.mean().item(), first.min().item()))
     report("tokens that differ, of", (different, len(margins)))
     assert diff < LOGITS_TOLERANCE
-    # In both runs the first layer's indexer has the same input; the inputs of other layers differ by rounding.
+    # The first layer's indexer has the same input in both runs. The inputs of other layers differ by rounding.
     assert first.mean() > 0.999 and first.min() > 0.95
     assert overlaps.mean() > 0.98 and overlaps.min() > 0.85
     assert margins.max() < NEAR_TIE and different <= 1 + len(margins) // 8
 
 
 def _overlaps(topk_indices: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-    """Return, for every row of every selection, the fraction of the expected keys that were selected."""
+    """Return fp32 [rows of all calls]: the fraction of a row's expected keys that the row has selected."""
     shares = []
     for own, other in zip(topk_indices, expected, strict=True):
         valid = other >= 0

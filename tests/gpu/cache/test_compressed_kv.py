@@ -1,5 +1,5 @@
-"""The compressor on the GPU: every kind of entry and cache layout, prompts in chunks, single tokens, a dominant gate,
-and equal bits however a sequence is divided into passes."""
+"""write_compressed_kv on the GPU: every kind of entry and cache layout, prompts in chunks, single tokens, a dominant
+gate, and equal bits however a sequence is divided into passes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.gpu.case_checks import by_sizes, check_layouts, verify
 from tests.gpu.op_checks import assert_same_bits
 
 CASE = cases_of("compressed_kv")[2]
-# Channels, tokens per block, overlap, and the cache's layout.
+# (channels of an entry, tokens per block, whether blocks overlap, the cache's layout)
 KINDS = [
     dict(zip(("d", "m", "overlap", "layout"), kind, strict=True))
     for kind in (
@@ -22,7 +22,7 @@ KINDS = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# Calls of the op, each a pass over some sequences: (new tokens of each sequence, earlier tokens of each sequence).
+# A pass is a call of the op over some sequences: (their numbers of new tokens, their numbers of earlier tokens).
 PASSES = [
     ([300, 5, 131], [0, 0, 0]),
     ([1, 1, 1], [300, 5, 131]),
@@ -36,7 +36,7 @@ PASSES = [
 # Passes with more sequences than a warp has lanes. In the first pass some sequences have no new tokens.
 SOME, ONE = [7 * i % 12 for i in range(70)], [1] * 70
 MANY = [(SOME, [0] * 70), (ONE, SOME), ([2] * 70, SOME)]
-# Passes that go back by up to three tokens, as after rejected drafts, with two spare rows of state.
+# Passes that begin up to three tokens before the end of the previous pass, as after rejected drafts.
 DRAFTS = [([4, 4, 4], [304 - back, 11 - back, 135 - back]) for back in (0, 1, 2, 3)]
 
 
@@ -52,8 +52,8 @@ def test_every_pass_is_right(sizes, kind, dtype, record_error):
 
 @by_kind
 def test_one_token_takes_all_the_weight(kind):
-    """One token's gate is so large that all other softmax weights underflow to 0. Without subtraction of the largest
-    gate, its exponential would be infinite."""
+    """One token's gate is so large that the softmax weights of the other tokens underflow to 0. If the kernel did not
+    subtract the largest gate, the exponential of this gate would be infinite."""
     m = kind["m"]
     given = CASE.arguments("cuda", lengths=[2 * m], starts=[0], dtype=torch.float32, **kind)
     given["gate"].zero_()
@@ -71,8 +71,8 @@ def test_layouts_change_no_bit(kind, dtype):
 @by_dtype
 @by_kind
 def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
-    """Entries and state have the same bits if a prompt is computed at once, in parts of 128 or 5 tokens, or token by
-    token, alone or together with another prompt."""
+    """Entries and state of two prompts have the same bits if each prompt is computed in one pass, in passes of 128 or 5
+    tokens, or token by token, and if the two prompts are in one call or in separate calls."""
     length, found = 300 if kind["m"] == 128 else 75, []
     for step, together in ((length, 2), (length, 1), (128, 2), (5, 2), (1, 2), (1, 1)):
         given = CASE.arguments("cuda", lengths=[length] * 2, starts=[0] * 2, dtype=dtype, **kind)
@@ -106,7 +106,7 @@ def test_a_graph_follows_new_positions(kind):
 @pytest.mark.parametrize("pages", [40, 0])
 @by_kind
 def test_the_state_is_written_without_a_slot(kind, pages):
-    """The state is written even if slots are beyond the cache, or the cache has no pages."""
+    """The state is written even if the entries' slots are beyond the cache, or the cache has no pages."""
     given = CASE.arguments("cuda", lengths=[140, 9, 130], starts=[0, 0, 0], **kind)
     given["slots"][given["slots"] >= 0] = 40 * 64 + 5
     CASE.check_call(given | {"cache": given["cache"][:pages]})

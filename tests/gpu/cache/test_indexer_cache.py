@@ -1,5 +1,5 @@
-"""The cache of index keys on the GPU: sizes of keys and pages, every byte value, strided rows, and offsets that need 64
-bits."""
+"""write_indexer_cache and read_indexer_cache on the GPU: sizes of keys and pages, every byte value, strided rows, and
+offsets that need 64 bits."""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""The MLA cache on the GPU: layouts and dtypes, every scale, non-finite numbers, strides, and offsets of 64 bits.
+"""write_kv_cache and read_kv_cache on the GPU: layouts and dtypes, every scale, non-finite numbers, strides, and
+offsets that need 64 bits.
 
 The reference runs on the same GPU, because PyTorch rounds differently on a CPU: without `use_ue8m0`, a CPU divides by
-448 and a GPU multiplies by 1 / 448. So the last bit of a scale can differ.
+448 and a GPU multiplies by 1 / 448. So the last bit of a scale can differ between the two.
 """
 
 from itertools import product
@@ -49,7 +50,7 @@ def test_every_page_size_and_count_is_right(layout, page_size, tokens):
 
 
 def test_every_byte_and_every_scale_of_v4_is_right():
-    """Combine all 256 exponents, including 2^-127 and NaN, with all 256 bytes of e4m3."""
+    """Combine all 256 bytes of a UE8M0 scale, including those of 2^-127 and NaN, with all 256 bytes of e4m3."""
     given = READ.arguments("cuda", layout="v4", shape=(256,), pages=4)
     pages = given["cache"].as_strided((4, 64 * 584), (given["cache"].stride(0), 1))
     rows, scales = pages.split((64 * 576, 64 * 8), 1)
@@ -80,8 +81,8 @@ def test_layouts_of_rows_change_no_bit(layout, tokens):
 @pytest.mark.parametrize("layout", ["v32", "float32"])
 @pytest.mark.parametrize("pages, page_size", [(3, 10), (1, 1)])
 def test_strides_of_pages_change_no_bit(pages, page_size, layout):
-    """In the first case the rows of different pages alternate in memory. The other case is a cache of one page with one
-    row, which can have any strides."""
+    """With three pages, the rows of different pages alternate in memory. A cache of one page with one row can have any
+    strides."""
     given = WRITE.arguments("cuda", layout=layout, tokens=pages * page_size, pages=pages, page_size=page_size)
     expected, cache = written(given, given["kv"]), given["cache"]
     given["cache"] = torch.stack([cache.transpose(0, 1)] * 2, 3)[:, :, :, 1].transpose(0, 1)

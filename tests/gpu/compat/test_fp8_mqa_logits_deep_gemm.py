@@ -17,11 +17,12 @@ QUERIES, KEYS = 2048, 8192
 @pytest.mark.parametrize("context_parallel", [False, True])
 @by_sizes(grid(logits_dtype=(torch.bfloat16, torch.float32), heads=(32, 64), dim=(32, 64, 128)))
 def test_logits_are_right(sizes, context_parallel, compressed, record_error):
-    """Use the key ranges of DeepGEMM's `generate_ks_ke_tests`.
+    """Use the key ranges of DeepGEMM's `generate_ks_ke_tests`. All of them begin at key 0.
 
-    compressed        logits have as many columns as the largest end of a range, and keys outside a range are not
-                      overwritten with -inf (clean_logits=False)
-    context_parallel  queries of rank 1 of 4: half of them are early in the sequence, half are late
+    compressed        max_seqlen_k is the largest end of a range, so logits have this many columns. Logits outside a
+                      range are not overwritten with -inf (clean_logits=False)
+    context_parallel  the queries of rank 1 of 4: half of them are early in the sequence, half are late. Otherwise they
+                      are the last queries of the sequence
     """
     given = CASE.arguments("cuda", queries=QUERIES, keys=KEYS, window=KEYS, clean_logits=not compressed, **sizes)
     if context_parallel:

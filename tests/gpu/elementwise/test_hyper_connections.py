@@ -1,5 +1,5 @@
-"""The ops of hyper-connections (collapse, expand, head) on the GPU: every size and option, strides, non-finite numbers,
-and the projection of the layer HyperConnection."""
+"""hyper_collapse, hyper_expand and hyper_head on the GPU: every size and option, strides, non-finite numbers, and the
+projection of the layer HyperConnection."""
 
 import pytest
 import torch
@@ -27,10 +27,10 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @by_sizes(
     grid(tokens=(1, 7, 128, 1025, 4096), channels=(8, 256, 2056, 4096, 7168, 8192), dtype=FLOATS),
-    grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # the kernels accept at most 8192 channels of fp32
+    grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # in fp32 the kernels accept at most 8192 channels
 )
 def test_every_size_is_right(sizes, record_error):
-    """Also check that the head's result has the bits of the stream that hyper_collapse returns."""
+    """Also check that the result of hyper_head has the bits of `x`, the first result of hyper_collapse."""
     for case in CASES:
         verify(case, sizes, record_error)
     x, (into, *_) = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE))
@@ -66,7 +66,8 @@ def test_zeros_are_right(case):
     for name in {"y", "streams"} & given.keys():
         given[name].zero_()
     assert not case.run(given)[0].any()
-    # With zero streams and an eps of 1e-6, logits are about 1000, whose fp32 error exceeds the check's tolerance.
+    # The logits are mix / rms(streams). With zero streams and an eps of 1e-6 they are about 1000, and their fp32 error
+    # exceeds the check's tolerance. So eps is 1.
     case.check_call(given | ({"eps": 1.0} if "eps" in given else {}))
 
 
@@ -100,14 +101,14 @@ def test_a_token_does_not_depend_on_the_others(channels, case):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_captured_projection_follows_the_weights(warm):
-    """The projection uses the weight as three bf16 parts. A warm layer has computed the parts before the capture, and
-    loading new weights replaces them. A layer that is not warm computes them in the graph."""
+    """The projection uses the fp32 weight as a sum of three bf16 parts. A warm layer has computed the parts before the
+    capture, and loading new weights replaces them. A layer that is not warm computes the parts in the graph."""
     layer, other = (HyperConnection(512, 4).cuda() for _ in range(2))
     streams, graph = torch.randn(9, 4, 512, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
     for each in (layer, other):
         torch.nn.init.normal_(each.fn)
     with torch.inference_mode():
-        # Either call loads the kernel before the capture.
+        # This call loads the kernel before the capture. If `warm`, it also computes the parts of `layer`.
         (layer if warm else HyperConnection(512, 4).cuda()).project(streams)
         with torch.cuda.graph(graph):
             mix = layer.project(streams)

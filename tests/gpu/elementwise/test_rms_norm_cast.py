@@ -1,5 +1,5 @@
-"""rms_norm_cast (RMS norm and FP8 cast in one kernel) on the GPU: every kernel configuration, strides, and non-finite
-numbers."""
+"""rms_norm_cast_to_fp8 (RMS norm and FP8 cast in one kernel) and add_rms_norm_cast_to_fp8 (which first adds a residual)
+on the GPU: every kernel configuration, strides, and non-finite numbers."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.gpu.case_checks import FLOATS, by_sizes, check_far_rows, check_layout
 
 CASES = PLAIN, ADDED = cases_of("rms_norm_cast")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Row lengths: the longest row of each configuration and the next longer one, and the rows of models.
+# Row lengths: the longest row of each kernel configuration and the next longer one, and the row lengths of models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 4096, 4224, 6144, 7168, 8192]
 
 
@@ -30,7 +30,7 @@ def test_layouts_change_no_bit(case):
 
 @by_case
 def test_special_values_are_where_the_two_ops_have_them(case):
-    """Some rows are all zeros, so without eps the norm divides by 0. The op runs with eps and without it."""
+    """The rows from 30 on are all zeros, so in the second call, with eps 0, the norm divides by 0."""
     given = case.arguments("cuda", tokens=40, channels=1536)
     for name in {"x", "residual"} & given.keys():
         given[name][30:], given[name][3, 5], given[name][17, -1] = 0.0, torch.nan, torch.inf

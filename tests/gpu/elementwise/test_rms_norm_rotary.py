@@ -9,9 +9,10 @@ from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid,
 (CASE,) = cases_of("rms_norm_rotary")
 # (tokens, heads)
 COUNTS = [(1, 1), (1, 64), (7, 3), (300, 64)]
-# (channels, rotated channels): the longest row of each configuration, the next longer one, and V4's query heads.
+# (channels, rotated channels): the longest row of each kernel configuration, the next longer one, and V4's query heads
+# (512, 64).
 ROTATED = [(64, 64), (72, 64), (128, 8), (136, 64), (256, 128), (264, 8), (512, 64), (512, 512), (520, 64), (1024, 64)]
-IN_FLOAT32 = [sizes for sizes in ROTATED if sizes[0] <= 512]  # the most channels that the kernel accepts in fp32
+IN_FLOAT32 = [sizes for sizes in ROTATED if sizes[0] <= 512]  # in fp32 the kernel accepts at most 512 channels
 
 
 @by_sizes(

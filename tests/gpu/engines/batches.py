@@ -1,4 +1,4 @@
-"""Paged index keys, caches, queries and a decoding step in vLLM's layouts, for GPU tests of vLLM's adapters."""
+"""Paged index keys, caches, queries and a decoding step in vLLM's layouts, for GPU tests of the adapters for vLLM."""
 
 import torch
 
@@ -23,19 +23,19 @@ def latent(*shape):
 
 
 def formula(function, *args, **options):
-    """Call the function with the PyTorch reference, on the tensors' device."""
+    """Call the function while ops run their PyTorch references, on the tensors' device."""
     with dsa.use_backend("reference"):
         return function(*args, **options)
 
 
 def written(out):
-    """Return (a copy of a buffer that an adapter has written, the buffer itself, filled with 7 again)."""
+    """Return (a copy of `out`, which an adapter has written; `out` itself, filled with 7 again)."""
     return out.clone(), out.fill_(7)
 
 
 class Index:
-    """A paged cache of index keys for sequences of these lengths. The pages are in random order and not adjacent in
-    memory, as in an engine in which several layers use parts of one block of memory."""
+    """A paged cache of index keys for sequences of these lengths. The pages are in random order. They are not adjacent
+    in memory, as in an engine in which several layers share each block of memory."""
 
     def __init__(self, lengths, heads=64, dim=128):
         pages = [-(-n // PAGE) for n in lengths]
@@ -69,8 +69,8 @@ def v4_cache(rows, page):
 
 
 class Step:
-    """A decoding step of one layer, computed in buffers like the engine's: plan, scores, selection, slots and
-    attention."""
+    """A decoding step of one layer: plan, scores, selection, slots and attention. Plan and selection are written to
+    buffers of fixed addresses, as in vLLM."""
 
     def __init__(self, next_n, heads=16, k=512):
         self.lengths = [3000, 700, 64, 1]

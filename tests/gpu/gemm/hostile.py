@@ -1,7 +1,8 @@
 """Helpers for tests of grouped products with invalid `ends`, invalid row numbers, or unused rows.
 
-Unused rows are rows from the last end on, which belong to no matrix. A process with only some of a model's experts has
-unused rows. Their contents affect no result, and no kernel writes results for them.
+Matrix e has the rows from ends[e - 1] (0 for the first matrix) to ends[e] - 1. Unused rows are rows from the last end
+on, which belong to no matrix. A process with only some of a model's experts has unused rows. Their contents affect no
+result, and no kernel writes results for them.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from tests.gpu.op_checks import assert_same_bits, captured, flat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}).
+# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}). The results of these
+# rows are defined; a matrix that is not named has no rows.
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
     ([-5, 10, 2**31 - 1, 64], {}),
@@ -31,7 +33,7 @@ ENDS = [
 # Numbers of rows of four matrices, for tests with unused rows.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
-# Rows (of at least 64) that `with_unused_rows` gives row numbers outside a.
+# `with_unused_rows` gives these rows (of at least 64 in all) invalid row numbers, which are outside a.
 OUTSIDE = [37, 50, 58, 61]
 
 
@@ -40,24 +42,24 @@ def ends_of(sizes):
 
 
 def name(value):
-    """Return a parameter's id. The id of a long list consists of the list's length and sum."""
+    """Return a pytest id for a parameter. The id of a long list consists of the list's length and sum."""
     return f"{len(value)} of {sum(value)}" if isinstance(value, list) and len(value) > 8 else str(value)[:80]
 
 
 def operands(case, rows, matrices, **sizes):
-    """Return (a, b) of a case of grouped products."""
+    """Return (a, b) of a case of grouped products: a with `rows` rows, b with `matrices` matrices."""
     given = case.arguments("cuda", sizes=[rows, *[0] * (matrices - 1)], **sizes)
     return given["a"], given["b"]
 
 
 def rows_of(x, rows):
-    """Return x[rows] for any dtype."""
+    """Return x[rows] with all bits, for any dtype, including FP8."""
     return x.contiguous().view(torch.uint8)[rows].view(x.dtype)
 
 
 def rows_of_matrices(*more_sizes):
     """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows): first the entries of ENDS, for 64
-    rows, then the sizes in SIZES and `more_sizes`, each followed by 300 unused rows."""
+    rows, then an entry for each list in SIZES and `more_sizes`, with 300 unused rows after the last matrix."""
     cases = [(ends, rows, 64) for ends, rows in ENDS]
     for sizes in (*SIZES, *more_sizes):
         ends = list(itertools.accumulate(sizes))
@@ -67,17 +69,19 @@ def rows_of_matrices(*more_sizes):
 
 
 def untouched(rows, columns, dtype):
-    """Return a tensor filled with bytes of 7, which a later check recognises as not written."""
+    """Return a tensor filled with bytes of 7, by which a later check recognises memory that was not written."""
     return torch.full((rows, columns * dtype.itemsize), 7, dtype=torch.uint8, device="cuda").view(dtype)
 
 
 def with_unused_rows(product, a, b, spans):
     """Return (a with NaN in unused rows, mixed, numbers, weights, expected results).
 
+    product           (rows of a, one matrix of b, weights of the rows) -> the results of these rows
     spans             {matrix: (first row, end of rows)}
     mixed             the rows of a in another order
     numbers           for each row of a, its index in mixed; for unused rows and the rows OUTSIDE, a number outside a
-    expected results  product(rows of a, matrix, weights of the rows) in the rows of each matrix, elsewhere bytes of 7
+    weights           one weight per row of a; NaN in unused rows
+    expected results  what `product` returns, in the rows of each matrix; bytes of 7 in unused rows
     """
     count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
     weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
@@ -97,7 +101,8 @@ def with_unused_rows(product, a, b, spans):
 
 
 def check_written(write, *expected, spare=0, has_outside=False):
-    """Check that write(*results) writes the expected results and no memory around them.
+    """Check that write(*results) writes the expected results, and neither the rows that are bytes of 7 in `expected`
+    nor the memory around the results.
 
     spare        number of columns between a row of a result and the next row in memory
     has_outside  whether the results of the rows OUTSIDE are undefined
@@ -121,8 +126,9 @@ def with_nan_rows(x, count):
 
 
 def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
-    """Check that neither unused rows nor expected_rows change a bit of the used rows. The values of expected_rows range
-    from far too few to all rows. They decide which kernel runs, so this also compares the kernels."""
+    """Check that neither unused rows nor expected_rows change a bit of the results of used rows. The values of
+    expected_rows range from far too few to all rows. They decide which kernel runs, so this also compares the
+    kernels."""
     used, ends = sum(sizes), ends_of(sizes)
     count, longer = used + unused, tuple(with_nan_rows(x, unused) for x in a)
     outside = no_keys(used).repeat(unused // 6 + 1)[:unused]
@@ -140,8 +146,8 @@ def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
 
 
 def check_replays_with_fewer_rows(op, a, b, expected_of, keeps_unused=True, **options):
-    """Check that a captured op(a, b, ends) follows new ends of four matrices. With `keeps_unused`, unused rows of the
-    results keep their bytes.
+    """Check that replays of a captured op(a, b, ends) follow new ends of four matrices. With `keeps_unused`, also check
+    that the replays do not write unused rows of the results.
 
     expected_of: (rows of a, sizes) -> results
     """

@@ -1,4 +1,4 @@
-"""Functions that launch a product kernel with a given configuration and write to given result tensors."""
+"""Functions that launch an FP8 or FP4 GEMM kernel with a given configuration and write to given result tensors."""
 
 import torch
 
@@ -13,13 +13,14 @@ from dsa.runtime.checks import dtype_name
 
 
 def weights_and_scales(b):
-    """Return FP8 weights [E, N, K] and scales in the layout that the grouped kernels expect."""
+    """Return FP8 weights [E, N, K] as [E * N, K], and their scales [E, N / 128, K / 128] (rounded up) with E as the
+    last dimension, as the grouped kernels expect them."""
     w, ws = b
     return w.view(-1, w.shape[-1]), fp8.aligned_scales(ws).permute(1, 2, 0)
 
 
 def write_few(config, a, b, out):
-    """Multiply by one matrix with the small-M kernel."""
+    """Multiply by one FP8 matrix with the small-M kernel."""
     (q, s), (w, ws) = a, b
     few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
         q, fp8.aligned_scales(s), w, fp8.aligned_scales(ws[None]), out, dsa.num_sms(out.device)
@@ -27,7 +28,7 @@ def write_few(config, a, b, out):
 
 
 def write_one(config, a, b, out, ctas=None):
-    """Multiply by one matrix with the kernel for many rows."""
+    """Multiply by one FP8 matrix with the kernel for many rows."""
     (q, s), (w, ws) = a, b
     scales = fp8.aligned_scales(ws[None]).permute(1, 2, 0)
     kernels.compile_fp8_gemm(dtype_name(out.dtype), config)(
@@ -36,7 +37,7 @@ def write_one(config, a, b, out, ctas=None):
 
 
 def write_few_grouped(config, a, b, ends, out, ctas=None):
-    """Multiply by several matrices with the small-M kernel."""
+    """Multiply by several FP8 matrices with the small-M kernel."""
     (q, s), (w, ws) = a, b
     few_rows_kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
         *(q, fp8.aligned_scales(s), w.view(-1, w.shape[-1]), fp8.aligned_scales(ws), out, ends),
@@ -45,7 +46,7 @@ def write_few_grouped(config, a, b, ends, out, ctas=None):
 
 
 def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=False, ctas=None):
-    """Multiply by several matrices with the kernel for many rows."""
+    """Multiply by several FP8 matrices with the kernel for many rows."""
     q, s = a
     variant = config, rows is not None, weights is not None, is_dynamic
     kernels.compile_grouped_fp8_gemm(dtype_name(out.dtype), *variant)(
@@ -57,7 +58,7 @@ def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=F
 def write_swiglu(
     config, a, b, ends, q, scale, variant=(torch.bfloat16, True, None), rows=None, is_dynamic=False, ctas=None
 ):
-    """Multiply by several matrices, then apply SwiGLU and the FP8 cast, in one kernel. variant: (dtype, use_ue8m0,
+    """Multiply by several FP8 matrices, then apply SwiGLU and the FP8 cast, in one kernel. variant: (dtype, use_ue8m0,
     limit)."""
     (x, s), (dtype, use_ue8m0, limit) = a, variant
     kind = use_ue8m0, limit is not None, config, rows is not None, is_dynamic

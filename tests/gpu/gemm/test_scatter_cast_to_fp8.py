@@ -1,4 +1,4 @@
-"""scatter_cast_to_fp8 on the GPU writes the bits of the plain cast to the rows of the tokens' experts."""
+"""scatter_cast_to_fp8 on the GPU writes the bits of per_token_cast_to_fp8 to the k rows that `places` gives a token."""
 
 import pytest
 import torch

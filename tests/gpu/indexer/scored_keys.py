@@ -1,5 +1,5 @@
 """Tests that every op that scores the indexer's keys must pass: KeysInOnePiece for contiguous keys, KeysInPages for
-paged keys. The test file of each op subclasses one of these classes and defines a fixture `op`."""
+paged keys. The test file of each op subclasses one of these classes and defines a fixture `op`, which returns an Op."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +20,10 @@ accumulated = pytest.mark.parametrize("accumulators", [FP32, FP16], ids=str)
 
 @dataclass(frozen=True)
 class Op:
-    """A case of an op, its check, and options of the call.
+    """A case of an op, a check of the results, and options of the call.
 
-    check: (arguments, results) -> the largest error, or None; raises AssertionError if a result is wrong
+    check: (arguments, results) -> the largest error, or None if equal bits are required; raises AssertionError if a
+    result is wrong. options: override arguments that `case` makes
     """
 
     case: Case
@@ -34,8 +35,9 @@ class Op:
         return self.case.arguments("cuda", **sizes) | self.options
 
     def pages(self, lengths, kind, **sizes):
-        """Return arguments with sequences of these lengths in pages of 64 keys; the op makes the plan. kind: (queries
-        per sequence, accumulators)."""
+        """Return arguments with sequences of these lengths. By default pages have 64 keys, and schedule_meta is None
+        (num_sms 0), so the op computes the division of keys among SMs itself. kind: (queries per sequence,
+        accumulators). sizes: override these defaults."""
         next_n, accumulators = kind
         sizes = {"page_size": 64, "columns": max(1, *lengths), "num_sms": 0} | sizes
         return self.arguments(lengths=tuple(lengths), next_n=next_n, accumulators=accumulators, **sizes)
@@ -48,20 +50,20 @@ class Op:
 
 
 def packed(lengths):
-    """Return (starts, ends) of causal queries of packed sequences of these lengths."""
+    """Return (starts, ends) of the key ranges of causal queries, for packed sequences of these lengths."""
     starts = torch.tensor([first for n, first in zip(lengths, torch.tensor([0, *lengths]).cumsum(0)) for _ in range(n)])
     return starts, torch.arange(1, len(starts) + 1)
 
 
 def any_numbers(keys):
-    """Return (starts, ends) with every pair of these numbers: extreme ones, and ones near 0 and near `keys`."""
+    """Return (starts, ends) with every pair of ten numbers: extreme ones, and ones near 0 and near `keys`."""
     return zip(*product([INT_MIN, INT_MAX, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30], repeat=2))
 
 
-# name -> (keys, (starts, ends))
+# name -> (number of keys, (starts, ends) of the queries' key ranges)
 OF_ONE_PIECE = {
-    # Queries of one block: the ends of some are far below the starts of others. No query sees the many key tiles in
-    # between.
+    # All queries are in one block. The ends of some ranges are far below the starts of others, and no query sees the
+    # many key tiles in between.
     "far apart in one block": (10000, ([9000, 9100, 9200, 9300, 0, 9990, 0, 9990], [10, 20, 0, 64, 1, 10000, 5, 9991])),
     "packed sequences": (636, packed([1, 63, 64, 65, 440, 3])),
     "beyond the columns": (1000, ([0, 0, 5, 990, 300, 999], [1000, 64, 900, 1000, 2000, 1000])),
@@ -85,7 +87,8 @@ class KeysInOnePiece:
     @pytest.mark.parametrize("heads", [8, 64])
     @pytest.mark.parametrize(("queries", "keys"), RANDOM)
     def test_random_ranges_are_right(self, op, queries, keys, heads, accumulators, record_error):
-        """Ranges can be empty, unordered, disjoint inside one block of queries, and outside the keys."""
+        """A range can be empty, end before it starts, or reach beyond the keys. The ranges of a block of queries can be
+        disjoint."""
         op.verify(op.arguments(queries=queries, keys=keys, heads=heads, accumulators=accumulators), record_error)
 
     @accumulated
@@ -97,7 +100,7 @@ class KeysInOnePiece:
         op.verify(given | dict(zip(RANGES, (starts, ends))))
 
 
-# (queries per sequence, accumulators). Scores of one or two queries always have fp32 accumulators.
+# (queries per sequence, accumulators). With one or two queries per sequence the accumulators are always fp32.
 KINDS = [*((n, FP32) for n in (1, 2, 3, 4)), (3, FP16), (4, FP16)]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 SHAPES = [*product((8, 16, 32, 64), (128,), (32, 64)), *product((8, 16, 32, 64), (32, 64), (64,))]
@@ -126,7 +129,7 @@ class KeysInPages:
         ("batch", "longest"), [*((n, 60000) for n in (1, 3, 33, 100)), *((n, 600) for n in (31, 700, 4096))]
     )
     def test_ragged_batches_are_right(self, op, batch, longest, kind, record_error):
-        """A CTA has many work tiles. With fp16 accumulation, some warpgroups scale the queries of a work tile while
+        """A CTA has many work tiles. With fp16 accumulators, some warpgroups scale the queries of a work tile while
         others still compute the previous work tile. If these warpgroups raced, scores would be wrong."""
         lengths = (torch.rand(batch) ** 3 * longest * (torch.rand(batch) < 0.7)).int()
         op.verify(op.pages(lengths.tolist(), kind), record_error)
@@ -141,7 +144,7 @@ class KeysInPages:
     @by_kind
     def test_lengths_of_any_numbers(self, op, kind):
         garbage = [INT_MIN, INT_MAX, -1, 0, 1, 64, 319, 320, 321, 2**30, INT_MIN + 2]
-        given = op.pages([320] * len(garbage), kind, heads=8)  # 320 keys fill whole pages
+        given = op.pages([320] * len(garbage), kind, heads=8)  # exactly five pages
         op.verify(given, context_lens=int32(garbage))
         op.verify(given, context_lens=int32([garbage] * kind[0]).T.contiguous().roll(1, 0))
 
@@ -162,7 +165,7 @@ class KeysInPages:
     @by_kind
     @pytest.mark.parametrize(("length", "per_query"), [(700, False), (2000, True), (40000, False)])
     def test_a_graph_takes_new_lengths_keys_and_pages(self, op, length, per_query, kind):
-        """In odd replays most scores are 0 and tie. In the last replay there are no keys."""
+        """In every second replay (seeds 1, 3, 5) most scores are 0 and tie. In the last replay all lengths are 0."""
 
         def fresh(seed):
             new = op.pages((length,) * 6, kind, seed=seed, per_query=per_query)

@@ -1,4 +1,5 @@
-"""Index scores on the GPU: non-finite numbers, fp16 accumulation, 64-bit offsets."""
+"""fp8_mqa_logits (index scores) on the GPU: the shared tests with many options, non-finite numbers, fp16 accumulation,
+and results of more than 2^31 elements."""
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ class TestKeysInOnePiece(KeysInOnePiece):
 
 @accumulated
 def test_what_is_not_finite_stays_where_it_is(accumulators):
-    """A NaN key or scale affects only its column. A NaN or infinite query or weight affects only its row."""
+    """A NaN in a key or in a key's scale affects only the key's column. A NaN in a query or an infinite weight affects
+    only the query's row."""
     given = arguments(20, 200, accumulators)
     q, (k, scale), weights = given["q"], given["kv"], given["weights"]
     finite = dsa.fp8_mqa_logits(**given).clone()
@@ -54,7 +56,8 @@ def test_what_is_not_finite_stays_where_it_is(accumulators):
 
 @accumulated
 def test_a_row_of_negative_products_is_exactly_zero(accumulators):
-    """ReLU makes such scores 0. They must be exactly 0, because a selection breaks ties by the keys' indices."""
+    """ReLU makes such scores 0. They must be exactly 0, so that they tie and a selection orders them by the keys'
+    indices."""
     given = arguments(4, 100, accumulators)
     k, scale = given["kv"]
     given |= {"q": (given["q"].float().abs() + 0.1).to(E4M3), "kv": ((-k.float().abs() - 0.1).to(E4M3), scale)}
@@ -70,7 +73,7 @@ def test_fp16_accumulation_of_queries_of_any_size(exponent):
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
     """Products q . k are up to 2.6e7 (448^2 * 128), and all terms of a score have the same sign. The kernel must scale
-    them so that fp16 does not overflow."""
+    q and the weights so that no fp16 sum overflows."""
     given = arguments(16, 500, FP16)
     signs = torch.where(torch.rand(500, 1, device="cuda") < 0.5, 448.0, -448.0)
     kv = signs.expand(500, 128).contiguous().to(E4M3), torch.ones(500, device="cuda")
@@ -79,12 +82,13 @@ def test_fp16_accumulation_of_the_largest_numbers(factor):
 
 
 def selected(scores, k=2048):
-    """Return a mask of the keys with the k highest scores of each row."""
+    """Return a bool mask of the k highest scores of each row."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
 
 
 def test_fp16_accumulation_selects_the_same_keys():
-    """Keys are clustered, the heads of a query share a direction, and weights have both signs."""
+    """Compare with the selection by scores with fp32 accumulators. To be like a model's, keys are clustered, the heads
+    of a query share a direction, and weights have both signs."""
     basis = torch.randn(24, 128, device="cuda") / 128**0.5
     centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (32768,), device="cuda")]
     k = (centres + torch.randn(32768, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(32768, 128, device="cuda")
@@ -107,7 +111,7 @@ def test_scores_beyond_2_to_the_31():
 
 @accumulated
 def test_twenty_runs_of_many_work_tiles_are_identical(accumulators):
-    """With fp16 accumulation, one warpgroup scales the queries of a work tile while another still computes the previous
+    """With fp16 accumulators, one warpgroup scales the queries of a work tile while another still computes the previous
     work tile. If these warpgroups raced, the runs would differ."""
     given = OP.arguments(queries=4096, keys=8192, window=8192, accumulators=accumulators)
     assert_runs_have_the_same_bits(dsa.fp8_mqa_logits, **given)

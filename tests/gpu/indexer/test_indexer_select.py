@@ -1,5 +1,5 @@
 """indexer_select on the GPU has the bits of the two separate ops (fp8_mqa_logits, topk_indices), for every number of
-candidate passes and distribution of scores."""
+candidate passes (candidate_lists.py) and for many distributions of scores."""
 
 import math
 import sys
@@ -29,7 +29,8 @@ OP = Op(CASE, check)
 
 
 def arguments(queries, keys, starts=0, ends=None, top_k=2048, accumulators=FP32, **sizes):
-    """Return arguments with these bounds for all queries, or one bound per query. By default a query sees all keys."""
+    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1; a number holds for all queries. By
+    default queries see all keys."""
     given = OP.arguments(queries=queries, keys=keys, top_k=top_k, accumulators=accumulators, **sizes)
     bounds = (int32(x).expand(queries).contiguous() for x in (starts, keys if ends is None else ends))
     return given | dict(zip(RANGES, bounds))
@@ -41,13 +42,13 @@ def op(request):
 
 
 class TestKeysInOnePiece(KeysInOnePiece):
-    """Run the shared tests with few and with many selected keys."""
+    """Run the shared tests with top_k = 1, 33, 500 and 2048."""
 
 
 @accumulated
 @pytest.mark.parametrize("longest", [6000, 26000])
 def test_more_blocks_than_sms(longest, accumulators):
-    """There are more blocks of queries than SMs, so a CTA computes several. Its lists and ring buffers continue from
+    """There are more blocks of queries than SMs, so a CTA computes several blocks. The CTA's ring buffers continue from
     one block to the next, also after odd numbers of key tiles."""
     starts, lengths = torch.randint(0, longest, (2, 3000), device="cuda", dtype=torch.int32)
     OP.verify(arguments(3000, longest + 400, starts, starts + lengths, 300, accumulators))
@@ -55,15 +56,16 @@ def test_more_blocks_than_sms(longest, accumulators):
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """If there is at most one block per two SMs, two CTAs compute each block together. Larger numbers of blocks include
-    those that do not divide evenly among the SMs."""
+    """Two CTAs compute each block of queries together if there are at most half as many blocks as SMs, else one CTA.
+    Most of the larger numbers of blocks do not divide evenly among the SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
         OP.verify(arguments(queries, 9000, torch.randint(0, 300, (queries,)), top_k=700, heads=heads, dim=32))
 
 
-# Relative frequencies of seven kinds of blocks, whose queries see at most 0, 0, 70, 300, 2100, 9000 and all keys.
+# Relative frequencies of seven kinds of blocks of queries. Queries of the first two kinds see no key; queries of the
+# other kinds see at most 70, 300, 2100, 9000 and all keys.
 ODDS = [
     (9, 0, 0, 0, 0, 0, 1),
     (5, 1, 1, 1, 1, 1, 1),
@@ -100,7 +102,8 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """A block has rows with as many keys as a candidate list holds, with one more, with all keys, and without keys."""
+    """A block has queries that see as many keys as a candidate list has entries (CAPACITY), one more, all keys, or
+    none."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):
@@ -108,7 +111,8 @@ def test_rows_of_very_different_lengths(top_k):
             OP.verify(arguments(len(n), keys, starts, starts + n, top_k))
 
 
-# Distributions of scores. All keys have the same products, so the keys' scales determine the order of a row.
+# Distributions of scores: number of keys -> the keys' scales. All keys are equal except for their scales, so the scales
+# determine the order of a row of scores.
 SHAPES = {
     "ascending": lambda n: torch.arange(1, n + 1),
     "descending": lambda n: torch.arange(n, 0, -1),
@@ -121,19 +125,21 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
-    # A bound is based on the scores of some tiles. If these scores are above all others, there are too few candidates.
-    # If they are below all others, the lists of candidates overflow.
+    # A bound is based on the scores of the sampled tiles. If these scores are above all others, the bound leaves too
+    # few candidates. If they are below all others, the lists of candidates overflow.
     "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
-    # The kernel for the first bound compares maxima. Each is the maximum over every 16th of the sampled tiles.
+    # The kernel for the first bound compares maxima instead of scores. The scores of one maximum are 16 sampled tiles
+    # apart.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
-    # Few different scores, so that many scores equal the bound and the k-th largest score.
+    # Few different scores, so that many scores are equal to the bound and to the k-th largest score.
     "a few levels": lambda n: torch.randint(1, 9, (n,)),
     "many levels": lambda n: torch.randint(1, n // 700, (n,)),
-    # Ties with the k-th largest score: a warp ranks up to 32 tied keys; for more, the kernel searches by key index.
+    # Ties with the k-th largest score: a warp ranks up to 32 tied keys by key index; among more tied keys, the kernel
+    # searches for the largest index to select.
     "20 or so of a level": lambda n: torch.randint(1, n // 20, (n,)),
     "31 of a level": lambda n: torch.arange(n) // 31 + 1,
     "32 of a level": lambda n: torch.arange(n) // 32 + 1,
@@ -147,7 +153,8 @@ SHAPES = {
 
 
 def _sampled(keys, stride=4):
-    """Return a mask of the keys in every stride-th tile of a block whose queries see all keys."""
+    """Return a mask of the keys in every stride-th tile of a block whose queries see all keys. A tile has PARTS groups
+    of GROUP adjacent keys; the groups of a tile are far apart."""
     tiles = math.ceil(math.ceil(keys / GROUP) / PARTS)
     return (torch.arange(keys) // GROUP) % tiles % stride == 0
 
@@ -167,13 +174,13 @@ def test_scores_of_any_shape(shape, sign, keys, accumulators):
 
 
 def _hardly_more_than_the_rank(keys):
-    """Return scores for which each list, after the second pass, has only a few candidates more than the last bound's
-    rank.
+    """Return scores for which each list, after the second pass, has only a few more candidates than the rank of the
+    last bound among them.
 
-    Then any number slightly below these candidates is a valid bound, and the search for the bound ends with its first
-    digit (a range of scores, see radix_select.py). If that digit began below the list's bound, the new bound would be
-    lower than the list's bound. But the list does not contain keys with scores between the two bounds, and some of them
-    are among the largest 2048.
+    Then any number slightly below these candidates is a valid bound, and the search for the bound ends after one pass,
+    with a digit (a range of scores, see radix_select.py). The new bound is where this digit begins. If that were below
+    the list's old bound, results would be wrong: the list does not contain keys with scores between the new and the old
+    bound, and some of these keys are among the largest 2048.
     """
     strides = pass_strides(keys)
     first_rank, second_rank = bound_ranks(2048, strides)
@@ -188,7 +195,7 @@ def _hardly_more_than_the_rank(keys):
         free[chosen] = False
 
     place(first_rank, first, 1.96, 2.0)
-    # These are more keys than a search can leave out, so the first bound is among these scores.
+    # These are more keys than the search's slack, a sixteenth of the rank. So the first bound is among these scores.
     place(first_rank // 8, first, 1.91, 1.92)
     place(second_rank + second_rank // 32 - first_rank, second & ~first, 1.96, 2.0)
     place(500, ~second, 1.96, 2.0)
@@ -199,8 +206,8 @@ def _hardly_more_than_the_rank(keys):
 @accumulated
 @pytest.mark.parametrize("keys", [30000, 50000, 131072])
 def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
-    """The queries' scores differ by a factor, so that digits (see radix_select.py) begin at different positions
-    relative to the scores."""
+    """Each query's scores are multiplied by another factor, so that digits (see radix_select.py) begin at different
+    positions relative to the scores."""
     given = arguments(96, keys, accumulators=accumulators)
     factors = torch.linspace(0, 1, 97, device="cuda")[:96, None].exp2()
     q, k = given["q"][:1].expand(96, -1, -1).contiguous(), given["kv"][0][:1].expand(keys, -1).contiguous()
@@ -214,7 +221,7 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
 )
 def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
     """Keys 0 to 29999 have scale 0, so their scores tie. The lists of queries that see only these keys overflow. Other
-    queries of the same block see keys with different scores."""
+    queries of the same blocks see keys with different scores, too, or see only these."""
     given = arguments(16, 60000, starts, ends, top_k, accumulators)
     given["kv"][1][:30000] = 0.0
     OP.verify(given)
@@ -232,8 +239,8 @@ def test_nan_is_never_selected(keys, accumulators):
 
 @pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
 def test_slots(times):
-    """The table has too few pages for some keys, and two of its pages are invalid. In the last call all scores tie, so
-    lists overflow."""
+    """The block table has too few pages for some keys, and two entries are invalid pages. In the last call all scores
+    tie, so that lists, if there are any, overflow."""
     starts = times * int32([0] * 25 + [2000] * 25)
     given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
     table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
@@ -258,7 +265,7 @@ def test_more_queries_than_a_launch_has(monkeypatch):
 
 @accumulated
 def test_long_contexts(accumulators):
-    """Positions exceed 2^20, and the last keys are more than 2^31 bytes after the first."""
+    """Key indices exceed 2^24, and the last keys are more than 2^31 bytes after the first."""
     keys = 2**24 + 2**20
     k = torch.randint(0, 0x78, (keys, 128), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     starts, ends = [0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2, [keys, keys, 2**20 + 9000, 2**24 + 9000] * 2
@@ -269,7 +276,8 @@ def test_long_contexts(accumulators):
 @accumulated
 @pytest.mark.parametrize("keys", [7000, 40000])
 def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
-    """Lists overflow in some replays and not in others, so the graph must contain the code for both."""
+    """With 40000 keys, lists overflow in some replays and not in others, so the graph must contain the kernels for
+    both. With 7000 keys there are no lists."""
 
     def fresh(seed):
         starts = torch.randint(0, keys // 2, (2, 200))

@@ -35,7 +35,8 @@ def test_more_columns_than_the_table_has(op):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("share", [1.0, 0.001, 0.0], ids=lambda share: f"{share:.1%} are not zero")
 def test_equal_scores_and_zeros(op, share, sign):
-    """The scores of all queries are the scales of the keys, or their negatives."""
+    """The scores of all queries are the keys' scales times `sign`. The scales are all 1, or 0 except for the fraction
+    `share`, so many scores tie."""
     given, one = op.pages((50000, 3000, 2048), KINDS[0]), torch.zeros(128, device="cuda")
     one[0], pages = 1.0, given["kv_cache"].view(len(given["kv_cache"]), -1)
     scales = torch.rand(len(pages), 64, device="cuda") * (torch.rand(len(pages), 64, device="cuda") < share)
@@ -55,6 +56,6 @@ def test_nan_is_never_selected():
     op.verify(given)
     first = CASE.run(given)[0][:2]
     assert not first.eq(77).any() and first.ge(0).sum(1).tolist() == [198, 199]
-    given["q"].view(torch.uint8)[1, 1, 3, 5] = 0x7F  # makes all scores of a query NaN
+    given["q"].view(torch.uint8)[1, 1, 3, 5] = 0x7F  # makes all scores of query 1 of sequence 1 NaN
     op.verify(given)
     assert CASE.run(given)[0][3].eq(-1).all()

@@ -1,4 +1,5 @@
-"""Access to caches that `dsa.cases.attention` has filled: their used and unused slots, and bytes of the FP8 layouts."""
+"""Access to caches that `dsa.cases.attention` has filled: used slots, unused slots (filled with NaN), and bytes of the
+FP8 layouts."""
 
 import torch
 
@@ -9,20 +10,21 @@ FEW_LAYOUTS = ["bf16, 576", "fp16, 512", "656 bytes", "584 bytes"]
 
 
 def slots_of(cache):
-    """Return (the slots that contain keys, the slots that contain NaN)."""
+    """Return (indices of the slots that contain keys, indices of the slots that contain NaN), both int64."""
     unused = all_rows(cache).isnan().any(1)
     return (~unused).nonzero()[:, 0], unused.nonzero()[:, 0]
 
 
 def v4_planes(cache):
-    """Return views of a cache of 584 bytes per token: (rows [pages, P, 576], scales [pages, P, 8])."""
+    """Return views of the bytes of a cache of 584 bytes per token: (rows [pages, P, 576], scales [pages, P, 8])."""
     pages, page = cache.shape[:2]
     rows = cache.as_strided((pages, page, 576), (cache.stride(0), 576, 1))
     return rows, cache.as_strided((pages, page, 8), (cache.stride(0), 8, 1), 576 * page)
 
 
 def garbage(cache, slots):
-    """Fill these slots with NaN, infinite or extreme values or scales, one kind after another; yield after each."""
+    """Fill these slots with NaN, infinite or extreme values or scales, one kind after another. Yield after each
+    kind."""
     if cache.dtype != torch.uint8:
         for value in (NAN, INF, -INF, 0.0):
             cache.view(-1, cache.shape[3])[slots] = value

@@ -1,5 +1,5 @@
 """Tests that every op that attends to lists of selected keys must pass: the class SelectedKeys. The test file of each
-op subclasses it and defines a fixture `op`."""
+op subclasses it and defines a fixture `op`, which returns an Op."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,10 +20,11 @@ LENGTHS = [0, 1, 2, 63, 64, 65, 128, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**3
 
 @dataclass(frozen=True)
 class Op:
-    """A case of an op, and how the tests make arguments for it. In decoding, each sequence has one query.
+    """A case of an op, and how the tests make arguments for the op. In decoding, each sequence has one query.
 
     make       (tokens, heads, keys, top_k, **options) -> arguments, with the keys in a cache whose other rows are NaN
-    invariant  options with which the bits of a query do not depend on other queries
+    heads      number of query heads
+    invariant  options with which the bits of a query's results do not depend on other queries
     """
 
     case: Case
@@ -42,13 +43,13 @@ class Op:
 
 
 def with_nan_rows(given):
-    """Return the arguments of prefill with a row of NaN after each row of kv, and the indices adapted."""
+    """Return the arguments of prefill with a row of NaN after each row of kv, and all indices doubled."""
     kv = torch.stack((given["kv"], torch.full_like(given["kv"], NAN)), 1).flatten(0, 1)
     return given | {"kv": kv, "indices": 2 * given["indices"]}
 
 
 def by_query(found):
-    """Return out [T, H, 512] and lse [T, H] of prefill, or of decoding with one query per sequence."""
+    """Return out [T, H, 512] and lse [T, H] from the results of prefill, or of decoding with one query per sequence."""
     out, *_, lse = found
     return (out[:, 0], lse[..., 0]) if out.dim() == 4 else (out, lse)
 
@@ -59,7 +60,7 @@ def cache_of(given):
 
 
 def size(given):
-    """Return the number of slots."""
+    """Return the number of slots of the cache; for prefill, of rows of kv."""
     return cache_of(given).shape[0] * cache_of(given).shape[1]
 
 
@@ -92,7 +93,8 @@ class SelectedKeys:
         assert not out.any() and lse.eq(INF).all()
 
     def test_tiles_without_keys_are_ignored(self, op, record_error):
-        """Valid keys are only in the last position, in the first, in one tile of many, or in every other tile."""
+        """The lists of eight queries have valid indices only in the last position, in the first, in position 320, in
+        one tile of ten (64 positions), or in every other tile."""
         given, place = op.inputs(8, 4000, 640), torch.arange(640, device="cuda")
         tile = place // 64
         kept = [place == 639, place == 0, place == 320, tile == 9, tile == 0, tile == 5, tile % 2 == 0, tile % 2 == 1]
@@ -107,7 +109,7 @@ class SelectedKeys:
         op.checked(given, record_error)
 
     def test_keys_that_no_query_selects_change_no_bit(self, op):
-        """The rows of these keys can have any contents, including their pad bytes."""
+        """The slots of these keys can have any contents, including pad bytes."""
         given = op.inputs(30, 2000, 500)
         clean, cache = op.checked(given), cache_of(given)
         for _ in garbage(cache, slots_of(cache)[1]):
@@ -125,16 +127,16 @@ class SelectedKeys:
     @pytest.mark.parametrize(("scale", "least"), [(1e-7, -INF), (0.01, -INF), (0.3, -INF), (10.0, 30), (2400.0, 5e3)])
     @pytest.mark.parametrize(("tokens", "top_k"), [(20, 1000), (1, 6000)])
     def test_logits_of_any_size_do_not_overflow(self, op, tokens, top_k, scale, least, record_error):
-        """Large logits give a softmax dominated by few keys, whose exponentials would overflow if the maximum were not
-        subtracted."""
+        """With the two large scales few keys dominate the softmax. Their exponentials would overflow if the maximum
+        were not subtracted."""
         _, lse = op.checked(op.inputs(tokens, 7000, top_k, scale=scale), record_error)
         assert lse.min() > least
 
     def test_a_maximum_may_rise_from_tile_to_tile(self, op, record_error):
-        """From tile to tile the maximum of the logits rises by less or by more than the threshold for rescaling O, by a
-        different amount in each head; in half of the heads it falls. The test sets the logits by the rope channels,
-        because these are not part of the values. Some queries have no valid key at the beginning or at the end of their
-        list."""
+        """From tile to tile the maximum of a query's logits rises by less or by more than the threshold for rescaling
+        O. The amount differs from head to head, and in half of the heads the maximum falls. The test sets the logits by
+        the rope channels, because these are not part of the values. Some queries have no valid key at the beginning or
+        at the end of their list."""
         given = op.inputs(36, 1024, 1024)
         q, cache = given["q"].view(36, op.heads, -1), cache_of(given)
         if q.shape[2] == D_V or cache.dtype == torch.uint8:
@@ -146,7 +148,8 @@ class SelectedKeys:
         all_keys = cache.view(-1, q.shape[2])
         all_keys[slots, D_V:] = (tile * direction * q.shape[2] ** 0.5 / 64).to(cache.dtype)
         indices = given["indices"] = slots.int().expand(36, 1, -1).clone()
-        # These lists begin with the first keys, so that no head's lse is near 0, where fp32 has a large relative error.
+        # The valid part of these lists begins with the first keys, so that no head's lse is near 0, where the relative
+        # error of fp32 is large.
         indices[7::8, :, 700:] = indices[7::8, :, :324]
         indices[7::8, :, :700] = indices[6::8, :, 100:] = -1
         _, lse = op.checked(given, record_error)
@@ -163,8 +166,8 @@ class SelectedKeys:
         assert torch.equal(out, all_rows(cache_of(given))[keys, None, :D_V].expand_as(out).to(out.dtype))
 
     def test_queries_do_not_depend_on_each_other(self, op):
-        """A query's bits are the same if the queries are in another order, in a call with a few of the queries, and
-        alone."""
+        """A query's results have the same bits if the queries are in another order, in a call with seven of the
+        queries, and alone."""
         given = op.inputs(300, 3000, 2048, **op.invariant)
         for lengths in (None, torch.randint(-5, 2100, (300,), dtype=torch.int32, device="cuda")):
             given["topk_length"] = lengths
@@ -173,7 +176,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """`out` is a part of a larger tensor. For queries without keys the op writes zeros to `out`."""
+        """`out` is a part of a larger tensor. For a cache without keys the op writes zeros to `out` only."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

@@ -1,5 +1,5 @@
-"""Decoding over selected keys by flash_mla_with_kvcache on the GPU: every cache layout, one cache and two, split lists,
-plans, and CUDA graphs."""
+"""Decoding over selected keys by flash_mla_with_kvcache on the GPU: every cache layout, one cache and two caches, split
+lists, plans, and CUDA graphs."""
 
 from itertools import product
 
@@ -41,7 +41,7 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """Return the arguments with indices from topk_length on that select NaN keys."""
+    """Return the arguments with NaN keys in all positions of the lists from topk_length (extra_topk_length) on."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
@@ -130,10 +130,10 @@ def of_one_key_each(layout, cache, slots, heads):
 
 
 def assert_rounded(out, expected, left_out=0.0):
-    """Require that `out` is `expected` up to two roundings: to fp16 (11 bits; the allowed error is 9/8 of a rounding to
-    the nearest) and then to bf16 (8 bits).
+    """Require that `out` is `expected` up to two roundings: to fp16 (11 bits; the allowed error is 9/8 of that of
+    rounding to nearest) and then to bf16 (8 bits).
 
-    left_out: absolute error that is allowed in addition
+    left_out: absolute error that is allowed in addition to that of the roundings
     """
     error = (out.double() - expected.double()).abs()
     assert (error <= expected.double().abs() * (2**-8 + 9 / 8 * 2**-11) + left_out).all()
@@ -149,7 +149,8 @@ def test_one_key_with_any_scales_gives_its_rounded_value(heads):
 
 @pytest.mark.parametrize("layout", BYTES)
 def test_bytes_of_every_value_are_exact(layout):
-    """Each key has all e4m3 numbers except NaN. The keys' scales have many magnitudes."""
+    """Each key has all e4m3 numbers except NaN, and a power of two as scale (with "any scales", up to twice this
+    power). All q are 0, and each query selects one key."""
     cache, slots = filled_cache(maker(), layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
     number = torch.arange(254, device="cuda")
@@ -166,8 +167,8 @@ def test_bytes_of_every_value_are_exact(layout):
         page, offset = slots // 64, slots % 64
         rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
-        # The rope channels get the magnitude of the other channels, because one scaling to fp16 must represent all of
-        # them.
+        # The rope channels get the magnitude of the other channels, because the kernel scales all channels of a key by
+        # one power of two before it converts them to fp16.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
         rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
     given, expected = of_one_key_each(layout, cache, slots, 16)
@@ -182,8 +183,8 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
-    """The scales of a key's groups differ by up to 2^29. The error that fp16 causes in a smaller group is at most 2^-22
-    times the key's largest scale."""
+    """The scales of a key's groups differ by a factor of up to 2^29. The absolute error that fp16 causes in a group
+    with a smaller scale is at most 2^-22 times the key's largest scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:
@@ -204,7 +205,8 @@ def test_scales_that_are_far_apart_lose_little(layout, heads):
 
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes", "bf16, 512"])
 def test_plans_of_both_styles_are_right(layout):
-    """The first call fills the plan object. The plan is then valid for calls of the same shapes with any selection."""
+    """The first call with the plan object `new` fills it. The plan is then valid for calls of the same shapes with any
+    selection, and calls of other shapes raise an error."""
     given = inputs(layout, 3, 2, 64, 1000)
     old = dsa.get_mla_metadata(int32([9, 0, 5000]), 128, 1, 64, given["is_fp8_kvcache"], 1000)
     new, nothing = dsa.get_mla_metadata()
@@ -220,8 +222,8 @@ def test_plans_of_both_styles_are_right(layout):
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @few_layouts
 def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries(layout, heads):
-    """A query's bits do not depend on how many queries of its sequence are in the call. The lists have no lengths, so a
-    query's second list always begins at the same tile."""
+    """A query's results have the same bits however many queries of the sequence are in the call. The call has no
+    topk_length, so the second list always begins at the same tile."""
     given = inputs(layout, 8, 4, heads, 128, extra=(200, 16), invariant=True)
     visible = 59 + torch.arange(8, device="cuda")[:, None] + torch.arange(4, device="cuda")
     given["indices"] = given["indices"].where(torch.arange(128, device="cuda") < visible[..., None], -1)
@@ -235,7 +237,8 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
-    """The number of queries decides how many heads a CTA computes. The bits must not depend on this number of heads."""
+    """The number of queries decides how many heads a CTA computes. The bits of a query's results must not depend on
+    this number of heads."""
     given = inputs(layout, 300, 1, heads, k, 1000, invalid=0.0)
     parts = [slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)]
     assert_rows_stand_alone(CASE.run, given, ("q", "indices"), parts)

@@ -58,7 +58,7 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """Some queries see none of their selected keys. Their results must be those of a query without keys."""
+    """Some queries see none of the keys that they select. They must get the results of a query without keys."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -67,7 +67,7 @@ def test_selected_keys_are_right(dims, case, top_k, record_error):
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
 @by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):
-    """The tensors end with the last sequence, so a read past its queries or its selection bits would be out of
+    """The tensors end with the last sequence, so a read past that sequence's queries or selection bits would be out of
     bounds."""
     given = call(dims, 4, 4, [30, tokens], [30, tokens], top_k=max(tokens, 30) // 2, more=0)
     checked(CASE, given)
@@ -77,8 +77,8 @@ def test_the_last_query_reads_its_own_bits(dims, tokens):
 @by_dims
 @pytest.mark.parametrize("dense_keys", [0, 1, 100, 640, 10**6])
 def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
-    """For queries that see at most dense_keys keys, the op may ignore the selection. Here all keys of these queries are
-    selected, so the results must have the bits of dense_keys = 0."""
+    """For queries that see at most dense_keys keys, the op may ignore the selection. Here the bits select all keys of
+    these queries, so the results must have the bits of a call with dense_keys = 0."""
     given = call(dims, 4, 4, [700, 300], [900, 300], top_k=300) | {"dense_keys": dense_keys}
     seen = torch.cat((torch.arange(201, 901), torch.arange(1, 301))).cuda()
     given["selected"][:1000][seen <= dense_keys] = -1
@@ -101,7 +101,8 @@ def test_rope_channels_apart_give_the_same_bits(dims):
 
 @pytest.mark.parametrize("options", [*OPTIONS, *BETWEEN], ids=str)
 def test_fp16_large_scores_and_other_channels_are_right(options, record_error):
-    """For the numbers of channels in BETWEEN there is no kernel, so the op pads the channels."""
+    """The kernels do not support the numbers of channels in BETWEEN, so the op pads the channels. In the second call
+    the heads of v have a stride of 0."""
     given = call(heads=4, kv_heads=2, queries=[513, 100], keys=[700, 400], **options)
     checked(CASE, given, record_error)
     one_head = given["v"][:, :1].expand(given["v"].shape)

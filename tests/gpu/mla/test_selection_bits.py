@@ -1,4 +1,4 @@
-"""selection_bits (bit masks of selected keys) on the GPU: lists of many lengths, with any contents."""
+"""selection_bits (bit masks of selected keys) on the GPU: index lists of many lengths, with any contents."""
 
 import pytest
 import torch

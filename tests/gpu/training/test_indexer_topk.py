@@ -1,4 +1,4 @@
-"""indexer_topk (the selection in training) on the GPU: exactly the keys with the largest scores are selected."""
+"""indexer_topk (the selection in training) on the GPU: exactly the keys with the largest index scores are selected."""
 
 import pytest
 import torch

@@ -43,8 +43,8 @@ def small(tokens, keys, k, **sizes):
     [{"tokens": 140, "keys": 3000, "deterministic": x, **sizes} for sizes in MODELS for x in (False, True)],
 )
 def test_every_size_is_right(sizes, record_error):
-    """joint: the given LSE exceeds that of the selected keys by up to this number, because a window and a sink took
-    part in the softmax. So the selected keys get between e^-joint and 1 of a head's attention."""
+    """joint: the given `lse` exceeds the LSE of the selected keys by up to this number, as if a window and a sink had
+    taken part in the softmax. So the selected keys get a fraction of a head's attention between e^-joint and 1."""
     verify(CASE, sizes, record_error)
 
 
@@ -103,8 +103,8 @@ def test_all_mass_on_one_key_is_right(size):
 def test_nan_stays_in_its_query():
     given = small(12, 200, 64)
     given["q"][3, 2, 5] = NAN
-    # The gradient of k_idx sums over all queries. With `deterministic` the sums are integers, which cannot represent
-    # NaN, so the kernel must write NaN because d_scores contains it.
+    # The gradient of k_idx is a sum over all queries. With `deterministic` the sums are integers, which cannot
+    # represent NaN. So the kernel must write NaN to all of it if d_scores (gradients of the scores) contains NaN.
     assert CASE.results(given | {"deterministic": True})[2].isnan().all()
     with torch.no_grad():
         given["q_idx"][7, 1, 9] = NAN
@@ -114,7 +114,7 @@ def test_nan_stays_in_its_query():
 
 
 def test_layouts_change_no_bit():
-    """The layout of upstream gradients does not change a bit either."""
+    """The layouts of arguments and of the upstream gradient do not change a bit."""
     sizes = SMALL | {"tokens": 30, "keys": 200, "k": 128, "d": 576, "heads": 64, "deterministic": True}
     check_layouts(CASE, ("q", "kv", "q_idx", "k_idx", "w_idx", "indices"), **sizes)
     given = CASE.arguments("cuda", **sizes)
@@ -142,7 +142,7 @@ def test_deterministic_sums_of_every_size_are_right(size):
 
 
 def test_offsets_beyond_32_bits():
-    """kv has 2.3e9 elements, and indices name its last rows."""
+    """kv has 2.3e9 elements, and the indices select only the last rows."""
     given, first = arguments(20, 300, 128, heads=16, index_heads=8, di=64, deterministic=True), 4_000_000 - 300
     far = {"indices": given["indices"] + first}
     for name in ("kv", "k_idx"):
