@@ -542,10 +542,10 @@ def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
-# Dense decoding from a cache without NaN. Where the op makes the plan, it splits a sequence of a wrong length at other
-# tiles, so softmax weights round differently and results are compared with tolerances. The errors of a page that is
-# three times in the table add up: up to 1.2e-3 in bf16 and 0.13e-3 in fp16, hence fp16. If a key were lost, the result
-# would change by 9e-3 or more.
+# Dense decoding from a cache without NaN. "cache_seqlens planned here" is compared with a tolerance: one wrong length
+# changes the plan, so other sequences are split at other tiles and round differently. A sequence can have a page three
+# times, and the page's rounding errors add up: to 1.2e-3 in bf16, too much, and to 0.13e-3 in fp16, hence fp16. A lost
+# key would change the result by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}

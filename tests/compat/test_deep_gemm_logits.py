@@ -63,7 +63,7 @@ def test_contiguous_by_position():
         ({"q": zeros(5, 8, 32, dtype=E4M3)}, "q: must be a pair"),
         ({"schedule_meta": i32([0])}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
-        # Before DeepGEMM 2.8, this position had clean_logits, so an old caller passes a bool.
+        # The sixth parameter. That of `fp8_mqa_logits`, DeepGEMM's function before 2.8, is clean_logits, a bool.
         ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
     ],
 )

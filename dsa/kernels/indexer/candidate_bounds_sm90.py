@@ -245,7 +245,12 @@ class CandidateBoundsSm90:
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """sample: whether the input is the sample of the first pass; otherwise the input is a list of candidates per query.
+    """Return the kernel that computes each query's bound for the next pass, writes it to bounds, and leaves in entries
+    the candidates that reach it; counts becomes (length, 0). If a list overflowed, the bound is NaN and the length
+    CAPACITY + 1.
+
+    sample: True after the first pass: entries holds fp32 scores of each query, and bounds and counts are only written.
+    False after later passes: entries, counts (entries at the front, at the back) and bounds are also inputs.
 
     -> f(starts [S] int32, ends [S] int32, entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S] fp32, keys,
     block_q, log_stride, rank); S > 0. keys is the number of keys. block_q (queries per block) and log_stride are those

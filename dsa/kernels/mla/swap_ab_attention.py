@@ -198,12 +198,13 @@ class SwapAbAttention(SparseMlaKernel):
         p_state: PipelineState,
         thread: Thread,
     ):
-        """Write P^T of a tile with scores `acc` (S^T) to shared memory, and the factors by which O^T must be multiplied
-        before V^T P^T is added.
+        """Convert the scores `acc` (S^T, overwritten) of a tile to P^T in shared memory. Update row_max and row_sum. If
+        row_max is raised, also write the factors by which O^T must be multiplied before V^T P^T is added.
 
         valid_mask  a bit for each of the warp's 16 keys
-        powers      if `fp8_kv`: e of the lane's two keys, where P of a key is multiplied by 2^e; otherwise None
-        exponents   `powers` as Float32, but NaN for a key with a NaN scale
+        powers      if `fp8_kv`: an Int32 exponent e for each of the lane's two keys; otherwise None. P in shared memory
+                    contains the factor 2^e, row_sum does not
+        exponents   `powers` as Float32, which is added to the scores in log2; NaN for a key with a NaN scale
         max_logits  if `with_max_logits`: running maxima of the lane's columns, which are updated; otherwise None
         scale       softmax scale * log2(e)
         p_state     stage of P to write

@@ -183,8 +183,10 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
-    """The scales of a key's groups differ by a factor of up to 2^29. The absolute error that fp16 causes in a group
-    with a smaller scale is at most 2^-22 times the key's largest scale."""
+    """The absolute error that fp16 causes is at most 2^-22 times the largest scale of the key, rounded down to a power
+    of two. 656 bytes: the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. 584 bytes: all groups have one scale,
+    2^-7 to 2^-36. The rope channels are larger; the kernel counts the power of two of the largest, divided by 2^9, as a
+    scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:

@@ -78,9 +78,10 @@ def test_chunks_are_right(monkeypatch, record_error):
 
 
 def test_kept_gradients_are_those_computed_again():
-    """The forward pass stores gradients that are valid if all tokens' losses have the same weight. If the weights
-    differ, or if the host cannot see that they are equal (they have no stride of 0), the backward pass computes the
-    gradients again. The results must agree."""
+    """The forward pass stores the gradients for weights of 1. Those of q_idx and w_idx are scaled per token, so they
+    serve for any weights. That of k_idx is a sum over tokens: if the weights differ, the backward pass computes it
+    again. The host knows that weights are equal only if their stride is 0. Otherwise it launches the kernels, which do
+    nothing if the weights are equal on the device. All results must agree."""
     given = arguments()
     _, _, kl = dsa.indexer_warmup_attention(**given)
     one = torch.ones(1, device="cuda").expand(len(kl)) / len(kl)
