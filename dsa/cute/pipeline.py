@@ -172,7 +172,8 @@ class Pipeline:
 
     @cute.jit
     def producer_commit(self, state: PipelineState, part=0):
-        """Arrive at a part's full barrier after this warp wrote the data itself. One elected lane arrives."""
+        """Arrive at a part's full barrier after this warp has written the part and called sync_warp. One elected lane
+        arrives."""
         with cute.arch.elect_one():
             arrive(self.producer_barrier(state, part))
 

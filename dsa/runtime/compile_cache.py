@@ -192,7 +192,7 @@ def cubin(compile_function: Callable, *args: Any) -> bytes:
 
 
 def stem_of(compile_function: Callable, args: tuple) -> str:
-    """Return the stem of the kernel's object file. The file's name is the stem, a digest of the bytes, and ".o"."""
+    """Return the stem of the name of the kernel's object file: the name is STEM.<digest of the file's bytes>.o."""
     return _stem(compile_function.__wrapped__, args)
 
 

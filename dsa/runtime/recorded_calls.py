@@ -140,7 +140,7 @@ def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
 
 
 def signature(*values: object) -> tuple:
-    """Return everything that checks and launch functions may depend on.
+    """Return what checks and launch functions depend on. `Op` adds more for ops that write to arguments (`_signature`).
 
     For a tensor: shape, strides, dtype, device, address modulo 16 and lazy negation. For None, numbers, strings and
     dtypes: type and value. For lists and tuples: type and the signatures of their items. For other objects: the type.
@@ -363,7 +363,7 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `view` is a view of `source` in the same dtype, without gradients. In inference mode torch marks the
-    operators `contiguous` and `reshape` as views, but they may have copied."""
+    operators `contiguous` and `reshape` as views, also where they have copied."""
     same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 
