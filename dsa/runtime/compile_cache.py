@@ -1,8 +1,8 @@
 """Compiled kernels, kept in memory and on disk.
 
-A kernel module decorates each of its `compile_*` functions with `@cached`. Their arguments are strings (such as names
-of dtypes), ints, bools, tuples of ints, and frozen dataclasses of these. The first call with some arguments in a
-process looks for an object file under the key of this kernel (see Key), first on disk (loading takes about a
+A kernel module decorates every `compile_*` function with `@cached`. The arguments of these functions are strings (such
+as names of dtypes), ints, bools, tuples of ints, and frozen dataclasses of these. The first call with some arguments in
+a process looks for an object file under the key of this kernel (see Key), first on disk (loading takes about a
 millisecond), then in the package (some 50 ms). If there is none, the call compiles the kernel, which takes seconds, and
 writes the file.
 
