@@ -1,4 +1,5 @@
-"""Comparison of results, tensors of NaN and GPU timing, for the tests of this project and of its users."""
+"""For tests and benchmarks, here and in other projects: comparison of results, tensors filled with NaN, and GPU
+timing."""
 
 import math
 import statistics
@@ -11,8 +12,8 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
     """Return 1 - 2 <x, y> / (<x, x> + <y, y>), in fp64 over all finite entries: 0 for equal tensors, 1 for orthogonal
     ones.
 
-    Entries that are not finite (the -inf of masked scores) must be equal, or the result is infinity. The result for two
-    tensors of zeros is 0. Source: the function of this name in DeepGEMM's tests.
+    Entries that are not finite (the -inf of masked scores) must be equal, or the result is infinity; NaN equals NaN.
+    The result for two tensors of zeros is 0. Source: the function of this name in DeepGEMM's tests.
     """
     if x.shape != y.shape:
         raise ValueError(f"y: must have x's shape {list(x.shape)}, got {list(y.shape)}")
@@ -71,8 +72,8 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
 
 def poison_free_memory(device: str | torch.device = "cuda", mebibytes: int = 512) -> None:
-    """Fill free blocks of PyTorch's allocator with NaN, so that the elements of an output that a kernel does not write
-    are NaN. mebibytes: the size of the largest block"""
+    """Allocate blocks of 1 MiB to `mebibytes` MiB, fill them with NaN, and free them. PyTorch's allocator then uses
+    these blocks for outputs, so elements that a kernel does not write are NaN."""
     blocks = [poisoned((size << 18,), torch.float32, device) for size in (1, 4, 16, 64) for _ in range(4)]
     blocks.append(poisoned((mebibytes << 18,), torch.float32, device))
     del blocks
@@ -91,8 +92,8 @@ def bench(calls: Mapping[str, _Call | Sequence[_Call]], *, repeats: int = 20, gr
     repeats  how often each implementation is timed. Implementations take turns, so that changes of clock and
              temperature affect all of them
     graph    capture each implementation's list as one CUDA graph and time replays. Use this option for kernels below
-             100 us, whose launch on the host takes longer. The cache is not flushed between the functions of a replay,
-             so give inputs that are together larger than the L2 cache
+             100 us, because the host takes longer to launch them than they run. The cache is not flushed between the
+             functions of a replay, so give inputs that are together larger than the L2 cache
 
     The L2 cache is flushed before every timed call or replay. Without `graph`, the flush also keeps the GPU busy while
     the host enqueues the call.

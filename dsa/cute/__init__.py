@@ -1,2 +1,2 @@
-"""Device and host code that several kernels share. Importing this package imports CUTLASS's CuTe DSL; `import dsa`
-alone does not."""
+"""Device and host code that several kernels share. All modules but `limits` and `tuning` import CUTLASS's CuTe DSL;
+`import dsa` imports none of them."""

@@ -2,8 +2,8 @@
 
 `gather_16` and `gather_8` are cp.async, which writes through PTX's generic proxy; wgmma reads shared memory through the
 async proxy. An mbarrier does not order the two proxies, so a fence.proxy.async must come between the write and the
-read. Each kernel that gathers an operand of wgmma in this way fences after it waits for a stage: examples are
-mla/topk_gather.py, training/topk_gather.py, sparse_mla_backward_sm90.py, fp8_gemm_sm90.py and
+read. Each kernel that gathers an operand of wgmma with cp.async fences after the wait for a full stage and before the
+wgmma. Examples are mla/topk_gather.py, training/topk_gather.py, sparse_mla_backward_sm90.py, fp8_gemm_sm90.py and
 fp8_fp4_gemm_few_rows_sm90.py. `bulk_gather` writes through the async proxy and needs no fence.
 """
 
@@ -25,16 +25,17 @@ def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int
 
 
 def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Partition `shared` [rows, columns, stages] and `tiles` [rows, columns, ...] for a TMA copy. -> the two tensors,
-    in which the first mode is all elements of one tile."""
+    """Partition `shared` [rows, columns, stages] and `tiles` [rows, columns, ...] for copies by the TMA atom `atom`. ->
+    (shared [tile, stages], tiles [tile, ...]), where the first mode is all elements of a tile."""
     grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
 
 @cute.jit
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer):
-    """Copy `size` bytes from global to shared memory with L2's evict_first policy. `barrier` counts the bytes. The size
-    is a multiple of 16, and both addresses are aligned to 16 bytes. One thread calls this."""
+    """Copy `size` bytes from global to shared memory with L2's evict_first policy. The mbarrier `barrier` counts the
+    bytes, which the caller announces. The size is a multiple of 16, and both addresses are aligned to 16 bytes. One
+    thread calls this."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, "
         "[{$r3}], {$r4};",
@@ -72,9 +73,9 @@ def gather_8(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer):
-    """Copy `size` bytes from global address `source` to shared address `target`. `barrier` counts the bytes. The size
-    is a multiple of 16, and both addresses are aligned to 16 bytes. Each active lane starts a copy with its own
-    addresses."""
+    """Copy `size` bytes from global address `source` to shared address `target`. The mbarrier `barrier` counts the
+    bytes, which the caller announces. The size is a multiple of 16, and both addresses are aligned to 16 bytes. Each
+    active lane starts a copy with its own addresses."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, size, Int32(barrier.toint())],
@@ -83,8 +84,8 @@ def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer
 
 @cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
-    """Arrive at the barrier once this lane's earlier cp.async copies (`gather_16`, `gather_8`) are complete. This
-    counts as one of the arrivals that the barrier expects."""
+    """Make this lane arrive at the barrier when its earlier cp.async copies (`gather_16`, `gather_8`) are complete. The
+    call does not wait for them. The arrival is one of those for which the barrier was initialised."""
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
     )
@@ -92,11 +93,12 @@ def arrive_when_gathered(barrier: cute.Pointer):
 
 @cute.jit
 def arrive_when_gathered_too(barrier: cute.Pointer):
-    """Keep the barrier's phase from ending before this lane's earlier cp.async copies are complete.
+    """Keep the barrier's current phase from ending before this lane's earlier cp.async copies are complete.
 
-    The instruction adds one expected arrival, and the arrival follows when the copies are complete. So the call does
-    not count as one of the arrivals for which the barrier was initialised. The call must come before the arrival of
-    this warp, because that arrival could end the phase.
+    The call does not wait for the copies. It adds one expected arrival to the phase, and this arrival follows when the
+    copies are complete. So, unlike that of `arrive_when_gathered`, the arrival is not one of those for which the
+    barrier was initialised. The call must come before the warp's ordinary arrival (for example `expect_bytes`), because
+    that arrival could end the phase.
     """
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 

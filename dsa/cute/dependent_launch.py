@@ -18,15 +18,16 @@ import cutlass.cute as cute
 
 @cute.jit
 def wait_for_prerequisite_grids():
-    """Wait until all previous kernels have ended and their writes are visible; then trigger the next kernel's launch.
-    All threads of all CTAs call this once, before any branch.
+    """Wait until all previous kernels of the stream have ended and their writes are visible; then trigger the next
+    kernel's launch. All threads of all CTAs call this once, before any branch.
 
-    The wait of the next kernel covers only this kernel directly. But this kernel triggers only after its own wait, so
-    the next kernel's wait covers all earlier kernels, too.
+    The instruction waits only for the kernel directly before. If that kernel calls this function, it ends only after
+    its own wait; if it is launched without use_pdl, it begins only after all earlier kernels have ended. So its end
+    implies the end of all earlier kernels.
 
     The next kernel begins only after every CTA of this kernel has triggered, so after all these CTAs have started. If
-    it could begin earlier, it could occupy the SM that a CTA of this kernel still needs, and other CTAs of this kernel
-    could wait for that CTA without end.
+    the next kernel could begin earlier, it could occupy the SM that a CTA of this kernel still needs, and other CTAs of
+    this kernel could wait for that CTA without end.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

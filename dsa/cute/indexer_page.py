@@ -1,4 +1,4 @@
-"""A page of the indexer's key cache: the P x D values of P keys, and after them the P fp32 scales."""
+"""A page of the indexer's key cache: P keys of D e4m3 values each, and after them P fp32 scales, one per key."""
 
 import cutlass
 import cutlass.cute as cute
@@ -27,11 +27,12 @@ def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivm
 def page_planes(
     cache: cute.Tensor, page: Int32, page_size: Int32, dim: cutlass.Constexpr, value_type: cutlass.Constexpr
 ):
-    """-> (values [P, D] of value_type, scales [P] fp32), views of page `page` of the cache."""
+    """-> (values [P, D] of value_type, scales [P] fp32), views of page `page` of the cache. P is `page_size`, and D is
+    `dim`. A value has one byte: value_type is e4m3, or uint8 if values are only copied."""
     start = (cache.iterator + page * cache.stride[0]).align(16)
     values = cute.make_tensor(
         cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
     )
-    # Values have one byte, and D is a multiple of 16, so the scales start at a multiple of 16 bytes.
+    # D is a multiple of 16 and a value is one byte, so the scales start at a multiple of 16 bytes.
     after_rows = (start + page_size * dim).align(16)
     return values, cute.make_tensor(cute.recast_ptr(after_rows, dtype=Float32), cute.make_layout(page_size))

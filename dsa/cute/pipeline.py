@@ -32,21 +32,22 @@ on with `advance`. Producers wait with the inverted phase bit, because all stage
 In the waits, all lanes of a warp wait. In `producer_expect`, `producer_commit` and `consumer_release` one elected lane
 arrives at the barrier, but the whole warp must call them. If several lanes read the stage with ordinary loads, call
 `cute.arch.sync_warp()` before `consumer_release`. `producer_acquire` is `producer_wait` followed by `producer_expect`.
-A warp that writes to the stage itself calls `producer_wait`, writes, and then calls `producer_expect` or
-`producer_commit`. If the elected lane has more to do before it arrives, the kernel elects the lane itself
-(`cute.arch.elect_one()`). The elected lane then ends with `arrive(pipeline.producer_barrier(state))`, or with
-`expect_bytes` of that barrier. Call `producer_barrier` at each use: keeping the address in a variable over several uses
-can change the SASS.
+A warp that writes to the stage with ordinary stores calls `producer_wait`, writes, calls `cute.arch.sync_warp()`, and
+then calls `producer_commit`, or `producer_expect` if asynchronous copies to the stage follow. If the elected lane has
+more to do before it arrives, the kernel elects the lane itself (`cute.arch.elect_one()`). The elected lane then ends
+with `arrive(pipeline.producer_barrier(state))`, or with `expect_bytes` of that barrier. Call `producer_barrier` at each
+use: keeping the address in a variable over several uses can change the SASS.
 
 If a stage's data arrives in several parts that can be used one by one, the stage has `parts` full barriers, and the
 methods that use a full barrier take the part's number. A consumer releases all parts of a stage at once.
 
 A parity wait distinguishes a phase from the previous one only. So a thread that waits for a stage must have consumed
-the stage's previous data itself. Consumers that share one producer's tiles therefore need a ring each; in a common
-ring, a consumer that runs ahead would mistake an old phase for the next one. Such rings share one array of barriers:
-`pipeline.ring(i, stages)` is the i-th ring. `state.stage` is then the stage's index in the ring, and
-`ring.index(state)` is its index in the array of all rings, which also locates the stage's data in shared memory. For a
-Pipeline that is not divided into rings, `index(state)` is `state.stage`.
+the stage's previous data itself. If a producer's tiles are divided among several consumers, each consumer therefore
+needs a separate ring. In a common ring, a consumer that runs ahead would mistake an old phase for the next one. The
+rings of the consumers share one array of barriers: `pipeline.ring(i, stages)` is the i-th ring. `state.stage` is then
+the stage's index in the ring, and `ring.index(state)` is the stage's index among the stages of all rings, which also
+locates the stage's data in shared memory. For a Pipeline that is not divided into rings, `index(state)` is
+`state.stage`.
 
 Mbarriers are barriers outside a ring, for example a signal from one warpgroup to another. The kernel keeps track of
 their phase bits.
@@ -105,8 +106,9 @@ def pipeline_storage(stages: int, parts: int = 1) -> type:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A ring of `stages` stages, whose barriers begin at index `first` of `full` and `empty` in shared memory. A stage
-    has `parts` full barriers."""
+    """A ring of `stages` stages, each with `parts` full barriers and one empty barrier in shared memory. Several rings
+    can share the arrays `full` and `empty`; `first` is the index of this ring's first stage among the stages of all
+    rings."""
 
     full: cute.Pointer
     empty: cute.Pointer
@@ -163,13 +165,15 @@ class Pipeline:
 
     @cute.jit
     def producer_acquire(self, state: PipelineState, size):
-        """Wait until the stage is empty, and announce `size` bytes of asynchronous copies to it."""
+        """Wait until the stage is empty, and announce `size` bytes of asynchronous copies to it (if it has several
+        parts, to part 0)."""
         self.producer_wait(state)
         self.producer_expect(state, size)
 
     @cute.jit
     def producer_commit(self, state: PipelineState, part=0):
-        """Arrive at a part's full barrier after this warp wrote the data itself. One elected lane arrives."""
+        """Arrive at a part's full barrier after this warp has written the part and called sync_warp. One elected lane
+        arrives."""
         with cute.arch.elect_one():
             arrive(self.producer_barrier(state, part))
 

@@ -1,8 +1,9 @@
 """FP8 e4m3 quantisation of a group of channels, which share a scale and are in the registers of a few adjacent lanes.
 
-A group is 128 channels (GROUP), `channels` per lane, so GROUP / `channels` lanes have it. `quantize_group` also accepts
-groups of another size. Channels are fp32 in registers. Operations come in the same order and in the same fp32
-arithmetic as in the references on a GPU, so results agree bit for bit.
+A group is 128 channels (GROUP), `channels` per lane, so GROUP / `channels` lanes have it. Only `quantize_group` accepts
+another size: all channels of `lanes` lanes. Channels are fp32 in registers, also after quantisation: the caller rounds
+them to e4m3. Operations come in the same order and in the same fp32 arithmetic as in the references on a GPU, so
+results agree bit for bit.
 """
 
 import cutlass
@@ -16,8 +17,9 @@ AMAX_MIN = 1e-4
 
 @cute.jit
 def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
-    """v <- 128^-0.5 H128 v, where H128 is the Hadamard matrix and v are the group's 128 channels. `lane` is the lane's
-    index in the group, and element i of the lane's v is channel `lane` * `channels` + i."""
+    """v <- 128^-0.5 H128 v, where H128 is Sylvester's Hadamard matrix (entries 1 and -1) and v are the group's 128
+    channels. `lane` is the lane's index in the group, and element i of the lane's v is channel `lane` * `channels` +
+    i."""
     for log in cutlass.range_constexpr(7):
         stride = 1 << log
         if const_expr(stride < channels):
@@ -55,7 +57,7 @@ def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 @cute.jit
 def scale_of(amax: Float32) -> Float32:
-    """Return amax * fp32(1 / 448). PyTorch divides a tensor by a Python number in this way on a GPU, so the bits
+    """Return amax * fp32(1 / 448). On a GPU, PyTorch computes the reference's amax / 448 in this way, so the bits
     agree."""
     return amax * Float32(1.0 / E4M3_MAX)
 
@@ -80,7 +82,7 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
 
 @cute.jit
 def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale). Return the scale of the group, in all lanes of the group.
+    """v <- v * (1 / scale), not yet rounded to e4m3. Return the scale of the group, in all lanes of the group.
 
     scale = amax / 448, rounded up to a power of two if `use_ue8m0`. amax is the largest |v| over the group's `lanes`
     adjacent lanes, and at least 1e-4. NaN propagates.

@@ -37,8 +37,9 @@ def sum_in_order(values: cute.Tensor) -> Float32:
 
 @cute.jit
 def load_vectors(row: cute.Tensor, values: cute.Tensor, first: Int32, step: cutlass.Constexpr, count):
-    """Load the row's vectors `first`, `first` + `step` and so on into values [width, vectors]. A vector is `width`
-    adjacent elements, and the row has `count` vectors. Past the end of the row, `values` stays unchanged."""
+    """Load the row's vectors `first`, `first` + `step` and so on into the columns of values [width, vectors]. A vector
+    is `width` adjacent elements, and the row has `count` vectors. The column for a vector past the end of the row stays
+    unchanged."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = first + n * step
         if at < count:

@@ -1,4 +1,5 @@
-"""Products that are rounded to fp32 before they are added, so that results have the bits of the references."""
+"""Products that are rounded to fp32 before they are added, as in the references, where a product and a sum are separate
+PyTorch operations. So results have the references' bits."""
 
 import cutlass.cute as cute
 from cutlass import Float32

@@ -59,8 +59,8 @@ def load_byte(address: Int32) -> Uint32:
 
 @cute.jit
 def load_matrices(address: Int32):
-    """Load 4 matrices; lane 8 i + r gives the address of row r of matrix i. -> one word per matrix, with columns
-    2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
+    """Load four 8 x 8 matrices; lane 8 i + r gives the address of row r of matrix i. -> one word per matrix, with
+    columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -70,7 +70,7 @@ def load_matrices(address: Int32):
 
 @cute.jit
 def load_matrices_transposed(address: Int32):
-    """Load 4 matrices like `load_matrices`, but transposed: each word has rows 2 (lane % 4) and 2 (lane % 4) + 1 of
+    """Load four matrices like `load_matrices`, but transposed: each word has rows 2 (lane % 4) and 2 (lane % 4) + 1 of
     column lane / 4."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
@@ -90,8 +90,8 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
 
 @cute.jit
 def store_matrices(address: Int32, words):
-    """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words` has one word per matrix,
-    with columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
+    """Store one, two or four 8 x 8 matrices; lane 8 i + r gives the address of row r of matrix i. `words` has one word
+    per matrix, with columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
     _store(address, words, "")
 
 

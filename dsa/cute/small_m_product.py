@@ -1,13 +1,13 @@
-"""A small-M product with a 16-bit matrix, accumulated in fp32.
+"""A small-M product of 16-bit x and weight (the matrix), accumulated and stored in fp32.
 
-y[t, o] = s[o] sum_k weight[o, k] x[t, k],  s[o] = `scale` from column `scaled_from` on, 1 before
+y[t, o] = s[o] sum_k weight[o, k] x[t, k],  s[o] = `scale` for o >= `scaled_from`, otherwise 1
 
 Plan
 - A work tile is 16 rows of the matrix (M of the mma) by 8, 16 or 32 tokens. The k-steps of 32 channels are divided into
-  64 slices, and the slices are divided into 8 groups. If there are few work tiles, a cluster of 8 CTAs computes a work
-  tile: a CTA computes a group, and each of the CTA's 8 warps computes a slice. So all SMs share the loads of a small
-  matrix. If there are enough work tiles to fill the GPU, one CTA computes a work tile, and each of the CTA's 8 warps
-  computes a group.
+  64 slices, and the slices are divided into 8 groups. With `ctas` = 8, for few work tiles, a cluster of 8 CTAs computes
+  a work tile: a CTA computes a group, and each of the CTA's 8 warps computes a slice. So all SMs share the loads of a
+  small matrix. With `ctas` = 1, for enough work tiles to fill the GPU, one CTA computes a work tile, and each of the
+  CTA's 8 warps computes a group.
 - A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane and k-step. These
   registers are the operands of two mma instructions: the order of channels within a k-step does not matter as long as
   both operands have the same order. The loads of up to ROUND k-steps, a round, are all in flight before the round's
@@ -20,7 +20,7 @@ Plan
 - Before a warp waits for the previous kernel, it prefetches its channels of the matrix to L2. It does not load them to
   registers, since the previous kernel may write the matrix. If all CTAs are resident, the CTAs request the whole matrix
   at once, however many rounds of loads follow.
-Shared memory: 512 x tokens bytes, and 64 x tokens bytes more in a cluster.
+Shared memory: 512 bytes per token of a work tile; in a cluster 64 bytes more per token.
 Constraints: channels a multiple of 32; rows aligned to 16 bytes. Without a cluster at least 2048 channels, because a
 warp with several slices expects at least one k-step in each. Loads of a row past the end of x or of the matrix read the
 last row instead.
@@ -60,8 +60,8 @@ class SmallMProduct:
 
     @cute.jit
     def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
-        """Compute y [T, O] fp32 from x [T, K] and weight [O, K]. Columns of y from `scaled_from` on are multiplied by
-        `scale`."""
+        """Compute y [T, O] fp32 from x [T, K] and weight [O, K], both of `dtype`. Columns of y from `scaled_from` on
+        are multiplied by `scale`."""
         self.kernel(x, weight, y, scale, scaled_from).launch(
             grid=(cute.ceil_div(x.shape[0], self.tokens) * self.ctas, cute.ceil_div(weight.shape[0], ROWS), 1),
             block=(THREADS, 1, 1),
@@ -113,7 +113,8 @@ class SmallMProduct:
 
     @cute.jit
     def prefetch(self, weight, column, first, end, lane):
-        """Prefetch a warp's channels of the matrix to L2, one row per lane."""
+        """Prefetch a warp's channels (k-steps `first` to `end` - 1) of the work tile's matrix rows to L2, one row per
+        lane."""
         row = column * ROWS + lane
         if lane < ROWS and row < weight.shape[0] and first < end:
             source = weight[row, None].iterator.toint() + Int64(first) * (2 * STEP)
@@ -163,8 +164,8 @@ class SmallMProduct:
 
     @cute.jit
     def multiply_add(self, acc: cute.Tensor, w: cute.Tensor, v: cute.Tensor, word: cutlass.Constexpr):
-        """acc += (16 rows x 16 channels of the matrix) times (16 channels x 8 tokens). The 16 channels are in words
-        `word` and `word` + 1 of the lanes."""
+        """acc += (16 rows x 16 channels of the matrix) times (16 channels x 8 tokens of x). The 16 channels are in
+        words `word` and `word` + 1 of the lanes."""
         kind = "bf16" if const_expr(self.dtype is BFloat16) else "f16"
         given = [w[word, 0], w[word, 1], w[word + 1, 0], w[word + 1, 1], v[word], v[word + 1]]
         made = cute.arch.inline_ptx(
@@ -180,7 +181,7 @@ class SmallMProduct:
 
     @cute.jit
     def store(self, y: cute.Tensor, tile, column, pair, totals, scale: Float32, scaled_from: Int32):
-        """Store the results of two adjacent tokens. Tokens and rows past the end are skipped."""
+        """Store the results of a matrix row for two adjacent tokens. Tokens and rows past the end are skipped."""
         row, token = column * ROWS + pair % ROWS, tile * self.tokens + pair // ROWS * 2
         factor = scale if row >= scaled_from else Float32(1.0)
         for i in cutlass.range_constexpr(2):
@@ -190,7 +191,8 @@ class SmallMProduct:
 
 @cute.jit
 def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-    """Send two partial sums of this CTA's group to the CTA of the cluster that stores the results.
+    """Send two partial sums of this CTA's group to the CTA of the cluster that adds all groups' sums and stores the
+    results.
 
     received  [2, pairs that a CTA stores, sending CTA] in each CTA's shared memory"""
     owned = received.shape[1]

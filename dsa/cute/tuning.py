@@ -1,8 +1,9 @@
 """Tile configurations: the candidates, and the measured winners, which ship as data.
 
 A configuration is a frozen dataclass; `choices` gives a field the values to try. `dsa tune OP` times the candidates and
-writes the winner of each class of shapes to dsa/tuned/ARCH/OP.json, which `tuned` reads. For an op with a cost model
-the file contains only the classes for which the model does not choose the winner; `measured` reads these.
+writes the winner of each class of shapes to dsa/tuned/ARCH/OP.json, which `tuned` reads. If a cost model chooses an
+op's configurations, the file contains only the classes in which the measured winner is faster than the model's choice;
+`measured` reads these.
 """
 
 import contextlib
@@ -67,7 +68,10 @@ def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
 
 def write(op: str, winners: dict[str, Any], note: dict[str, str | int], path: Path) -> None:
     """Write the winners {class: configuration} to the op's file, and remove classes that map to None. The file's other
-    classes stay, unless they were measured on a GPU with another number of SMs."""
+    classes stay, unless they were measured on a GPU with another number of SMs.
+
+    note  further fields of the file: the GPU's name, its number of SMs ("multiprocessors"), the date
+    """
     before = json.loads(path.read_text()) if path.exists() else {}
     old = before.get("winners", {})
     if "multiprocessors" in before and before["multiprocessors"] != note["multiprocessors"]:

@@ -1,9 +1,9 @@
 """Weighted sums of gathered rows. Products are rounded and then added in order, so the sums have the reference's bits.
 
-A thread computes one vector (8 or 16 bytes) of the sum. The thread copies its vector of BATCH rows at once, by
-cp.async, to its own part of shared memory. Plain loads would not overlap, because ptxas uses the result of the first
-load before it issues the next load. A row is absent if its index is outside y, or if it pads the rows to a multiple of
-BATCH. The copy of an absent row writes zeros and reads nothing.
+A thread computes one vector of the sum, from the vectors (8 or 16 bytes) at the same offset in the rows of y. The
+thread copies its vectors of BATCH rows at once, by cp.async, to its own part of shared memory. Plain loads would not
+overlap, because ptxas uses the result of the first load before it issues the next load. A row is absent if its index is
+outside y, or if it pads the rows to a multiple of BATCH. The copy of an absent row writes zeros and reads nothing.
 """
 
 import cutlass
@@ -38,7 +38,13 @@ def add_weighted_rows(
     vector,
 ):
     """acc += sum_j weights[token, j] * y[rows[token, j]], for vector `vector` of the rows of y. Without `weights`, all
-    weights are 1. A row outside y counts as zero."""
+    weights are 1. A row outside y counts as zero.
+
+    acc      the fp32 sums of the vector's elements, in registers
+    rows     [T, k] int32 or int64
+    weights  [T, k] fp32
+    scratch  from `scratch_of_thread` with the same `vector_bytes` and `threads`
+    """
     gather, load = COPIES[vector_bytes]
     row_bytes = Int64(y.stride[0]) * (y.element_type.width // 8)
     start = y.iterator.toint() + Int64(vector) * vector_bytes

@@ -4,7 +4,7 @@ A scheduler gives a CTA the index of the CTA's next work tile. The kernel's meth
 index into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps.
 There are three kinds of schedulers:
 
-- static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. Most of these kernels use
+- static persistent: CTA i computes the tiles i, i + CTAs, i + 2 CTAs and so on. Most kernels with this order use
   `StaticPersistentScheduler` below. Every warp can compute the order itself, so warps need not exchange it.
 - stream-K: the mainloop steps of all tiles form one sequence, which is divided evenly among the CTAs. A tile can be
   split between adjacent CTAs, which then write partial results. Some schedulers compute full waves of unsplit tiles
@@ -109,7 +109,8 @@ class WorkTilePipeline:
 
     @cute.jit
     def publish(self, state: PipelineState, info) -> PipelineState:
-        """Wait for an empty stage and write a work tile to it. One warp calls this. Return the next state."""
+        """Wait until the state's stage is empty, and write a work tile to it. One warp calls this. Return the next
+        state."""
         self.pipeline.producer_wait(state)
         return self.commit(state, info)
 
@@ -129,7 +130,7 @@ class WorkTilePipeline:
 
     @cute.jit
     def read(self, state: PipelineState):
-        """Read the current work tile again, so that its fields need not stay in registers."""
+        """Read the current work tile again, before its release, so that its fields need not stay in registers."""
         return read_info(self.info_type, self.info, state.stage)
 
     @cute.jit

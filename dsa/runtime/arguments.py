@@ -9,19 +9,21 @@
     RMS_NORM.check_layouts(x, weight, eps)  # strides and alignment, for kernels
 
 A shape consists of words, one per dimension: a number, a name, or a formula of names that are bound before ("2*n",
-"ceil(K/128)"). The first use of a word binds the word to the size of this dimension; "B+1" also binds B. Later uses
-must have the same size. "..." stands for any number of dimensions, the same in all shapes. "B | B T" allows either
-shape; neither may contain "...". The name of an earlier Int is also a word and stands for the Int's value.
+"ceil(K/128)"). The first use of a word binds the word to the size of this dimension; "B+1" also binds B. At later uses
+the dimension must have this size. "..." stands for any number of dimensions, the same in all shapes. "B | B T" allows
+either shape; neither may contain "...". The name of an Int that is checked before is also a word and stands for the
+Int's value.
 
 Limits of sizes and numbers are data:
 
     limits={"H": (32, 64), "K": multiple_of(16), "T*D": at_most(2**31), "softmax_scale": POSITIVE}
 
-A key is a word of the op's shapes, a formula of such words, or the name of an Int or a Number. "rows" is the product of
-the dimensions that "..." stands for, and "itemsize" the bytes per element of the first tensor. A value is a container
-of the accepted numbers: a tuple, an object made by `at_least`, `at_most` or `multiple_of`, or POSITIVE.
+A key is a word of the op's shapes, a formula of such words, the `count` of a Tensors, or the name of an Int or a
+Number. "rows" is the product of the dimensions that "..." stands for, and "itemsize" the bytes per element of the first
+tensor. A value is a container of the accepted numbers: a tuple, an object made by `at_least`, `at_most` or
+`multiple_of`, or POSITIVE.
 
-Most error messages are in `checks`; messages about shapes and limits are in this module.
+The error messages are in `checks`, except for those about alternative shapes, limits and lists of tensors.
 """
 
 import inspect
@@ -59,7 +61,7 @@ ROW_COUNT = "rows"  # the product of the dimensions that REST stands for
 
 
 class Sizes(dict[str, Any]):
-    """The sizes of a call, {name: size}.
+    """The sizes of a call, {name: size}, and the values of the call's ints and numbers.
 
     origin  {name: the argument whose shape or value gave the size, under its name in messages}
     """
@@ -68,7 +70,7 @@ class Sizes(dict[str, Any]):
         self.origin: dict[str, str] = {}
 
     def bind(self, name: str, size: object, argument: str) -> None:
-        """Bind `name` to `size`, unless it is bound already. argument: the source of the size in messages"""
+        """Bind `name` to `size`, unless it is bound already. argument: the argument that gave the size, for messages"""
         self.setdefault(name, size)
         self.origin.setdefault(name, argument)
 
@@ -97,7 +99,8 @@ class Word:
         return self.names if all(name in sizes for name in self.names) else ()
 
     def size(self, sizes: Sizes) -> int | str:
-        """Return the size that the word stands for, or the word as text for a message if the size is arbitrary."""
+        """Return the size that the word stands for. If a name in the word is not bound yet, any size is accepted:
+        return the word as text, for messages."""
         if self.number is not None:
             return self.number
         if self.text in sizes:
@@ -105,7 +108,8 @@ class Word:
         return self.formula(sizes) if self.known(sizes) else self.shown
 
     def bind(self, argument: str, size: int, shape: Sequence[int], sizes: Sizes) -> None:
-        """If the word is not known, bind it to this size, and in "B+1" bind B to one less."""
+        """If the word is not known, bind it to this size; for "B+1", also bind B to this size minus 1. Raises
+        ValueError if the size is too small for that."""
         if self.number is not None or self.known(sizes):
             return
         sizes.bind(self.text, size, argument)
@@ -179,7 +183,8 @@ class Shapes:
             self.names.add(ROW_COUNT)
 
     def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape, and bind the names that are not bound yet."""
+        """Check a tensor's dtype and shape. Bind the names that are not bound yet, by the first alternative that
+        fits."""
         shape = self.shapes[0]
         if len(self.shapes) > 1:
             got = shape_of(value)
@@ -200,7 +205,7 @@ def listed(names: Iterable[str], last_with: str = "and") -> str:
 
 
 class Accepted(Protocol):
-    """A container of accepted values. Messages show its str()."""
+    """A container of accepted values. Messages show its str(), or the members of a tuple."""
 
     def __contains__(self, value: object, /) -> bool: ...
 
@@ -256,7 +261,8 @@ class Limits:
         self.names = {name for word, _ in self.limits for name in word.names}
 
     def broken(self, sizes: Sizes) -> Iterator[tuple[str, str, str, object]]:
-        """Yield (argument, accepted values, word, size) for each size that is not accepted."""
+        """Yield (argument that gave the size, accepted values as text, word, size) for each size that is not
+        accepted."""
         for word, accepted in self.limits:
             known = word.known(sizes)
             if not known:
@@ -283,7 +289,8 @@ class Tensor:
     written   whether the op writes to it in place
     name      its name in messages, if that is not the parameter's name: "kv[0]"
     rule      rule(name, tensor) is called with the name in messages and a tensor of a valid dtype and shape, and raises
-              ValueError if the tensor is wrong. If it returns {name: size}, these sizes replace the sizes of the names
+              ValueError if the tensor is wrong. It can return {name: size} to bind names to other sizes than those of
+              the shape
     """
 
     shape: str
@@ -302,7 +309,7 @@ class Tensor:
 class Tensors:
     """A list of one or more tensors, all with the same dtype and shape.
 
-    count           a word that is bound to the number of tensors
+    count           a name that is bound to the number of tensors; a later list with this name must be as long
     layout, merged  see `Tensor`; they apply to each tensor of the list
     """
 
@@ -369,9 +376,10 @@ class Arguments:
     """The specs of an op's arguments, in the order of the arguments.
 
     limits  limits of sizes and numbers that also hold for the reference
-    rule    a function for what specs and limits cannot express. It is called after the other checks with the arguments
-            that its parameters name, and raises ValueError
-    first   arguments to check first, so that the sizes and the device of the other arguments are compared with theirs
+    rule    a function that raises ValueError for arguments that are wrong for reasons that specs and limits cannot
+            express. It is called after the other checks, with the arguments that its parameters name
+    first   arguments to check before the others, so that messages compare the others' sizes and devices with those of
+            these arguments
     """
 
     def __init__(
@@ -397,7 +405,7 @@ class Arguments:
         self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
 
     def writing(self, outputs: Mapping[str, Tensor]) -> "Arguments":
-        """Return these arguments followed by outputs of these specs, to which the op writes."""
+        """Return Arguments with these arguments and then `outputs`, {name: spec}, to which the op writes."""
         written = {name: replace(spec, written=True) for name, spec in outputs.items()}
         return Arguments(limits=self.limits, rule=self.rule, first=self._first, **self.specs, **written)
 
@@ -455,15 +463,16 @@ class Arguments:
         return sizes
 
     def check_ints_for_floats(self, *values: object) -> None:
-        """Check ints that are passed for Number arguments, before torch's dispatcher converts them to floats."""
+        """Check ints that are passed for Number arguments. torch's dispatcher would convert them to floats, and raise
+        another error for an int of more than 64 bits."""
         for i in self._numbers:
             if isinstance(values[i], int):
                 spec, shown = [*self.specs.values()][i], self.names[i]
                 spec.check(shown, values[i])
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that takes all arguments in order and calls `function` with the arguments that its
-        parameters name.
+        """Return a function that takes all arguments in order, and passes to `function` those that the parameters of
+        `function` name.
 
         A parameter `a` gets a tuple of the arguments that messages call a[0], a[1], ... Raises TypeError for a
         parameter that is not an argument. what: the function's name in this message

@@ -15,8 +15,8 @@ from dsa.runtime.variants import Kernel, Variant
 
 @contextlib.contextmanager
 def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
-    """Within the block, ops of tensors on the meta device do what they do on a GPU of this arch, except for the
-    launches. Yield a dict whose keys are the variants that the ops ask for, in the order of the first request; the dict
+    """Within the block, ops of tensors on the meta device do what they do on a GPU of this arch, but compile and launch
+    nothing. Yield a dict whose keys are the variants that the ops ask for, in the order of the first request; the dict
     grows while ops run.
 
     The block affects the whole process, so no other thread may call ops meanwhile. An op raises ImportError if the DSL
@@ -48,8 +48,8 @@ def launch(variant: Variant, *arguments: Any) -> None:
     """Do nothing in place of the variant's kernel."""
 
 
-# Within the block, tensors on the meta device claim to be on a GPU, and questions about their contents get the answer
-# False. torch.mm is replaced because its out_dtype argument exists only on GPUs.
+# What `asked_variants` replaces in torch: tensors on the meta device claim to be on a GPU, and as conditions (such as
+# `if (x > 0).any()`) they are False. torch.mm is replaced because its out_dtype argument exists only on GPUs.
 _is_true, _mm = torch.Tensor.__bool__, torch.mm
 
 

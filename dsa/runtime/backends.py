@@ -1,9 +1,10 @@
 """Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
-ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU, and the
-references for other tensors. The environment variable DSA_BACKEND forces one backend. `with use_backend(...)` does,
-too, and takes precedence. No op falls back silently: if a kernel does not accept a shape, the op raises an error. If an
-op has no kernel for a GPU for which other ops have kernels, the op warns once and runs the reference.
+ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU if CuTe DSL
+is installed, and the references otherwise. The environment variable DSA_BACKEND forces one backend. `with
+use_backend(...)` does, too, and takes precedence. If the kernels do not accept a shape, the op raises an error and does
+not run the reference. If other ops have kernels for the GPU but this op has none, at all or for its tensors' dtype, the
+op warns once and runs the reference.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ import torch
 from dsa.runtime.checks import torch_device
 
 BACKENDS = ("cute", "reference")
-# Public function -> the archs (compute capabilities of GPUs) for which one of its ops has kernels (dsa.runtime.op).
+# Public function -> the archs (compute capabilities of GPUs) for which the function has at least one op with kernels
+# (dsa.runtime.op).
 ARCHS: dict[str, list[str]] = {}
 ARCH_NAMES = {"sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell Ultra", "sm_120": "Blackwell RTX"}
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_backend", default=None)
@@ -98,8 +100,8 @@ def allows_kernels() -> bool:
 
 
 def runs_kernel(op: str, tensor: torch.Tensor, of_part: Collection[str] = ()) -> bool:
-    """Whether the public function `op` launches kernels for `tensor`. Warns once if the GPU has kernels, but not for
-    `op`. Raises ValueError if backend "cute" was asked for and kernels cannot run.
+    """Whether the public function `op` launches kernels for `tensor`. Warns once if no backend is forced and the GPU
+    has kernels of other ops, but not of `op`. Raises ValueError if backend "cute" is forced and kernels cannot run.
 
     of_part  the archs for which a part of the op has kernels; (): the archs of the whole op
     """

@@ -2,8 +2,8 @@
 
 Python needs more than a microsecond per tensor to build a signature (`recorded_calls`); for five tensors that is as
 long as a launch. torch.compile's guards compare the same properties in a tenth of the time. A hit implies an equal
-signature. A miss proves nothing, because torch's guards also compare inference mode, autocast and the type of a tensor.
-After a miss the call is looked up by its signature.
+signature. A miss proves nothing, because torch's guards also compare inference mode, autocast and the type of a tensor,
+which are not in a signature. After a miss the call is looked up by its signature.
 """
 
 import math
@@ -18,8 +18,9 @@ Guard = Callable[..., bool]
 
 
 def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) -> Guard | None:
-    """Return a function of arguments that returns True only if they have the signature of `arguments` and the tensors'
-    GPU is the current one. Return None if these arguments cannot be compared, or if this torch lacks the guards.
+    """Return a function of arguments that returns True only if they have the signature of `arguments` and, for tensors
+    on a GPU, this GPU is the current one. Return None if these arguments cannot be compared, or if this torch lacks the
+    guards.
 
     in_place  pairs of argument positions. The guard also compares whether the two tensors of a pair begin at the same
               address
@@ -83,8 +84,9 @@ def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
 def _addresses(
     tensors: dict[str, torch.Tensor], arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Return two kinds of conditions: each tensor has the same address modulo 16 as in this call; and the two tensors
-    of a pair begin at the same address if, and only if, they do so in this call."""
+    """Return two kinds of conditions, as Python code: each tensor has the same address modulo 16 as the tensor in
+    `arguments`; and the two tensors of a pair of `in_place` begin at the same address if, and only if, they do so in
+    `arguments`."""
     rests = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, rest in rests.items() if not rest)
     found = [f"{name}.data_ptr() & 15 == {rest}" for name, rest in rests.items() if rest]

@@ -2,7 +2,7 @@
 
 The message of a check names the argument, what it got and what is accepted.
 
-Numbers may also be symbolic numbers of torch.compile (SymInt, SymFloat).
+Ints, numbers and flags may also be symbolic values of torch.compile (SymInt, SymFloat, SymBool).
 """
 
 from collections.abc import Iterable, Sequence
@@ -84,7 +84,7 @@ def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | 
 
 
 def torch_device(name: str, value: object) -> torch.device:
-    """Return `value`, a torch.device or the name of one, as a torch.device. The device need not exist."""
+    """Return `value`, a torch.device, its name or the number of a GPU, as a torch.device. The device need not exist."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -110,8 +110,8 @@ def check_updatable(name: str, value: torch.Tensor) -> None:
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:
-    """Check that an op may write to `value` in place: no two of its elements share memory, and autograd does not track
-    it."""
+    """Check that an op may write to `value` in place: its strides rule out that two elements share memory, and in grad
+    mode it does not require a gradient."""
     strides, extent = value.stride(), 1
     for stride, size in sorted(zip(strides, value.shape)):
         if stride < extent and size > 1:
@@ -190,7 +190,8 @@ def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None
 
 
 def check_pair(name: str, value: object, what: str) -> tuple:
-    """Return `value` as a tuple. Raises TypeError unless it is a tuple or a list of two."""
+    """Return `value` as a tuple. Raises TypeError unless it is a tuple or a list of two. what: the two, for the
+    message"""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: must be a pair {what}, got {got}")
@@ -210,7 +211,8 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
-    """Raise ValueError unless x has this layout. Strides of dimensions with fewer than two elements do not matter."""
+    """Raise ValueError unless x has this layout, one of the constants ANY to PAGES. Tensors without elements always
+    pass. Strides of dimensions with fewer than two elements do not matter."""
     if not x.numel():
         return
     if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
@@ -267,7 +269,7 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def unit_inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a view of x if the last dimension has a single element: its stride is arbitrary, and in the view it
+    """Return x. If the last dimension has a single element, its stride is arbitrary: return a view in which the stride
     is 1."""
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
@@ -293,6 +295,7 @@ def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def tma_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `rows_at_16_bytes(x)`, or a contiguous copy of x if that is None. Strides of 0 are allowed."""
+    """Return `rows_at_16_bytes(x)`, or a contiguous copy of x if that is None. Strides of 0, as in expanded tensors,
+    need no copy."""
     same = rows_at_16_bytes(x)
     return x.clone(memory_format=torch.contiguous_format) if same is None else same

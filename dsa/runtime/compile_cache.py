@@ -1,18 +1,19 @@
 """Compiled kernels, kept in memory and on disk.
 
-A kernel module decorates each of its `compile_*` functions with `@cached`. Their arguments are dtypes, ints, bools and
-frozen dataclasses of these. The first call with some arguments in a process looks for an object file with the same key,
-first on disk (loading takes about a millisecond), then in the package (some 50 ms). If there is none, the call compiles
-the kernel, which takes seconds, and writes the file.
+A kernel module decorates every `compile_*` function with `@cached`. The arguments of these functions are strings (such
+as names of dtypes), ints, bools, tuples of ints, and frozen dataclasses of these. The first call with some arguments in
+a process looks for an object file under the key of this kernel (see Key), first on disk (loading takes about a
+millisecond), then in the package (some 50 ms). If there is none, the call compiles the kernel, which takes seconds, and
+writes the file.
 
-Key: the bytes of the Python files in the kernel's family folder and in dsa/cute, the arguments, the versions of the
-DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in the environment, and the host's architecture. The two
-folders suffice, because kernels import nothing else that affects their code. A change of a comment changes the key too,
-because compiling again costs less than finding out which bytes of a file matter. The key does not contain the Python
-version and the CPU model: an object file does not depend on Python, and its host code runs on every CPU of the
-architecture. So a cache that was filled on one machine serves another. If a family's sources change while a process
-runs, the process no longer writes kernels of this family, because the key may belong to the old files and the code to
-the new ones.
+Key: the bytes of the Python files in the kernel's family folder and in dsa/cute, the compile function's name and
+arguments, the compile options, the versions of the DSL, CUDA tools and TVM-FFI, the DSL's settings in the environment,
+and the host's architecture. The two folders suffice, because kernels import nothing else that affects their code. A
+change of a comment changes the key too, because compiling again costs less than finding out which bytes of a file
+matter. The key does not contain the Python version and the CPU model: an object file does not depend on Python, and its
+host code runs on every CPU of the architecture. So a cache that was filled on one machine serves another. If a family's
+sources change while a process runs, the process no longer writes kernels of this family, because the key can belong to
+the old files and the code to the new ones.
 
 Package: a wheel contains an archive compiled/MODULE.tar.xz per kernel module, with the object files of the module's
 shipped variants under the names that they have in the cache. `python -m dsa_layers.compilation.pack` writes these
@@ -28,13 +29,15 @@ another user's. So a file is opened once, and the DSL, which opens files by thei
 descriptor. The DSL thus loads the file that was checked, and writes to the file that was created. Symbolic links in the
 folder's path are resolved once, before all checks.
 
-If reading or writing files fails, a warning is issued and kernels are compiled.
+If a file cannot be read, a warning is issued and the kernel is compiled. If a file cannot be written, a warning is
+issued and the compiled kernel is not kept.
 
-The cache of quack-kernels is similar, but it requires einops and a torch extension. Its key covers the sources of
-quack-kernels instead of those of one kernel here, so any change of quack-kernels would recompile everything here.
+quack-kernels has a similar cache. It is not used here, because it requires einops and a torch extension, and because
+its key covers the sources of quack-kernels, so any change of quack-kernels would recompile everything here.
 
 Environment: DSA_CACHE_DIR is the directory (default: $XDG_CACHE_HOME/dsa or ~/.cache/dsa; for a user without a home
-$TMPDIR/dsa-<uid>). If it is set and empty, nothing is read from or written to disk.
+$TMPDIR/dsa-<uid>). If it is set and empty, no cache is used: kernels are loaded from the package's archives or
+compiled, and are not kept.
 """
 
 import contextlib
@@ -70,8 +73,8 @@ OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error
 _ENTRY = "dsa_kernel"
 _EDITED = "sources of dsa have changed since this process began"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
-# Prefixes of the DSL's settings that do not change the compiled code: the arch, which `compile_for` sets itself, and
-# settings that choose what the DSL prints and where it stores files.
+# Prefixes (after CUTE_DSL_) of the DSL's settings that do not change the compiled code: the arch, which `compile_for`
+# sets itself, and settings that choose what the DSL prints and where it stores files.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHARED = Path(__file__).resolve().parent.parent / "cute"
@@ -103,9 +106,11 @@ def cache_dir() -> Path | None:
 
 
 def compile_for(target: str, function: Callable, *args: Any) -> Any:
-    """Compile for a target of ptxas, such as "sm_90a", with TVM-FFI. If the kernel spills registers, compilation fails.
+    """Compile for a target of ptxas, such as "sm_90a", with a TVM-FFI interface. If the kernel spills registers,
+    compilation fails.
 
-    `args` are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
+    `args` are fake tensors, numbers, None for absent tensors, and a fake stream. The result is called with torch
+    tensors, numbers and None, without a stream.
     """
     return cute.compile(function, *args, options=f"--gpu-arch {target} {OPTIONS}")
 
@@ -118,7 +123,8 @@ def compile_sm90(function: Callable, *args: Any) -> Any:
 def cached(compile_function: Callable) -> Callable:
     """Cache a compile function's results by its positional arguments, in memory and on disk.
 
-    If a call of an op is being recorded (`recorded_calls`), launches of the returned kernel become its steps.
+    While a call of an op is recorded (`recorded_calls`), each launch of a kernel that the decorated function returned
+    is added to the steps of the recorded call.
     """
     memory: dict[tuple, Kernel] = {}
     source_key(compile_function.__module__)  # computed now, before the family's files can change
@@ -186,13 +192,14 @@ def cubin(compile_function: Callable, *args: Any) -> bytes:
 
 
 def stem_of(compile_function: Callable, args: tuple) -> str:
-    """Return the stem of the kernel's object file. The file's name is the stem, a digest of the bytes, and ".o"."""
+    """Return the stem of the name of the kernel's object file: the name is STEM.<digest of the file's bytes>.o."""
     return _stem(compile_function.__wrapped__, args)
 
 
 def object_file(compile_function: Callable, *args: Any) -> bytes:
-    """Return the bytes of the object file of a `@cached` compile function's kernel: from disk, or compiled and, if the
-    cache is usable, written to disk."""
+    """Return the bytes of the object file of a `@cached` compile function's kernel. The file is read from the cache, or
+    compiled and written to the cache; the package's archives are not used. The compiled kernel is not kept if there is
+    no writable cache, or if the kernel's sources have changed since this process began."""
     function = compile_function.__wrapped__
     stem = _stem(function, args)
     with _compile_lock, contextlib.ExitStack() as stack:
@@ -256,7 +263,7 @@ def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
 
 
 def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Write an object file to the cache, or warn."""
+    """Write an object file to the cache. Warn if this fails."""
     try:
         _write(directory, stem, write)
     except Exception as error:  # an exception of the disk or of the DSL's exporter
@@ -309,10 +316,10 @@ def _settings() -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock, so that of several processes that start together only one compiles a kernel. The lock is
-    released when its process ends.
+    """Hold an advisory lock, so that of several processes that start together only one compiles a kernel. The lock ends
+    with the block, or with the process if that ends first.
 
-    If there can be no lock (a full disk, a file system without locks), all of the processes compile, which is harmless.
+    If no lock is possible (a full disk, a file system without locks), all of the processes compile, which is harmless.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -354,7 +361,8 @@ def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
 
 
 def _load(directory: Path, stem: str) -> Any:
-    """Return the kernel from the object file on disk; None if there is no file, or if the kernel cannot be loaded."""
+    """Return the kernel from the object file on disk; None if no file exists, or if the kernel cannot be loaded. In the
+    second case, the file is removed with a warning."""
     found = _find(directory, stem)
     if found is None:
         return None
@@ -512,7 +520,7 @@ def name_of(stem: str, content: bytes) -> str:
 
 
 def write_archive(path: Path, objects: Mapping[str, bytes]) -> None:
-    """Write an archive of {stem: object file}. Equal objects give equal bytes."""
+    """Write an archive of {stem: object file}. Its bytes depend only on `objects`, not on their order or the time."""
     with lzma.open(path, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
         for stem, content in sorted(objects.items()):
             member = tarfile.TarInfo(name_of(stem, content))
@@ -536,8 +544,8 @@ def _checked(archive: Iterable[tarfile.TarInfo]) -> Iterable[tuple[str, bytes]]:
         yield stem, content
 
 
-# Caches the objects of one module, up to 10 MB, because a process usually asks for several variants of a module in a
-# row.
+# Keeps the objects of the last module that was read (some 12 MB for the largest), because a process usually asks for
+# several variants of a module in a row.
 @functools.lru_cache(maxsize=1)
 def _read(path: Path) -> Mapping[str, bytes]:
     try:

@@ -1,6 +1,6 @@
 """Declaration of ops. The eager path, PyTorch's custom op and its fake are derived from one declaration.
 
-    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits={"...": at_most(MAX_ROWS)})
+    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits={"rows": at_most(MAX_ROWS)})
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
@@ -11,24 +11,26 @@
 The decorated function, called the launch, launches Hopper's kernels. It imports the kernels itself, so that `import
 dsa` imports no compiler. Its arguments are checked before the call. `@_rms_norm.on("sm_100")` decorates the function
 that launches the kernels of another arch. `out` declares outputs that a caller may pass: the launch takes them as last
-arguments, with None for outputs that it should allocate, and returns them first. `_rms_norm.into(*arguments, out)`
-writes to given outputs and returns the other results. The parameters of the launch are all arguments of the op in the
-order of their specs, in one flat list, as PyTorch's custom ops require. `reference`, `results` and `rule` have only the
-parameters that they need. The public function, which users call, has the op's name, keyword arguments and docstring.
+arguments, with None for outputs that it should allocate, and returns them before its other results.
+`_rms_norm.into(*arguments, out)` writes to given outputs and returns the other results. The parameters of the launch
+are all arguments of the op in the order of their specs, in one flat list, as PyTorch's custom ops require. `reference`,
+`results` and `rule` have only the parameters that they need. Users call a separate public function (`rms_norm`), which
+has the keyword arguments, their defaults and the docstring.
 
 A call of the op
-- runs the reference, which is plain PyTorch, if gradients are wanted and the op is `differentiable`;
+- runs the reference, which is plain PyTorch, if the op is `differentiable`, grad mode is on, and an argument requires a
+  gradient;
 - under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake calls `arguments.check` and `results`;
 - otherwise runs the kernels or the reference: dsa.runtime.backends decides by the tensors' device and the op's archs.
 
-If an op's kernels have a backward pass, it is declared as `gradient`. An eager call that runs kernels is then a
-torch.autograd.Function, and the same backward pass is registered with torch for `torch.ops.dsa.NAME`. The backward pass
-runs another op, which has no gradient, so a second backward pass raises an error.
+If an op's kernels have a backward pass, it is declared as `gradient`. An eager call that runs kernels in grad mode is
+then a torch.autograd.Function, and the same backward pass is registered with torch for `torch.ops.dsa.NAME`. The
+backward pass runs another op, which has no gradient, so a second backward pass raises an error.
 
 Checks and the Python code of a launch take longer than launching the kernel, and decoding repeats the same calls. So
-the op remembers the signature of a valid call, and records a repeated call as a list of steps (`recorded_calls`).
-Guards in C++ find these steps in later calls (`call_guards`). Therefore a launch must depend only on the signature of
-its arguments. An op whose launch depends on more is declared with `recorded=False`.
+the op remembers the signature of a valid call, and records a call that repeats often as a list of steps
+(`recorded_calls`). Guards in C++ find these steps in later calls (`call_guards`). Therefore a launch must depend only
+on the signature of the arguments. An op whose launch depends on more is declared with `recorded=False`.
 """
 
 import inspect
@@ -65,8 +67,8 @@ class Gradient(NamedTuple):
 class Op:
     """A declared op, to be called with all of its arguments in their order.
 
-    into  the same op with the declared outputs as additional last arguments: it writes to them and returns the other
-          results
+    into  the same op with the declared outputs (`out`) as additional last arguments: it writes to them and returns the
+          other results. An op without declared outputs has no `into`
     """
 
     into: "Op"
@@ -137,8 +139,9 @@ class Op:
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
-        """Run the kernels or the reference, after `__call__` has handled torch.compile and calls whose gradients need
-        the reference. In grad mode, an op with `gradient` runs its kernels in an autograd function."""
+        """Run the kernels or the reference. `__call__` calls this for eager calls, unless a `differentiable` op needs
+        gradients; torch calls it for `torch.ops.dsa.NAME`. In grad mode, an op with `gradient` runs its kernels in an
+        autograd function."""
         tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
@@ -171,8 +174,8 @@ class Op:
             return result
 
     def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
-        """Run the reference. Before, check the arguments, that they are not on the meta device, and that torch lets the
-        reference write to the op's outputs."""
+        """Check the arguments, that they are not on the meta device, and that torch lets the reference write to the
+        op's outputs. Then run the reference."""
         self.arguments.check(*arguments)
         named = [
             (f"{name}[0]", x[0]) if isinstance(x, list) and x else (name, x)
@@ -187,7 +190,7 @@ class Op:
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
         """Whether this op runs kernels for this tensor. The op can be one of several parts of a public function, so the
-        archs of this op's launch functions count."""
+        archs of this op's launch functions count, not those of the public function."""
         return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:
@@ -245,7 +248,8 @@ class Op:
         self.arguments.check_layouts(*arguments)
 
     def register(self, signature: inspect.Signature) -> None:
-        """Register the op with torch under this signature."""
+        """Register `torch.ops.dsa.NAME` with this signature, its fake and, if the op has `gradient`, its backward
+        pass."""
 
         def prototype() -> None:
             """Serve as the function whose signature infer_schema reads."""
@@ -272,8 +276,8 @@ class Op:
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """Return an autograd function that launches the kernels of both passes directly. This takes less host time than
-    calls through torch's dispatcher."""
+    """Return an autograd function that launches the kernels of the forward and the backward pass directly. This takes
+    less host time than calls through torch's dispatcher."""
     save, differentiate = op.gradient
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -283,8 +287,8 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         return results
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # If the caller asks for gradients of gradients (grad mode is on), call torch's op, which raises an error in the
-        # second backward pass.
+        # If the caller asks for gradients of gradients (grad mode is on), call the op through torch's dispatcher, which
+        # raises an error in the second backward pass.
         return differentiate(ctx, _torch_op if torch.is_grad_enabled() else _launch, *gradients)
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -315,8 +319,8 @@ def op(
 ) -> Callable[[Launch], Op]:
     """Declare the op NAME by the function `_NAME`, which launches its kernels for Hopper.
 
-    `reference`, `results` and `rule` get the arguments that their parameters name. Raises TypeError if a parameter is
-    not an argument, and if the launch does not take all arguments.
+    `reference`, `results` and `rule` get the arguments that their parameters name. Raises TypeError if such a parameter
+    is not an argument, or if the parameters of the launch are not all arguments and outputs in their order.
 
     arguments       specs of the arguments
     reference       a function in PyTorch that computes the same results

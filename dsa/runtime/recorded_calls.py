@@ -6,7 +6,8 @@ calls. A call is identified by its signature: everything that the checks and the
 
 A launch function computes sizes, chooses a kernel and makes views in Python. For arguments of one signature it always
 does the same. `record` runs such a call under a dispatch mode and records its steps: allocations, other operators of
-torch, and kernel launches. It returns a function of the same arguments that runs these steps, for instance
+torch, and kernel launches. From these steps it makes a function of the same arguments, for instance (c0 is a dtype, c1
+a kernel)
 
     def steps(a0, a1, a2):
         t0 = empty_cuda((128, 7168), (7168, 1), c0)
@@ -37,7 +38,8 @@ _MOST_STEPS = 256  # recorded calls per op
 _MOST_GUARDS = 8  # guards per shape of the first argument
 _MOST_ADDED = 4  # guards per signature
 # A call is recorded when it comes for the eighth time, because recording takes half a millisecond. A prompt of a new
-# length pays this once, since its layers repeat the same calls. Calls that come only a few times are not recorded.
+# length pays this once per op, since its layers repeat the same calls. Calls that come only a few times are not
+# recorded.
 REPEATS = 8
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 Kernel = Callable[..., None]
@@ -138,10 +140,10 @@ def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
 
 
 def signature(*values: object) -> tuple:
-    """Return everything that checks and launch functions may depend on.
+    """Return what checks and launch functions depend on. `Op` adds more for ops that write to arguments (`_signature`).
 
-    For a tensor: shape, strides, dtype, device, address modulo 16 and lazy negation. For numbers, strings and dtypes:
-    type and value. For lists and tuples: type and the signatures of their items. For other objects: the type.
+    For a tensor: shape, strides, dtype, device, address modulo 16 and lazy negation. For None, numbers, strings and
+    dtypes: type and value. For lists and tuples: type and the signatures of their items. For other objects: the type.
     """
     found: list[object] = []
     for x in values:
@@ -161,8 +163,8 @@ def signature(*values: object) -> tuple:
 
 
 def noted(kernel: Kernel) -> Kernel:
-    """Return a function that launches the kernel and adds the launch to the steps of the call that is being recorded,
-    if any."""
+    """Return a function that launches the kernel and, while this thread records a call, adds the launch to the steps of
+    the call."""
 
     def launch(*arguments: Any) -> None:
         kernel(*arguments)
@@ -346,8 +348,8 @@ def is_recording() -> bool:
 
 
 def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
-    """Return the arguments with a view in place of each repeated tensor, since in the next call these may be different
-    tensors."""
+    """Return the arguments. If a tensor occurs more than once, each later occurrence is replaced by a view, because the
+    next call may pass another tensor there."""
     found = []
     for x in arguments:
         if isinstance(x, list | tuple):
@@ -361,7 +363,7 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `view` is a view of `source` in the same dtype, without gradients. In inference mode torch marks the
-    operators `contiguous` and `reshape` as views, but they may have copied."""
+    operators `contiguous` and `reshape` as views, also where they have copied."""
     same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 

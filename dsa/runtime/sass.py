@@ -1,4 +1,5 @@
-"""Registers, stack, shared memory and instructions of a kernel, read from its SASS."""
+"""Registers per thread, bytes of stack per thread, bytes of static shared memory, and instructions of a kernel, read
+from its cubin by cuobjdump."""
 
 import functools
 import importlib.util

@@ -7,8 +7,8 @@ much host time.
     reinterpret      (tensor, sizes, strides, offset) -> a view that begins `offset` elements after the tensor's first
     current_device   () -> the index of the current GPU; None in a torch without CUDA
 
-If this torch lacks one of them, or one works differently, HAS_SHORTCUTS is False, calls use torch's public functions,
-and a warning says so at import.
+If this torch lacks one of them, or one gives unexpected results for tensors on the host, HAS_SHORTCUTS is False, calls
+use torch's public functions, and a warning says so at import.
 """
 
 import warnings
