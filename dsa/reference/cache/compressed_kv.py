@@ -27,9 +27,11 @@ def compress_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    Returns (entries [N, d] fp32, tokens [N] int64: the indices of the new tokens that end blocks, ascending).
-    Differentiable in kv, gate and ape. Raises ValueError for invalid cu_seqlens, starts and state_slots, before
-    anything is written. Arguments as in `dsa.compress_kv`.
+    KV is kv in fp32. An entry has d channels c: all of kv's, or with overlap half of them. Then block i - 1 contributes
+    the first d channels of its tokens, and block i the last d. Returns (entries [N, d] fp32, tokens [N] int64: the
+    indices of the new tokens that end blocks, ascending). Writes the new tokens to `state`. Differentiable in kv, gate
+    and ape. Raises ValueError for invalid cu_seqlens, starts and state_slots, before anything is written. Arguments as
+    in `dsa.compress_kv`.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     m, d = ape.shape[0], kv.shape[1] // 2 if overlap else kv.shape[1]
@@ -87,8 +89,9 @@ def write_compressed_kv(
     """For every new token that ends a block, write rope(RMSNorm(C)) of the block's entry to the token's cache slot, in
     place.
 
-    Sum, norm and rope are computed in fp32; their result is rounded once, to kv's dtype. Not differentiable. Raises
-    ValueError for slots below -1 or beyond the cache, and for invalid cu_seqlens, starts and state_slots, before
+    C is the result of `compress_kv`. Sum, norm and rope are computed in fp32; their result is rounded once, to kv's
+    dtype. In a cache of index keys, the rounded entry is then Hadamard-transformed and cast to FP8. Not differentiable.
+    Raises ValueError for slots below -1 or beyond the cache, and for invalid cu_seqlens, starts and state_slots, before
     anything is written. Arguments as in `dsa.write_compressed_kv`.
     """
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])

@@ -11,6 +11,8 @@ _TO_THE_END = 2**30
 class FlashMLASchedMeta:
     """The plan that `flash_mla_with_kvcache` stores on its first call. Later calls must have the same `config`.
 
+    config   what the plan is bound to: the shapes of q and of a page of k_cache, `causal`, and in sparse decoding the
+             page size and the number of indices per query of each cache
     capture  the ID of the stream capture during which the plan was made: each replay of that CUDA graph computes the
              plan again. None: the plan was not made during a capture
     """
@@ -25,8 +27,8 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
-    Arguments and results as in `dsa.get_mla_metadata`. The reference needs no plan, so in the old style the plan has
-    one part and no splits.
+    Arguments and results as in `dsa.get_mla_metadata`. The reference needs no plan. In the new style (no arguments) the
+    object is empty; in the old style (with arguments) the plan has one part and splits no sequence.
     Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:

@@ -8,7 +8,7 @@ KEYS, WORDS = 128, 4  # keys per block, and words of 32 bits per block
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
     """Bit 2 i + j of bits[t, 4 b + c]: whether query t's list contains the key starts[t] + 128 b + 8 i + 2 c + j.
 
-    Arguments as in `dsa.selection_bits`.
+    0 <= i < 16, 0 <= c < 4 and 0 <= j < 2; starts None stands for zeros. Arguments as in `dsa.selection_bits`.
     """
     blocks = -(-max_keys // KEYS)
     key = indices.long() if starts is None else indices.long() - starts.long()[:, None]

@@ -81,8 +81,8 @@ def _target(
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # The logarithm of the part of each head's softmax that the selected keys have. The parts themselves can be too
-        # small for fp32 in all heads.
+        # For each head, the logarithm of the part of its softmax that falls on the selected keys. The weights of heads
+        # are normalised here in logarithms, because these parts can be too small for fp32 in all heads.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
@@ -100,7 +100,8 @@ def sparse_indexer_loss_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q_idx, k_idx and w_idx for the gradient `grad` [Tq] of kl.
 
-    d_scores: the gradient of kl with respect to I. Its first K columns are read.
+    d_scores: [Tq, at least K], the gradient of kl with respect to I. Only its first K columns are read, because the
+    kernels pad it.
     """
     index, _ = selected(indices, len(k_idx))
     of_scores = grad.to(work_dtype(q_idx))[:, None] * d_scores[:, : index.shape[1]]
