@@ -5,8 +5,8 @@ The e2m1 values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibb
 Hopper's tensor cores do not accept FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number.
 So each block of 128 x 128 of the FP8 weight gets one scale, 2^-6 times the largest scale of the block's groups. The
 e2m1 values of a group are multiplied by the ratio of the group's scale to the block's scale. The products are e4m3
-numbers, so nothing is rounded. A block is refused if the scales of its groups differ by more than 2^14. Groups of zeros
-do not count.
+numbers, so nothing is rounded. A block is refused if the scales of two groups differ by more than 2^14, where groups of
+zeros do not count.
 """
 
 import torch
@@ -133,7 +133,7 @@ def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = LOWEST_EXPONENT) -> torch.Tensor:
-    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; smaller blocks are padded with `fill`."""
+    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; partial blocks are padded with `fill`."""
     rows, columns = of_groups.shape
     each = BLOCK // GROUP
     padded = torch.nn.functional.pad(of_groups, (0, -columns % each, 0, -rows % BLOCK), value=fill)

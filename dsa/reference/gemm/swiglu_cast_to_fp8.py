@@ -1,4 +1,4 @@
-"""SwiGLU and the FP8 cast of its result, for the down projection."""
+"""SwiGLU and the FP8 cast of the result, for the down projection."""
 
 import torch
 

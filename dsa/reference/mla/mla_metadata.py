@@ -1,4 +1,4 @@
-"""Plans of MLA decoding, for both calling styles of FlashMLA: an object, or two tensors in its older versions."""
+"""Plans of MLA decoding, for both calling styles of FlashMLA: an object, or in older versions two tensors."""
 
 import dataclasses
 

@@ -27,9 +27,9 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
 
 def selected_keys(bits: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return the inverse of `selection_bits`: bool [T, keys], whether each key's bit is set.
+    """Return the inverse of `selection_bits`: bool [T, keys], whether each key's bit is set in bits [T, words].
 
-    Keys for which bits [T, words] has no bit are not selected.
+    Keys after the last bit are not selected.
     """
     by_word = bits[..., None].long() >> torch.arange(32, device=bits.device) & 1
     blocks = bits.shape[1] // WORDS

@@ -22,8 +22,8 @@ from dsa.reference.training.packed_sequences import sequence_ranges
 
 
 class _Sequence(NamedTuple):
-    """One of the packed sequences, with Tq queries and Tk keys: the slices of its rows in the packed tensors, the mask
-    [Tq, Tk] of the keys that each query sees, and the attention's scaled logits [H, Tq, Tk]."""
+    """One of the packed sequences, with Tq queries and Tk keys: the slices of the sequence's rows in the packed
+    tensors, the mask [Tq, Tk] of the keys that each query sees, and the attention's scaled logits [H, Tq, Tk]."""
 
     queries: slice
     keys: slice
