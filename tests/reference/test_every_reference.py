@@ -48,8 +48,8 @@ STREAMS = every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32], eps=[1e-3], hc_eps=[1e-
 # keys.
 WINDOWS = {"sequences": ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1)), "heads": 4, "d": 24, "d_v": 16, "dtype": F32}
 WINDOWED = every(WINDOWS, window=[1, 2, 5, 128], sink=BOTH)
-# One sequence has no keys. Another has one key: in causal decoding with s_q = 4, three of its queries come before the
-# key and see nothing.
+# One sequence has no keys. Another has one key: in causal decoding with s_q = 4, the first three queries come before
+# the key and see nothing.
 DECODED = {"lengths": (9, 0, 1, 2, 17), "d": 24, "d_v": 16, "dtype": F32}
 LENGTHS = [[0], [3], [4], [9, 1, 0, 16], [7, 8]]
 COMPRESSED = every(c=[16], overlap=BOTH, dtype=[F32])

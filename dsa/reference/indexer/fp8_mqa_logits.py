@@ -40,8 +40,10 @@ def fp8_mqa_logits(
 
 
 def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
-    """Return (columns of the result, `needed`: the columns for which `row_stride` makes room in a row of the
-    buffer)."""
+    """Return (columns of the result, columns of a row of its buffer before `row_stride` rounds them up).
+
+    Without max_seqlen_k the kernel writes whole tiles of keys, so the buffer has columns after the last key.
+    """
     if max_seqlen_k:
         return max_seqlen_k, -(-max_seqlen_k // _SPLIT_KV) * _SPLIT_KV
     return keys, keys + _SPLIT_KV
@@ -57,7 +59,8 @@ def mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t], -inf elsewhere.
 
-    `fp8_mqa_logits` without quantisation. Differentiable in q, k and weights. Arguments as in `dsa.mqa_logits`.
+    `fp8_mqa_logits` without quantisation: q and k are floats, and there are no scales of keys. The result is contiguous
+    and fp32. Differentiable in q, k and weights. Arguments as in `dsa.mqa_logits`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)

@@ -12,7 +12,7 @@ FIRST = torch.tensor([0])
 
 
 def bf16_bytes(x):
-    """Return the bytes of x in bf16, which are the upper half of its fp32 bytes. x must be exact in bf16."""
+    """Return the bytes of x in bf16, which are the upper half of the bytes in fp32. x must be exact in bf16."""
     return struct.pack("<f", x)[2:]
 
 

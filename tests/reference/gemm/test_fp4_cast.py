@@ -65,8 +65,8 @@ def test_the_largest_spread_is_exact(code):
 
 
 def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
-    """Return a weight in which every code is the largest one and every group has the exponent `top`. Group `group` of
-    row `row` has the given code and exponent instead."""
+    """Return (packed, scale) of a rows x rows weight in which every code is the largest one and every group has the
+    exponent `top`. Group `group` of row `row` has the given code and exponent instead."""
     codes, exponents = torch.full((rows, rows), LARGEST), torch.full((rows, rows // 32), top)
     codes[row, 32 * group : 32 * group + 32], exponents[row, group] = code, exponent
     return pack(codes), e8m0(exponents)
