@@ -26,10 +26,10 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    ks and ke are cu_seq_len_k_start and cu_seq_len_k_end. `clean_logits` and `accumulators` have no effect: the
-    reference writes -inf for all other keys, computes in fp32, and rounds to `logits_dtype` once. The result is a view
-    of a wider buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's scores.
-    Arguments as in `dsa.fp8_mqa_logits`.
+    ks and ke are cu_seq_len_k_start and cu_seq_len_k_end. Column s of the result is key s, or with max_seqlen_k column
+    j is key ks[t] + j. `clean_logits` and `accumulators` have no effect: the reference writes -inf for all other keys,
+    computes in fp32, and rounds to `logits_dtype` once. The result is a view of a wider buffer whose rows start at
+    multiples of 1024 bytes. NaN in a key reaches only that key's scores. Arguments as in `dsa.fp8_mqa_logits`.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     k, k_scale = kv
@@ -40,7 +40,7 @@ def fp8_mqa_logits(
 
 
 def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
-    """Return (columns of the result, columns of a row of its buffer before `row_stride` rounds them up).
+    """Return (columns of the result, columns of the result's buffer before `row_stride` rounds them up).
 
     Without max_seqlen_k the kernel writes whole tiles of keys, so the buffer has columns after the last key.
     """

@@ -15,7 +15,7 @@ MOST_SPLITS = 2**31 - 1  # most splits of all sequences together, because the pl
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
     """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from row i of the plan up to row i + 1, exclusive.
 
-    A split is 256 keys of one sequence, or fewer at its end. Arguments and result as in
+    A split is 256 keys of one sequence; a sequence's last split can have fewer. Arguments and result as in
     `dsa.get_paged_mqa_logits_metadata`.
     Source: DeepGEMM's function of this name; for next_n <= 2 the plan equals DeepGEMM's.
     """

@@ -38,9 +38,9 @@ def sparse_indexer_loss(
     p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
-    lse is each head's LSE over all keys that its softmax covers. None means the LSE over the selected keys alone, so
-    that every head has the same weight. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only.
-    `deterministic` affects only the kernels. Arguments as in `dsa.sparse_indexer_loss`.
+    lse_h is the LSE over all keys that the softmax of head h covers. None means the LSE over the selected keys alone,
+    so that every head has the same weight in p. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx
+    only. `deterministic` affects only the kernels. Arguments as in `dsa.sparse_indexer_loss`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return loss_and_score_gradient(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)[0]
