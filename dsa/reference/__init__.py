@@ -1,5 +1,9 @@
-"""PyTorch references of all ops. They compute in fp32 and call no kernel of dsa. Their code follows the formulas of the
-papers."""
+"""PyTorch references of all ops. Their code follows the formulas of the papers, and calls no kernel of dsa.
+
+They compute in fp32. The references of training also accept float64 inputs, and then compute in float64. The ops check
+the types, dtypes and shapes of arguments; the references check only contents, such as slots and boundaries, where their
+docstrings say so.
+"""
 
 from dsa.reference.cache.compressed_kv import compress_kv, write_compressed_kv
 from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_cache

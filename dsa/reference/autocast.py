@@ -1,4 +1,5 @@
-"""Turn autocast off inside the references, so that they compute in fp32 and their results keep their dtype."""
+"""Turn autocast off inside the references. With autocast, matrix products would run in bf16 or fp16 instead of fp32,
+and results could have another dtype than the docstrings say."""
 
 import functools
 from collections.abc import Callable

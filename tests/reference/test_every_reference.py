@@ -1,5 +1,9 @@
-"""The references compared with the float64 formulas of `dsa.cases`, at the cases' own sizes and for every option;
-strides, roundings, and gradients."""
+"""The references are compared with the float64 formulas of `dsa.cases`: at the cases' own sizes, with many combinations
+of options, and for several chunk sizes.
+
+For some references: strides of the arguments do not change a bit, results are rounded once, and gradients reach every
+floating-point argument that has one.
+"""
 
 import importlib
 import itertools
@@ -22,7 +26,8 @@ def test_a_reference_is_right(case, seed):
 
 
 def every(*alternatives, **options):
-    """Return all combinations of one of the alternatives (dicts of sizes) and one value of every option."""
+    """Return a list of dicts of sizes: every combination of one of the alternatives (dicts) and one value of each
+    option."""
     combinations = [dict(zip(options, values)) for values in itertools.product(*options.values())]
     return [first | rest for first in alternatives or ({},) for rest in combinations]
 
@@ -37,17 +42,18 @@ CACHE = {"pages": 4, "page_size": 7}
 ROTATED = by_name("shape", "rotated", of=[((5, 8), 8), ((4, 3, 24), 16), ((3, 2, 2, 9), 6), ((0, 2, 8), 4)])
 ROTATIONS = every(*ROTATED, interleaved=BOTH, dims=["first", "last"], dtype=FLOATS)
 NORMED = every(tokens=[7], channels=[384], dtype=FLOATS, use_ue8m0=BOTH, eps=[1e-2])
-# The values of eps are large, so that a reference that omits one of them fails.
+# Both eps are large and differ, so that a reference that omits or confuses them fails.
 STREAMS = every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32], eps=[1e-3], hc_eps=[1e-2])
 # (queries, keys) of sequences: equal numbers, no queries, fewer queries than keys, and in the last more queries than
 # keys.
 WINDOWS = {"sequences": ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1)), "heads": 4, "d": 24, "d_v": 16, "dtype": F32}
 WINDOWED = every(WINDOWS, window=[1, 2, 5, 128], sink=BOTH)
-# One sequence has no keys. Another has one key, so that up to three of its queries come before the key.
+# One sequence has no keys. Another has one key: in causal decoding with s_q = 4, the first three queries come before
+# the key and see nothing.
 DECODED = {"lengths": (9, 0, 1, 2, 17), "d": 24, "d_v": 16, "dtype": F32}
 LENGTHS = [[0], [3], [4], [9, 1, 0, 16], [7, 8]]
 COMPRESSED = every(c=[16], overlap=BOTH, dtype=[F32])
-# (first_expert, count); None means all experts from first_expert on.
+# (first_expert, count) of 12 experts; None means all experts from first_expert on.
 ROUTED = by_name("first_expert", "count", of=[(0, None), (4, 4), (9, None)])
 ROUTED = every(*ROUTED, channels=[64], experts=[12], top_k=[3], tokens=[1, 5], dtype=HALVES)
 GROUPS = {"scores": "sqrtsoftplus", "n_group": 3, "topk_group": 2}
@@ -144,7 +150,7 @@ OPTIONS = {
         use_ue8m0=BOTH,
     ),
     "window_indices": every(sequences=[WINDOWS["sequences"]], window=[1, 2, 5, 128]),
-    # A head has 160 rows of kv_b, so heads begin inside the weight's blocks of 128 rows.
+    # A head has 160 rows of kv_b, so heads begin inside the blocks of 128 rows that share a scale.
     "mla_absorb_queries": every(
         *by_name("tokens", "heads", of=[(3, 4), (0, 4)]), nope=[64], rows=[160], latent=[256], dtype=FLOATS
     ),
@@ -192,8 +198,8 @@ def test_a_reference_is_right_for_every_option(name, sizes):
     BY_NAME[name].verify(**sizes)
 
 
-# (constant of dsa.reference, its values, case, sizes). The constants limit how many queries a reference computes at a
-# time.
+# (constant of dsa.reference, values to set it to, case, sizes). The constants limit how many queries a reference
+# computes at a time.
 CHUNKED = [
     (
         "indexer.fp8_mqa_logits._CHUNK",
@@ -250,7 +256,7 @@ def test_every_number_of_queries_at_a_time_is_right(constant, value, name, sizes
     ],
 )
 def test_strides_change_no_bit(name, sizes):
-    """The references must not pass strides on to PyTorch's products, which sum column-major matrices in another
+    """The references must not pass strides on to PyTorch's products, because these sum column-major matrices in another
     order."""
     given = BY_NAME[name].arguments(**sizes)
     tensors = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
@@ -268,7 +274,7 @@ def test_results_are_rounded_once(name, dtype):
         assert torch.equal(got, exact.to(got.dtype))
 
 
-# The arguments that have no gradient.
+# Floating-point arguments without a gradient: the bias only affects the choice of experts.
 WITHOUT_GRADIENTS = {"moe_gate": {"bias"}, "route_to_experts": {"bias"}}
 
 

@@ -1,5 +1,5 @@
-"""For the wrong arguments of tests/reference/wrong_arguments, ops raise an error with the expected message and write
-nothing."""
+"""On a CPU, ops raise an error with the expected message for the wrong arguments of tests/reference/wrong_arguments,
+and write nothing."""
 
 import pytest
 

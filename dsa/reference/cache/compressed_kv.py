@@ -27,18 +27,20 @@ def compress_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    Returns (entries [N, d] fp32, tokens [N] int64: the indices of the new tokens that end blocks, ascending).
+    KV is kv in fp32. An entry has d channels c: all of kv's, or with overlap half of them. Then the tokens of block i -
+    1 contribute their first d channels, and the tokens of block i their last d. Returns (entries [N, d] fp32, tokens
+    [N] int64: the indices of the new tokens that end blocks, ascending). Writes the new tokens to `state`.
     Differentiable in kv, gate and ape. Raises ValueError for invalid cu_seqlens, starts and state_slots, before
     anything is written. Arguments as in `dsa.compress_kv`.
-    Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
+    Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of the model's inference code.
     """
     m, d = ape.shape[0], kv.shape[1] // 2 if overlap else kv.shape[1]
     entries, tokens = [kv.new_empty(0, d, dtype=torch.float32)], [torch.empty(0, dtype=torch.int64, device=kv.device)]
     bounds, first = cu_seqlens.tolist(), starts.tolist()
     _check_sequences(bounds, first, None if state_slots is None else state_slots.tolist(), kv, state)
     for b, (start, low, high) in enumerate(zip(first, bounds, bounds[1:])):
-        # `begin` is the position of the first token that a new entry needs. It is the first token of block start // m
-        # or, with overlap, of the block before.
+        # `begin` is the position of the first token that the next entry needs: the first token of block start // m or,
+        # with overlap, of the block before.
         begin = max(start // m - overlap, 0) * m
         positions = torch.arange(start, start + high - low, device=kv.device)
         k, z = kv[low:high].float(), gate[low:high].float() + ape[positions % m]
@@ -87,8 +89,9 @@ def write_compressed_kv(
     """For every new token that ends a block, write rope(RMSNorm(C)) of the block's entry to the token's cache slot, in
     place.
 
-    Sum, norm and rope are computed in fp32; their result is rounded once, to kv's dtype. Not differentiable. Raises
-    ValueError for slots below -1 or beyond the cache, and for invalid cu_seqlens, starts and state_slots, before
+    C is the result of `compress_kv`. Sum, norm and rope are computed in fp32; their result is rounded once, to kv's
+    dtype. In a cache of index keys, the rounded entry is then Hadamard-transformed and cast to FP8. Not differentiable.
+    Raises ValueError for slots below -1 or beyond the cache, and for invalid cu_seqlens, starts and state_slots, before
     anything is written. Arguments as in `dsa.write_compressed_kv`.
     """
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
@@ -103,7 +106,7 @@ def write_compressed_kv(
 
 
 def is_index_cache(cache: torch.Tensor, d: int) -> bool:
-    """Whether each slot of the cache contains d e4m3 numbers and one fp32 scale."""
+    """Whether the cache has the layout of `write_indexer_cache`, with d e4m3 numbers and one fp32 scale per slot."""
     return cache.dtype == torch.uint8 and cache.shape[3] == d + 4
 
 

@@ -11,8 +11,8 @@ import torch
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Write token t's key and scale into slot slots[t] = page * P + offset, in place.
 
-    No other byte of the cache changes. Raises ValueError for a slot below -1 or beyond the cache. Arguments as in
-    `dsa.write_indexer_cache`.
+    Slot -1 skips the token. No other byte of the cache changes. Raises ValueError, before it writes, for a slot below
+    -1 or beyond the cache. Arguments as in `dsa.write_indexer_cache`.
     """
     values, scales = _planes(cache)
     capacity = cache.shape[0] * cache.shape[1]
@@ -26,7 +26,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for slots outside the cache.
 
-    Arguments as in `dsa.read_indexer_cache`, without k and k_scale.
+    Arguments as in `dsa.read_indexer_cache`; the reference has no k and k_scale to write to.
     """
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])

@@ -25,7 +25,7 @@ BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def row_dim(cache: torch.Tensor) -> int:
-    """Return d, the channels per cached token: 576 or 512 for the byte layouts, the last dimension for floats."""
+    """Return d, the channels per cached token: 576 for V3.2, 512 for V4, and the last dimension for floats."""
     if cache.dtype not in BYTE_DTYPES:
         return cache.shape[-1]
     return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
@@ -48,9 +48,10 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
     """Write token t's row into slot slots[t] = page * P + offset, in place.
 
-    The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`. The rope channels of byte caches are rounded to bf16; a
-    float cache rounds all channels to its dtype. V4's pad byte is set to 0; no other byte of the cache changes. Raises
-    ValueError for a slot below -1 or beyond the cache. Arguments as in `dsa.write_kv_cache`.
+    The e4m3 values and scales of byte caches are those of `fp8_cast.per_token_cast_to_fp8`, for groups of 128 channels
+    (V3.2) or 64 (V4). The rope channels of byte caches are rounded to bf16; a float cache rounds all channels to its
+    dtype. Slot -1 skips the token. V4's pad byte is set to 0; no other byte of the cache changes. Raises ValueError,
+    before it writes, for a slot below -1 or beyond the cache. Arguments as in `dsa.write_kv_cache`.
     """
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     keep = slots >= 0
@@ -94,7 +95,8 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 
 
 def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Return [T, d] fp32 from e4m3 bytes [T, n], fp32 scales [T, n / group] and bf16 bytes [T, 2 * rope]."""
+    """Return [T, d] fp32 from e4m3 bytes [T, n], fp32 scales [T, n / group] and the bytes [T, 2 (d - n)] of bf16
+    numbers."""
     values = nope.view(torch.float8_e4m3fn).float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
     return torch.cat((values.flatten(1), rope.contiguous().view(torch.bfloat16).float()), dim=1)
 

@@ -27,9 +27,10 @@ def write_mla_cache(
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R channels. In
     V3.2 kv is the latent (N = 512) followed by the rope key (R = 64); in V4 N = d = 512 includes the last R channels.
 
-    Norm and rope each round to kv's dtype, then `write_kv_cache` stores the rows. No other byte of the cache changes.
-    out receives the rows of all tokens; with a byte cache it receives the rows as the cache returns them. Raises
-    ValueError for slots below -1 or beyond the cache, and then writes nothing. Arguments as in `dsa.write_mla_cache`.
+    Norm and rope each round to kv's dtype, then `write_kv_cache` stores the rows. Slot -1 skips the token. No other
+    byte of the cache changes. out receives the rows of all tokens, also of skipped ones: with a float cache before the
+    cache rounds them, with a byte cache as `read_kv_cache` would return them in kv's dtype. Raises ValueError for slots
+    below -1 or beyond the cache, and then writes nothing. Arguments as in `dsa.write_mla_cache`.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
     n = norm_weight.shape[0]
@@ -42,7 +43,7 @@ def write_mla_cache(
 
 
 def _as_read(rows: torch.Tensor, cache: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
-    """Return the rows [T, d] as `read_kv_cache` returns them from a cache with this layout."""
+    """Return the rows [T, d] as `read_kv_cache` returns them, in their dtype, from a byte cache with this layout."""
     page = torch.empty(1, max(len(rows), 1), 1, cache.shape[3], dtype=torch.uint8, device=cache.device)
     slots = torch.arange(len(rows), device=cache.device)
     write_kv_cache(rows, page, slots, use_ue8m0)

@@ -21,7 +21,8 @@ def slot_mapping(
     sequence's cache_seqlens[b] tokens, so the position is p = cache_seqlens[b] - n + i. Without cache_seqlens p = i.
 
     A row covers `ratio` tokens: r = p // ratio. The token that ends a row gets the row's slot; the other tokens get -1.
-    With `ring`, the cache keeps the last R = max_pages * page_size rows of a sequence, and row r is stored at r mod R.
+    With `ring`, the cache keeps the last R = max_pages * page_size rows of a sequence. Then the formula uses r mod R
+    instead of r, and tokens of earlier rows get -1.
 
     If sequences overlap, a token belongs to the sequence that begins last. Arguments as in `dsa.slot_mapping`.
     Source: vLLM's and SGLang's slot mapping; the rings and compressed entries of DeepSeek-V4 (arXiv 2606.19348).
@@ -32,7 +33,8 @@ def slot_mapping(
         return torch.full_like(t, -1)
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     has = (begins <= t[:, None]) & (t[:, None] < ends)
-    # argmax returns the first of equal numbers; after the flip, that is the last sequence.
+    # Of the sequences that contain t, take the one that begins last. argmax returns the first of equal numbers, so
+    # after the flip the last of several sequences with the same beginning.
     b = batch - 1 - torch.where(has, begins, -INT_MAX - 2).flip(1).argmax(1)
     length = ends - begins if cache_seqlens is None else cache_seqlens.long()
     position = (length - ends)[b] + t

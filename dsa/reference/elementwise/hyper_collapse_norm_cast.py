@@ -1,4 +1,5 @@
-"""The input of a sublayer with DeepSeek-V4's hyper-connections: the sum of the streams, its RMS norm and FP8 cast."""
+"""The input of a sublayer with DeepSeek-V4's hyper-connections: the weighted sum of the residual streams, its RMS norm,
+and the FP8 cast."""
 
 import torch
 

@@ -18,8 +18,8 @@ def hyper_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is the concatenation of a token's n streams and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of n
-    numbers a, n numbers b and a matrix c [n, n]:
+    v is the concatenation of a token's n streams X_k and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of
+    n numbers a, n numbers b and a matrix c [n, n]; a, b and c have one number of `scale` each.
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
@@ -48,7 +48,7 @@ def hyper_collapse(
 
 @without_autocast
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
+    """X'_k = post_k y + sum_j comb[j, k] X_j: new streams, computed in fp32 and rounded once.
 
     Gradients flow to every tensor. Arguments as in `dsa.hyper_expand`.
     """
@@ -66,7 +66,7 @@ def hyper_head(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, with v the concatenated streams.
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, v the concatenation of the X_k.
 
     Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor. Arguments as in
     `dsa.hyper_head`.

@@ -19,8 +19,8 @@ def rms_norm_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (dx, dw [1, D] fp32) of `rms_norm` for the upstream gradient g = grad.
 
-    With r = 1 / sqrt(mean(x^2) + eps), dx = r (g w - x r^2 mean(g w x)), rounded once to x's dtype. dw is the sum of g
-    x r over the rows, or zeros if weight is None.
+    With r = 1 / sqrt(mean(x^2) + eps) and w = weight, or 1 if weight is None: dx = r (g w - x r^2 mean(g w x)), rounded
+    once to x's dtype. dw is the sum of g x r over the rows, or zeros if weight is None.
     """
     g, y = grad.float(), x.float()
     r = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""RMS norm and the FP8 cast of its result, optionally after adding a residual stream."""
+"""RMS norm and the FP8 cast of the result, optionally after adding a residual stream."""
 
 import torch
 

@@ -4,7 +4,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# The ops use copies of this tuple and of `check_rotated`, which are in dsa.ops.elementwise.rotary.
+# No reference uses this tuple and `check_rotated`. The ops use their copies in dsa.ops.elementwise.rotary.
 DIMS = ("first", "last")
 
 
@@ -20,10 +20,11 @@ def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
 def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str = "first"
 ) -> torch.Tensor:
-    """Rotate the first or last R = 2 * cos.shape[-1] channels of x; copy the others.
+    """Rotate the first or last R = 2 * cos.shape[-1] channels of x; copy the other channels.
 
-    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2), in fp32,
-    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as in `dsa.apply_rotary`, without out.
+    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) of the R channels if `interleaved`, else (i, i +
+    R / 2), in fp32, rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as in `dsa.apply_rotary`;
+    the reference has no `out`.
     """
     rotated = 2 * cos.shape[-1]
     if rotated == 0:

@@ -1,11 +1,12 @@
-"""FP4 weights as they are published, with two e2m1 codes per byte and a power-of-two scale per group of 32 channels,
-and their exact conversion to FP8.
+"""FP4 weights as DeepSeek-V4's checkpoints store them, with two e2m1 codes per byte and a power-of-two scale per group
+of 32 channels, and their exact conversion to FP8.
 
 The e2m1 values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibble of a byte is the even channel.
 Hopper's tensor cores do not accept FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number.
-So each block of 128 x 128 gets one scale, 2^-6 times the largest scale of the block's groups. The e2m1 values of a
-group are multiplied by the ratio of the group's scale to the block's scale. The products are e4m3 numbers, so nothing
-is rounded.
+So each block of 128 x 128 of the FP8 weight gets one scale, 2^-6 times the largest scale of the block's groups. The
+e2m1 values of a group are multiplied by the ratio of the group's scale to the block's scale. The products are e4m3
+numbers, so nothing is rounded. A block is refused if the scales of two groups differ by more than 2^14, where groups of
+zeros do not count.
 """
 
 import torch
@@ -35,7 +36,8 @@ _IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.
 
 @without_autocast
 def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The FP8 scale of each 128 x 128 block of an FP4 weight: 2^-6 times the largest scale of the block's groups.
+    """The FP8 scale of each 128 x 128 block of an FP4 weight: 2^-6 times the largest scale of the block's groups, at
+    least 2^-126.
 
     Groups of zeros are ignored; a block in which all codes are zero gets 2^-126. Raises ValueError like `widen_fp4`.
     Arguments as in `dsa.fp4_block_scales`.
@@ -45,10 +47,10 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @without_autocast
 def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An FP4 weight in FP8, exactly: q * s = e2m1 * scale, where s is 2^-6 times the largest scale of a block's groups.
+    """An FP4 weight in FP8, exactly: q * s = e2m1 * scale, where s is the block's scale of `fp4_block_scales`.
 
-    Raises ValueError for a NaN scale and for a block that e4m3 cannot represent with one scale. Arguments as in
-    `dsa.widen_fp4`.
+    Returns (q, s). Raises ValueError for a NaN scale, and for a block whose groups' scales differ by more than 2^14,
+    not counting groups of zeros. Arguments as in `dsa.widen_fp4`.
     """
     *leading, rows, half = packed.shape
     blocks = (-(-rows // BLOCK), -(-2 * half // BLOCK))
@@ -102,7 +104,8 @@ def group_exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2^exponents in fp32, built from bits, so that no device rounds. exponents: int32 in [-126, 127]."""
+    """Return 2^exponents in fp32, built from bits, so that the result is exact on every device. exponents: int32 in
+    [-126, 127]."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
@@ -130,7 +133,7 @@ def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = LOWEST_EXPONENT) -> torch.Tensor:
-    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; smaller blocks are padded with `fill`."""
+    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; partial blocks are padded with `fill`."""
     rows, columns = of_groups.shape
     each = BLOCK // GROUP
     padded = torch.nn.functional.pad(of_groups, (0, -columns % each, 0, -rows % BLOCK), value=fill)

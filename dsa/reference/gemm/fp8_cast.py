@@ -1,8 +1,8 @@
 """Casts between float and FP8 e4m3 with one scale per group: value = q * scale.
 
-All casts follow DeepGEMM's rule. amax = max(|x|, 1e-4) over the group and scale = amax / 448, or the next power of two
-at or above amax / 448 ("ue8m0"); q = round_to_e4m3(x * (1 / scale)), where the reciprocal and the product are each
-rounded to fp32. Scales are returned as fp32 in both cases.
+All casts follow DeepGEMM's rule. amax is the largest |x| of the group, at least 1e-4, and scale = amax / 448, or the
+next power of two at or above amax / 448 ("ue8m0"); q = round_to_e4m3(x * (1 / scale)), where the reciprocal and the
+product are each rounded to fp32. Scales are returned as fp32 in both cases.
 
 NaN in a group makes the group's scale and values NaN; infinity makes the scale infinite and the values NaN or 0. In all
 other groups the bytes equal those of DeepGEMM's functions on the same device. Without ue8m0 the device matters: PyTorch
@@ -22,7 +22,8 @@ MANTISSA = (1 << 23) - 1  # the mantissa bits of an fp32 number
 
 
 def ceil_to_ue8m0(scale: torch.Tensor) -> torch.Tensor:
-    """2^ceil(log2(scale)), exactly: the smallest power of two that is at least `scale` (fp32, positive and normal)."""
+    """2^ceil(log2(scale)), exactly: the smallest power of two that is at least `scale` (fp32, positive and normal). NaN
+    and infinity are returned unchanged."""
     # This is computed on the bits, because torch.ldexp reads out of bounds on a GPU that is not the current one
     # (pytorch#189567).
     rounded_up = (scale.view(torch.int32) + MANTISSA) & ~MANTISSA
@@ -90,8 +91,8 @@ def dequantize_per_block(
     Arguments as in `dsa.dequantize_per_block`.
     """
     rows, cols = q.shape
-    # Repeat every scale, and then cut to the size of q, because the last block may be smaller: 576 rows have 5 rows of
-    # scales, the last for 64 rows.
+    # Repeat every scale, and then cut to the size of q, because the last block may be smaller: with blocks of 128, 576
+    # rows have 5 rows of scales, the last for 64 rows.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     full = scale.float().repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
     return (q.float() * full).to(dtype)

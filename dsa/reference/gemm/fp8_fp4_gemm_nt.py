@@ -22,9 +22,9 @@ def grouped_fp8_fp4_gemm_nt(
 ) -> torch.Tensor:
     """`grouped_fp8_gemm_nt(a, widen_fp4(b[0], b[1]), ends, out_dtype, rows=rows, weights=weights)`, with the same bits.
 
-    Only weights of experts that have rows are widened. Rows from ends[E - 1] on are NaN. Raises ValueError for ends and
-    rows like `grouped_fp8_gemm_nt`, for a weight that `widen_fp4` refuses, and if b[2] is not `fp4_block_scales(b[0],
-    b[1])`. Arguments as in `dsa.grouped_fp8_fp4_gemm_nt`.
+    Only weights of experts that have rows are widened and checked. Rows from ends[E - 1] on are NaN. Raises ValueError
+    for ends and rows like `grouped_fp8_gemm_nt`, for a weight that `widen_fp4` refuses, and for a weight whose b[2] is
+    not `fp4_block_scales(b[0], b[1])`. `expected_rows` has no effect. Arguments as in `dsa.grouped_fp8_fp4_gemm_nt`.
     """
     packed, scale, block_scale = b
     widened = widened_by_weight(packed, scale, block_scale)
@@ -34,7 +34,8 @@ def grouped_fp8_fp4_gemm_nt(
 def widened_by_weight(
     packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Tensor
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function that maps e to `widen_fp4` of weight e."""
+    """Return a function that maps e to `widen_fp4` of weight e. The function raises ValueError if `widen_fp4` refuses
+    the weight, or if its block scales are not block_scale[e]."""
 
     def weight_of(e: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:

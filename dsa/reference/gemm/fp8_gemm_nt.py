@@ -54,12 +54,12 @@ def grouped_fp8_gemm_nt(
     """`fp8_gemm_nt` of each row with one of E weights: weight 0 for rows before ends[0], weight e for rows ends[e - 1]
     to ends[e] - 1.
 
-    Row m of the product uses row rows[m] of `a`, or row m of `a` if `rows` is None. The fp32 sum is multiplied by
-    weights[m] and then rounded. Rows from ends[E - 1] on belong to no expert and are not read. Their results, which are
-    undefined in general, are NaN here, so that a use of them is visible. Raises ValueError for ends that do not ascend
-    from at least 0 to at most M, and for rows[m] outside `a` in a row m of an expert. `expected_rows` has no effect.
-    Arguments as in `dsa.grouped_fp8_gemm_nt`.
-    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index per row.
+    Row m of the product uses row rows[m] of `a`, or row m of `a` if `rows` is None. With `weights`, the fp32 sums of
+    row m are multiplied by weights[m] before they are rounded. Rows from ends[E - 1] on belong to no expert and are not
+    read. Their results, which the kernels leave undefined, are NaN here, so that a use of them is visible. Raises
+    ValueError for ends that do not ascend from at least 0 to at most M, and for rows[m] outside `a` in a row m of an
+    expert. `expected_rows` has no effect. Arguments as in `dsa.grouped_fp8_gemm_nt`.
+    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index per row.
     """
     w, ws = b
     return products_by_weight(a, lambda e: (w[e], ws[e]), w.shape[1], ends, out_dtype, rows, weights)
@@ -74,7 +74,7 @@ def products_by_weight(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the contents of `ends` and `rows`, and compute `grouped_fp8_gemm_nt`.
+    """Check the contents of `ends` and `rows`, and compute `grouped_fp8_gemm_nt` with `columns` columns (N).
 
     weight_of: a function that maps e to (w [N, K], scales). It is called only for experts that have rows.
     """

@@ -21,11 +21,11 @@ def grouped_fp8_gemm_swiglu(
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`swiglu_cast_to_fp8` of the two halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`, with
-    the same bits.
+    """`swiglu_cast_to_fp8` of the two halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
     The rows of each weight are those of gate, then those of up. Rows from ends[E - 1] on belong to no expert: their
-    values and scales, which are undefined in general, are NaN here. Arguments as in `dsa.grouped_fp8_gemm_swiglu`.
+    values and scales, which the kernels leave undefined, are NaN here. Raises ValueError for ends and rows like
+    `grouped_fp8_gemm_nt`. `expected_rows` has no effect. Arguments as in `dsa.grouped_fp8_gemm_swiglu`.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     gate_up = grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)
@@ -45,7 +45,7 @@ def grouped_fp8_fp4_gemm_swiglu(
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grouped_fp8_gemm_swiglu` of the widened weights, with the same bits.
+    """`grouped_fp8_gemm_swiglu` of the FP4 weights after `widen_fp4`, with the same bits.
 
     Raises ValueError like `grouped_fp8_fp4_gemm_nt`. Arguments as in `dsa.grouped_fp8_fp4_gemm_swiglu`.
     """

@@ -9,11 +9,11 @@ from dsa.reference.autocast import without_autocast
 def hadamard_transform(x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """y = scale * H x along the last dimension, H the Sylvester matrix H[i, j] = (-1)^popcount(i & j).
 
-    x: [..., N], any float dtype, N a power of two. scale defaults to N^-0.5, which makes the transform orthogonal
-    and its own inverse. Returns [..., N] in x's dtype.
+    x: [..., N], any float dtype. Raises ValueError unless N is a power of two. scale defaults to N^-0.5, which makes
+    the transform orthogonal and its own inverse. Returns [..., N] in x's dtype.
 
-    The butterflies run in fp32 with strides 1, 2, 4, ... N/2, followed by one multiplication by the fp32 scale.
-    The kernels use the same order, so that kernel and reference give the same bits.
+    The butterflies run in fp32 with strides 1, 2, 4, ... N/2, followed by one multiplication by the fp32 scale. The
+    kernels use the same order, so that kernel and reference give the same bits.
     Source: `rotate_activation` of DeepSeek-V3.2's inference code.
     """
     n = x.shape[-1]

@@ -14,8 +14,7 @@ def rotary_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply_rotary` on adjacent pairs of the last channels, then `per_token_cast_to_fp8` of each group of heads.
 
-    The rows of the result are those of the first group, then those of the second group, and so on. Arguments as in
-    `dsa.rotary_cast_to_fp8`.
+    Row g * T + t of the result is group g of token t. Arguments as in `dsa.rotary_cast_to_fp8`.
     """
     rotated = apply_rotary(x, cos, sin, interleaved=True, dims="last")
     rows = rotated.unflatten(1, (groups, x.shape[1] // groups)).transpose(0, 1).flatten(2).flatten(0, 1)

@@ -13,8 +13,8 @@ def scatter_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8(x, use_ue8m0)`, token t stored in the rows places[t, 0] to places[t, k - 1] of T * k rows.
 
-    Rows that no token is stored to are zero, with scales of 1; places outside [0, T * k) are ignored. Arguments as in
-    `dsa.scatter_cast_to_fp8`.
+    Rows that no token is stored to, which the kernel leaves undefined, are zero here, with scales of 1. Places outside
+    [0, T * k) are ignored. Arguments as in `dsa.scatter_cast_to_fp8`.
     """
     q, scale = per_token_cast_to_fp8(x, use_ue8m0)
     count = places.numel()

@@ -1,4 +1,4 @@
-"""SwiGLU and the FP8 cast of its result, for the down projection."""
+"""SwiGLU and the FP8 cast of the result, for the down projection."""
 
 import torch
 
@@ -15,7 +15,8 @@ def swiglu_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8(h, use_ue8m0)` of h = silu(gate) * up, computed in fp32 and rounded to gate's dtype.
 
-    The last block of channels may be smaller. Arguments as in `dsa.swiglu_cast_to_fp8`.
+    With `limit`, first gate = min(gate, limit) and up = clamp(up, -limit, limit). The last block of channels may have
+    fewer than 128. Arguments as in `dsa.swiglu_cast_to_fp8`.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     channels = gate.shape[-1]

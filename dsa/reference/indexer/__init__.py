@@ -1,1 +1,1 @@
-"""PyTorch references of the lightning indexer: the preparation of its queries and keys, scores, and top-k selection."""
+"""PyTorch references of the lightning indexer: the preparation of queries and keys, scores, and top-k selection."""

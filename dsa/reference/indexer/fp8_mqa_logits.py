@@ -1,4 +1,5 @@
-"""Scores of the lightning indexer for keys in one tensor: multi-query attention logits summed over heads."""
+"""Scores of the lightning indexer for keys in one tensor (not in cache pages): multi-query attention logits, passed
+through ReLU and summed over heads with weights."""
 
 import torch
 
@@ -25,9 +26,10 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    `clean_logits` and `accumulators` have no effect: the reference writes -inf outside the ranges, computes in fp32,
-    and rounds to `logits_dtype` once. The result is a view of a wider buffer whose rows start at multiples of 1024
-    bytes. NaN in a key reaches only that key's column. Arguments as in `dsa.fp8_mqa_logits`.
+    ks and ke are cu_seq_len_k_start and cu_seq_len_k_end. Column s of the result is key s, or with max_seqlen_k column
+    j is key ks[t] + j. `clean_logits` and `accumulators` have no effect: the reference writes -inf for all other keys,
+    computes in fp32, and rounds to `logits_dtype` once. The result is a view of a wider buffer whose rows start at
+    multiples of 1024 bytes. NaN in a key reaches only that key's scores. Arguments as in `dsa.fp8_mqa_logits`.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     k, k_scale = kv
@@ -38,7 +40,10 @@ def fp8_mqa_logits(
 
 
 def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
-    """Return (columns of the result, columns of its buffer)."""
+    """Return (columns of the result, columns of the result's buffer before `row_stride` rounds them up).
+
+    Without max_seqlen_k the kernel writes whole tiles of keys, so the buffer has columns after the last key.
+    """
     if max_seqlen_k:
         return max_seqlen_k, -(-max_seqlen_k // _SPLIT_KV) * _SPLIT_KV
     return keys, keys + _SPLIT_KV
@@ -54,7 +59,8 @@ def mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t], -inf elsewhere.
 
-    `fp8_mqa_logits` without quantisation. Differentiable in q, k and weights. Arguments as in `dsa.mqa_logits`.
+    `fp8_mqa_logits` without quantisation: q and k are floats, and there are no scales of keys. The result is contiguous
+    and fp32. Differentiable in q, k and weights. Arguments as in `dsa.mqa_logits`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
@@ -63,8 +69,7 @@ def mqa_logits(
 
 
 def padded_logits(rows: int, columns: int, needed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return [rows, columns] of -inf: a view of a buffer whose row stride is `needed` elements rounded up to 1024
-    bytes."""
+    """Return [rows, columns] of -inf: a view of a buffer whose row stride is `row_stride(needed, dtype)`."""
     buffer = torch.full((rows, row_stride(needed, dtype)), -torch.inf, dtype=dtype, device=device)
     return buffer[:, :columns]
 
@@ -85,7 +90,11 @@ def _fill(
     ends: torch.Tensor,
     compressed: bool,
 ) -> None:
-    """Write the scores to `logits`, which contains -inf. Chunks of queries limit the memory."""
+    """Write the scores of visible keys to `logits`, which contains -inf. Chunks of queries limit the memory.
+
+    k_scale: None stands for scales of 1. compressed: column j of row t is key starts[t] + j. Otherwise column s is key
+    s.
+    """
     keys = k.shape[0]
     starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)
     if not (starts < ends).any():

@@ -1,5 +1,5 @@
-"""Scores of the lightning indexer over a paged cache of keys, for decoding, and the plan that divides the work among
-SMs."""
+"""Scores of the lightning indexer over a paged cache of keys, for decoding, and the plan by which the kernel divides
+the keys among SMs."""
 
 import torch
 
@@ -9,14 +9,15 @@ from dsa.reference.indexer.fp8_mqa_logits import padded_logits
 from dsa.reference.indexer.index_scores import index_scores
 
 SPLIT_KV = 256
-MOST_SPLITS = 2**31 - 1  # most splits of all sequences together; the plan is int32
+MOST_SPLITS = 2**31 - 1  # most splits of all sequences together, because the plan is int32
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from boundary i to the one before boundary i + 1.
+    """The plan of `fp8_paged_mqa_logits`: SM i computes the splits from row i of the plan up to row i + 1, exclusive.
 
-    A split is 256 keys of one sequence. Arguments and result as in `dsa.get_paged_mqa_logits_metadata`.
-    Source: DeepGEMM's function of this name; the plan is that of DeepGEMM for next_n <= 2.
+    A split is 256 keys of one sequence; a sequence's last split can have fewer. Arguments and result as in
+    `dsa.get_paged_mqa_logits_metadata`.
+    Source: DeepGEMM's function of this name; for next_n <= 2 the plan equals DeepGEMM's.
     """
     lengths = context_lens.long().clamp_min(0)
     if lengths.dim() == 2:
@@ -26,7 +27,8 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     total = splits.sum()
     sm = torch.arange(num_sms + 1, device=context_lens.device)
     first = sm * (total // num_sms) + (sm - (num_sms - total % num_sms)).clamp_min(0)
-    # right=True finds the first sequence that ends after the boundary, so sequences without keys are skipped.
+    # right=True finds the first sequence whose splits end after split number `first`, so sequences without keys are
+    # skipped.
     sequence = torch.searchsorted(ends, first, right=True)
     before = torch.cat((ends - splits, total[None]))[sequence]
     return torch.stack((sequence, first - before), dim=1).int()
@@ -47,10 +49,11 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
-    Returns [B * next_n, max_context_len], a view of a wider buffer whose rows start at multiples of 1024 bytes.
-    `clean_logits` and `accumulators` have no effect: the reference writes -inf past a row's keys, computes in fp32, and
-    rounds to `logits_dtype` once. A length of 0 or less gives a row of -inf. A key whose page is outside the table or
-    the cache gives -inf. The reference accepts any page size. Arguments as in `dsa.fp8_paged_mqa_logits`.
+    k[b, s] is key s of sequence b, in page block_table[b, s // P]. Returns [B * next_n, max_context_len], a view of a
+    wider buffer whose rows start at multiples of 1024 bytes. `schedule_meta`, `clean_logits` and `accumulators` have no
+    effect: the reference needs no plan, writes -inf past the keys that a query sees, computes in fp32, and rounds to
+    `logits_dtype` once. A length of 0 or less gives a row of -inf. A key whose page is outside the table or the cache
+    gives -inf. Unlike the kernel, the reference accepts any page size P. Arguments as in `dsa.fp8_paged_mqa_logits`.
     Source: DeepGEMM's function of this name.
     """
     batch, next_n = q.shape[:2]

@@ -1,4 +1,5 @@
-"""The preparation of the lightning indexer's queries and keys for scoring: norm, rope, Hadamard, FP8."""
+"""The preparation of the lightning indexer's queries and keys for scoring: LayerNorm (keys only), rope, Hadamard
+transform, and the cast to FP8."""
 
 import torch
 
@@ -20,9 +21,10 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, and w8 = weights s, so that q8 needs no scale.
+    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, and w8 = weights s, so that the scores need no s.
 
-    Returns (q8, w8). Rope and Hadamard each round to q's dtype. Arguments as in `dsa.quantize_indexer_queries`.
+    H128 is the Hadamard transform of 128 channels, and FP8 is the cast `per_token_cast_to_fp8`. Returns (q8, w8). Rope
+    and Hadamard each round to q's dtype. Arguments as in `dsa.quantize_indexer_queries`.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     q8, scale = per_token_cast_to_fp8(
@@ -49,8 +51,9 @@ def write_indexer_keys(
 ) -> None:
     """Write FP8(H128 rope(LayerNorm(k))) of token t and its scale to the slot slots[t] = page * P + offset, in place.
 
-    LayerNorm, rope and Hadamard each round to k's dtype. No other byte of the cache changes. Raises ValueError for a
-    slot below -1 or beyond the cache. Arguments as in `dsa.write_indexer_keys`.
+    H128 is the Hadamard transform of 128 channels, and FP8 is the cast `per_token_cast_to_fp8`. LayerNorm, rope and
+    Hadamard each round to k's dtype. Slot -1 skips the token. No other byte of the cache changes. Raises ValueError,
+    before it writes, for a slot below -1 or beyond the cache. Arguments as in `dsa.write_indexer_keys`.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     normed = torch.nn.functional.layer_norm(k.float(), k.shape[1:], norm_weight, norm_bias, eps).to(k.dtype)

@@ -26,8 +26,9 @@ def indexer_select(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)`.
 
-    ks and ke are clipped to the keys. The scores are computed in fp32 for any `accumulators`, for a chunk of queries at
-    a time. Arguments and results as in `dsa.indexer_select`.
+    ks and ke are cu_seq_len_k_start and cu_seq_len_k_end, clipped to [0, keys]; `topk_indices` also gets block_table,
+    page_size, row_to_seq and return_values. The scores are computed in fp32 for any `accumulators`, for a chunk of
+    queries at a time. Arguments and results as in `dsa.indexer_select`.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
     indices, values = indices_and_values(q, *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, *options)

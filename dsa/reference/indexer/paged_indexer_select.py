@@ -27,9 +27,9 @@ def paged_indexer_select(
     """`topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
     top_k, lengths=L)`. If `slots` is True, `topk_indices` also gets block_table, page_size and row_to_seq.
 
-    L is the number of keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The scores are
-    computed in fp32 for any `accumulators`, for a chunk of sequences at a time. If the cache has no pages, no key is
-    selected. Arguments and results as in `dsa.paged_indexer_select`.
+    L [B * next_n] is the number of keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The
+    scores are computed in fp32 for any `accumulators`, for a chunk of sequences at a time. If the cache or the table
+    has no pages, no key is selected. Arguments and results as in `dsa.paged_indexer_select`.
     """
     options = max_context_len, top_k, slots, return_values, accumulators
     indices, values = indices_and_values(q, kv_cache, weights, context_lens, block_table, *options)

@@ -1,4 +1,5 @@
-"""Exact selection of the k largest scores. The choice among equal scores does not depend on the machine or batch."""
+"""Exact selection of the k largest scores of each row. Of equal scores the lowest index is picked, so the result does
+not depend on the machine or on other rows."""
 
 import torch
 
@@ -22,10 +23,11 @@ def topk_indices(
     sorted: bool = False,
     return_values: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r.
+    """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r, as indices that count from
+    starts[r]. With block_table, as cache slots.
 
     Of equal scores the lowest index is picked; -0.0 equals 0.0. -inf is the lowest score and can be picked; NaN is
-    never picked. Arguments and results as in `dsa.topk_indices`, without out.
+    never picked. Arguments and results as in `dsa.topk_indices`; the reference has no `out`.
     """
     options = starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
     indices, values = indices_and_values(scores, k, *options)
@@ -64,8 +66,11 @@ def indices_and_values(
 def _select(
     scores: torch.Tensor, k: int, first: torch.Tensor, count: torch.Tensor, by_value: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (indices, values) [rows, min(k, cols)], ordered by value or by index. In rows with fewer candidates, -1
-    and -inf follow."""
+    """Return (indices, values) [rows, min(k, cols)], where indices count from `first`. They are ordered by falling
+    value if by_value is set, else by rising index. In rows with fewer candidates, -1 and -inf follow.
+
+    first, count: [rows, 1], the first candidate column and the number of candidates of each row.
+    """
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()

@@ -21,8 +21,8 @@ def flash_mla_sparse_fwd(
 
     Intermediate results are fp32. A query's result does not depend on other queries, with either value of
     `enable_batch_invariant`. A query without keys has out 0, max_logits -inf and lse +inf, and NaN in kv reaches only
-    the queries that select it. Arguments as in `dsa.flash_mla_sparse_fwd`, without out; with fp32 queries, keys may
-    have any float dtype.
+    the queries that select it. Arguments as in `dsa.flash_mla_sparse_fwd`, but the reference has no `out`, and accepts
+    kv of another float dtype than q's.
     Source: FlashMLA's function of this name.
     """
     index = indices.squeeze(1)

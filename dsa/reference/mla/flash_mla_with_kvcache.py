@@ -30,10 +30,11 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
-    Intermediate results are fp32, and the scales of a byte cache are used at full precision. The result does not depend
-    on the plan, and no sequence's result depends on another sequence. A query without keys has out 0 and lse +inf, and
-    NaN in a cached row reaches only the queries that select it. Arguments as in `dsa.flash_mla_with_kvcache`, without
-    out; with fp32 queries, keys may have any float dtype.
+    Without `indices` these are the keys of the query's sequence (dense), with `indices` the selected keys of both
+    caches (sparse). Intermediate results are fp32, and the scales of a byte cache are used at full precision. The
+    result does not depend on the plan, and no sequence's result depends on another sequence. A query without keys has
+    out 0 and lse +inf, and NaN in a cached row reaches only the queries that see or select it. Arguments as in
+    `dsa.flash_mla_with_kvcache`, but the reference has no `out`, and accepts float caches of another dtype than q's.
     Source: FlashMLA's function of this name, which supports fewer caches, head counts and combinations.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -105,7 +106,8 @@ def sparse_mla_decode(
 def _sparse(
     q: torch.Tensor, selections: list[tuple[torch.Tensor, torch.Tensor]], d_v: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of q [R, h_q, d] to the keys in pairs of (cache, slots [R, K]). Slot -1 names no key.
+    """Compute attention of q [R, h_q, d] to the keys of all pairs (cache, slots [R, K]), with one softmax over all
+    pairs. R = B * s_q; K can differ between pairs. Slot -1 names no key.
 
     Return out [R, h_q, d_v] and lse [R, h_q].
     """
@@ -122,7 +124,8 @@ def _sparse(
 
 
 def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """Return the indices as slots [B * s_q, K], with -1 for every index that names no key."""
+    """Return the indices as slots [B * s_q, K], with -1 for every index outside the cache, and in sequence b for those
+    after the first topk_length[b] of a query."""
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]

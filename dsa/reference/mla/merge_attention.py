@@ -14,7 +14,8 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
-    Intermediate results are fp32. Where no set has keys, out is 0 and lse +inf. Arguments as in `dsa.merge_attention`.
+    An lse_i of +inf or -inf marks a set without keys, whose out_i is ignored. Where no set has keys, out is 0 and lse
+    +inf. Intermediate results are fp32. Arguments as in `dsa.merge_attention`.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     branches = torch.stack([*lses])

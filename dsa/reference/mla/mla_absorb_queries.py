@@ -11,7 +11,8 @@ from dsa.reference.gemm.fp8_cast import dequantize_per_block
 def by_head(
     weight: torch.Tensor, weight_scale: torch.Tensor, heads: int, dtype: torch.dtype, least: int
 ) -> torch.Tensor:
-    """Return kv_b as [H, N, L] in `dtype`. It is contiguous, so that sums do not depend on the weight's strides.
+    """Return kv_b as [H, N, L] in `dtype`: per head the N rows of W_UK and W_UV, each of L latent channels. It is
+    contiguous, so that sums do not depend on the weight's strides.
 
     least: the value of N if there are no heads.
     """
@@ -30,7 +31,8 @@ def mla_absorb_queries(
 ) -> torch.Tensor:
     """q[t, h] = [sum_d q_nope[t, h, d] W_UK[h][d] | rope(q_pe[t, h])].
 
-    W_UK is dequantised to q_nope's dtype; products are summed in fp32. Arguments as in `dsa.mla_absorb_queries`.
+    W_UK[h][d] is row d of head h in kv_b, dequantised to q_nope's dtype. Products are summed in fp32, and the sum is
+    rounded to q_nope's dtype. Arguments as in `dsa.mla_absorb_queries`.
     """
     heads, nope = q_nope.shape[1:]
     w_uk = by_head(*kv_b, heads, q_nope.dtype, nope)[:, :nope]

@@ -1,4 +1,4 @@
-"""Plans of MLA decoding, for both calling styles of FlashMLA: an object, or two tensors in its older versions."""
+"""Plans of MLA decoding, for both calling styles of FlashMLA: an object, or in older versions two tensors."""
 
 import dataclasses
 
@@ -11,6 +11,8 @@ _TO_THE_END = 2**30
 class FlashMLASchedMeta:
     """The plan that `flash_mla_with_kvcache` stores on its first call. Later calls must have the same `config`.
 
+    config   what the plan is bound to: the shapes of q and of a page of k_cache, `causal`, and in sparse decoding the
+             page size and the number of indices per query of each cache
     capture  the ID of the stream capture during which the plan was made: each replay of that CUDA graph computes the
              plan again. None: the plan was not made during a capture
     """
@@ -25,8 +27,8 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
-    Arguments and results as in `dsa.get_mla_metadata`. The reference needs no plan, so in the old style the plan has
-    one part and no splits.
+    Arguments and results as in `dsa.get_mla_metadata`. The reference needs no plan. In the new style (no arguments) the
+    object is empty; in the old style (with arguments) the plan has one part and splits no sequence.
     Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:
@@ -37,7 +39,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the reference's plan, which has one part and splits no sequence.
 
-    Its numbers are filled in on the device, because a copy from the host would make the host wait.
+    Its numbers are filled in on the device, because a copy from the host would make the host wait for the device.
     """
     batch = cache_seqlens.shape[0]
     metadata = torch.zeros(1, 8, dtype=torch.int32, device=cache_seqlens.device)

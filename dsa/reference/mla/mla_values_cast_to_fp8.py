@@ -14,7 +14,8 @@ def mla_values_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8` of y[t, h] = W_UV[h] attended[t, h], W_UV dequantised to attended's dtype, sums in fp32.
 
-    y is rounded to attended's dtype before the cast. Arguments as in `dsa.mla_values_cast_to_fp8`.
+    W_UV[h] is the last v_dim rows of head h in kv_b. y is rounded to attended's dtype before the cast. Arguments as in
+    `dsa.mla_values_cast_to_fp8`.
     """
     w_uv = by_head(*kv_b, attended.shape[1], attended.dtype, v_dim)[:, -v_dim:]
     y = torch.einsum("thc,hvc->thv", attended.float(), w_uv.float()).to(attended.dtype)

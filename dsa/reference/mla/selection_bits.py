@@ -8,7 +8,7 @@ KEYS, WORDS = 128, 4  # keys per block, and words of 32 bits per block
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
     """Bit 2 i + j of bits[t, 4 b + c]: whether query t's list contains the key starts[t] + 128 b + 8 i + 2 c + j.
 
-    Arguments as in `dsa.selection_bits`.
+    0 <= i < 16, 0 <= c < 4 and 0 <= j < 2; starts None stands for zeros. Arguments as in `dsa.selection_bits`.
     """
     blocks = -(-max_keys // KEYS)
     key = indices.long() if starts is None else indices.long() - starts.long()[:, None]
@@ -27,9 +27,9 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
 
 def selected_keys(bits: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return the inverse of `selection_bits`: bool [T, keys], whether each key's bit is set.
+    """Return the inverse of `selection_bits`: bool [T, keys], whether each key's bit is set in bits [T, words].
 
-    Keys for which bits [T, words] has no bit are not selected.
+    Keys after the last bit are not selected.
     """
     by_word = bits[..., None].long() >> torch.arange(32, device=bits.device) & 1
     blocks = bits.shape[1] // WORDS

@@ -26,8 +26,9 @@ def sliding_window_attention(
     its last tokens: query i of Lq has p = Lk - Lq + i. A query with p < 0 sees no key.
 
     Intermediate results are fp32. A query without keys, including one that belongs to no sequence, has out 0 and lse
-    +inf. NaN in kv reaches only the queries whose window contains it. Arguments as in `dsa.sliding_window_attention`;
-    with fp32 queries, keys may have any float dtype.
+    +inf. NaN in kv reaches only the queries whose window contains it. Raises ValueError for cu_seqlens that decrease,
+    are negative or exceed the number of rows. Arguments as in `dsa.sliding_window_attention`, but kv may have another
+    float dtype than q's.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -60,7 +61,8 @@ def window_sparse_attention(
     indices[t] of compressed. There is one softmax over all of them, and one sink.
 
     Intermediate results are fp32. A query without keys has out 0 and lse +inf, and NaN reaches only the queries that
-    attend to it. Arguments as in `dsa.window_sparse_attention`; with fp32 queries, keys may have any float dtype.
+    attend to it. Raises ValueError like `sliding_window_attention`. Arguments as in `dsa.window_sparse_attention`, but
+    kv and compressed may have other float dtypes than q's.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -87,8 +89,8 @@ def _window(
     window: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the boundaries, and return `indices` if it is given. Otherwise return the indices of each query's window,
-    with at most one column per row of kv."""
+    """Check the boundaries, and return `indices` if it is given. Otherwise return the result of `window_indices`, but
+    for a window of at most kv's rows, so that memory does not grow with the window."""
     for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
         values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:

@@ -26,7 +26,7 @@ def sliding_window_decode(
 
     Intermediate results are fp32. A query without keys has out 0 and lse +inf. A page outside the table or the cache
     has no keys. NaN in a cached row reaches only the queries whose window contains it. Arguments as in
-    `dsa.sliding_window_decode`; with fp32 queries, keys may have any float dtype.
+    `dsa.sliding_window_decode`, but a float cache may have another dtype than q's.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     window = columns_of(window, block_table, cache)
@@ -36,5 +36,5 @@ def sliding_window_decode(
 
 def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
     """Return the window, but at most the number of keys that a row of block_table covers, so that memory does not grow
-    with the window."""
+    with the window. Without a block_table return the window, which a ring is long enough for."""
     return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))

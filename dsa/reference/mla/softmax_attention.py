@@ -1,4 +1,4 @@
-"""Softmax attention of each query to its own list of keys, which most MLA references use.
+"""The softmax attention that most MLA references use: each query attends to a list of keys.
 
 A key's value is its first d_v channels. A query without keys has output 0, LSE +inf and largest logit -inf.
 """
@@ -50,8 +50,8 @@ def gather_attend(
     parts = []
     for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):
         valid = (index >= 0) & (index < keys)
-        # embedding is twice as fast on a CPU as padded[...]. The gradients of index_select are not deterministic on a
-        # GPU.
+        # embedding, because padded[...] takes twice as long on a CPU, and the gradients of index_select are not
+        # deterministic on a GPU.
         rows = torch.nn.functional.embedding(torch.where(valid, index, keys), padded)
         parts.append(attend(q_part, rows, valid, scale, d_v))
     out, lse, max_logits = (torch.cat(x) for x in zip(*parts))

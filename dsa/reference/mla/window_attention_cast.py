@@ -30,9 +30,10 @@ def window_attention_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a window, and over selected keys if `compressed` is given; inverse rotation; and the cast to FP8.
 
-    `window_sparse_attention`, or without `compressed` `sliding_window_attention`, computes out; `apply_rotary` rotates
-    its last channels by the negative angles; `per_token_cast_to_fp8` casts the groups of heads, and the rows of a group
-    are adjacent in the result. Arguments as in `dsa.window_attention_cast_to_fp8`.
+    The attention is `window_sparse_attention`, or `sliding_window_attention` if `compressed` is None. `apply_rotary`
+    rotates the last channels of the attention's result by the negative angles. `per_token_cast_to_fp8` casts the
+    channels of each group of heads: row g * T + t of the result is group g of query t. Raises ValueError like
+    `sliding_window_attention`. Arguments as in `dsa.window_attention_cast_to_fp8`.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     softmax = (softmax_scale, q.shape[2], attn_sink)

@@ -4,7 +4,8 @@ import torch
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
-    """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees.
+    """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees, and then -1 up to `window`
+    numbers.
 
     Query t = cu_seqlens_q[b] + i is number i of the Lq queries of sequence b, whose Lk keys begin at k0 =
     cu_seqlens_k[b]. p is the query's position among these keys. The queries are the last of the sequence's tokens: p =
@@ -39,8 +40,10 @@ def window_slots(
     key.
 
     Key s is in slot block_table[b, s // page_size] * page_size + s % page_size. Without a table page b is a ring, and
-    key s is in slot b * page_size + s % page_size. Arguments as in `dsa.window_slots`.
-    Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
+    key s is in slot b * page_size + s % page_size. -1 stands for keys without a slot, and fills up the list. Arguments
+    as in `dsa.window_slots`.
+    Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code uses a ring, inference engines use
+    pages.
     """
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
     last = cache_seqlens.long()[:, None] - s_q + torch.arange(s_q, device=device)

@@ -13,7 +13,8 @@ def combine_experts(
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; then residual + out.
+    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once. With residual:
+    residual + out, rounded again.
 
     Without weights, all weights are 1. Rows outside y count as zero. Rows of y that `rows` does not name do not affect
     the result, even if they are NaN. Products are rounded to fp32 and added in the order of j, shared last.

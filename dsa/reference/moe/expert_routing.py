@@ -22,15 +22,16 @@ def moe_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts that each token is sent to, and their weights.
 
-    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias. The experts form n_group groups of E
-    / n_group. A group is rated by the sum of its two best experts; only the best topk_group groups stay. Of their
-    experts the top_k best are chosen, the best first. An expert's weight is its s without the bias, times `scale`; with
-    `normalise`, s is first divided by the sum of the chosen experts' s plus 1e-20. Of equal groups or experts the one
-    with the lowest number is chosen.
+    s = sigmoid(logits), or sqrt(softplus(logits)). The experts form n_group groups of E / n_group. If there are
+    several, a group's score is the sum of the group's two largest s + bias, and only the topk_group groups with the
+    largest scores remain. Of the remaining experts, the top_k with the largest s + bias are chosen, the largest first.
+    An expert's weight is its s without the bias, times `scale`; with `normalise`, s is first divided by the sum of the
+    chosen experts' s plus 1e-20. Of equal groups or experts the one with the lowest number is chosen.
 
-    NaN ranks above all numbers. Differentiable in logits, through the weights. Arguments as in `dsa.moe_gate`.
-    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is from transformers,
-    where all families use it.
+    NaN counts as larger than all numbers. Differentiable in logits, through the weights. Arguments as in
+    `dsa.moe_gate`.
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is from the
+    transformers library, which adds it in all model families.
     """
     logits = logits.contiguous()  # the last bit of a sigmoid on a CPU depends on strides
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
@@ -52,7 +53,8 @@ def _best(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort entries by expert. Entries of one expert keep their order; entries that name no expert come last.
+    """Sort entries by expert. Entries of one expert keep their order; entries outside [0, count) have no expert and
+    come last.
 
     Arguments and results (order, rows, ends) as in `dsa.sort_by_expert`.
     """

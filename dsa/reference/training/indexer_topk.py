@@ -1,4 +1,5 @@
-"""The selection of keys in the sparse stage of training: each query's best keys by scores that are not quantised."""
+"""The selection of keys in the sparse stage of training: each query's top_k keys by index scores that are not
+quantised."""
 
 import torch
 
@@ -20,10 +21,12 @@ def indexer_topk(
     max_seqlen_k: int,
     causal: bool = True,
 ) -> torch.Tensor:
-    """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
+    """The top_k keys s with the largest I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]) for every query t.
 
-    Scores are not quantised. Of equal scores the lowest index is picked; NaN is never picked. Not differentiable.
-    Arguments as in `dsa.indexer_topk`.
+    Sequences are packed, and a query selects keys of the same sequence only. Returns rows of k_idx, int32 [Tq, 1,
+    top_k], in ascending order, with -1 after them if the query sees fewer keys. Of equal scores the lowest index is
+    picked; NaN is never picked. Not differentiable. Raises ValueError for cu_seqlens that do not ascend from 0 to the
+    end. Arguments as in `dsa.indexer_topk`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     found = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]

@@ -22,8 +22,8 @@ from dsa.reference.training.packed_sequences import sequence_ranges
 
 
 class _Sequence(NamedTuple):
-    """A sequence: the slices of its queries and keys, the mask [Tq, Tk] of the keys that each query sees, and the
-    logits [H, Tq, Tk]."""
+    """One of the packed sequences, with Tq queries and Tk keys: the slices of the sequence's rows in the packed
+    tensors, the mask [Tq, Tk] of the keys that each query sees, and the attention's scaled logits [H, Tq, Tk]."""
 
     queries: slice
     keys: slice
@@ -77,9 +77,10 @@ def indexer_warmup_attention(
     I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
     kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s
 
-    Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] (natural log) and kl [Tq]. A query without keys has out 0, lse
-    +inf and kl 0. Gradients of out and lse reach q, k and v; those of kl reach q_idx, k_idx and w_idx only. Arguments
-    as in `dsa.indexer_warmup_attention`.
+    k and v are those of key head h // (H / Hk). Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] (natural log) and kl
+    [Tq], both fp32, or float64 if q is float64. A query without keys has out 0, lse +inf and kl 0. Gradients of out
+    reach q, k and v; those of lse reach q and k; those of kl reach q_idx, k_idx and w_idx only. Raises ValueError for
+    cu_seqlens that do not ascend from 0 to the end. Arguments as in `dsa.indexer_warmup_attention`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     work = work_dtype(q)
@@ -109,8 +110,9 @@ def warmup_attention_gradient(
 
     bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
 
-    With g = grad: dlogits = A (g . v - g . out); dq = softmax_scale dlogits k, dk = softmax_scale dlogits^T q and dv =
-    A^T g. dk and dv are summed over the heads that share a key.
+    With g = grad and A the softmax weights, the gradient of the scaled logits is dlogits = A (g . v - g . out). Then dq
+    = softmax_scale dlogits k, dk = softmax_scale dlogits^T q and dv = A^T g. dk and dv are summed over the query heads
+    that share a key head.
     """
     work, heads, key_heads = work_dtype(q), q.shape[1], k.shape[1]
     dq, dk, dv = (torch.zeros_like(x, dtype=work) for x in (q, k, v))

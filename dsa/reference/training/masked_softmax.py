@@ -1,6 +1,6 @@
 """Shared parts of the training references: softmax and KL over the keys that a query sees, and their gradients.
 
-Everything is computed in fp32, or in float64 for float64 inputs. Everything except the gradients is differentiable.
+Callers pass logits, scores and p in fp32, or in float64 if their inputs are float64 (`work_dtype`).
 """
 
 import torch
@@ -27,7 +27,8 @@ def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.T
 
 
 def kl_divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return KL(p || softmax(scores)) over the visible keys in the last dimension; 0 if no key is visible."""
+    """Return KL(p || softmax(scores)) over the visible keys in the last dimension; 0 if no key is visible. p must be 0
+    for the other keys."""
     if scores.shape[-1] == 0:
         return scores.sum(-1)
     some = visible.any(-1)
@@ -56,8 +57,8 @@ def index_scores_gradient(
 
 
 def selected(indices: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (row numbers [Tq, K], whether each is valid) of indices [Tq, 1, K]. Invalid indices get the row number
-    `keys`."""
+    """Return (row numbers [Tq, K], whether each is valid) of indices [Tq, 1, K]. An invalid index becomes the row
+    number `keys`, for which `rows_of` gives zeros and which `sum_of_rows` drops."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < keys)
     return index.masked_fill(~valid, keys), valid

@@ -38,9 +38,9 @@ def sparse_indexer_loss(
     p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
-    lse is each head's LSE over all keys that its softmax covers. None means the LSE over the selected keys alone, so
-    that every head has the same weight. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only.
-    `deterministic` affects only the kernels. Arguments as in `dsa.sparse_indexer_loss`.
+    lse_h is the LSE over all keys that the softmax of head h covers. None means the LSE over the selected keys alone,
+    so that every head has the same weight in p. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx
+    only. `deterministic` affects only the kernels. Arguments as in `dsa.sparse_indexer_loss`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return loss_and_score_gradient(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)[0]
@@ -81,8 +81,8 @@ def _target(
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # The logarithm of the part of each head's softmax that the selected keys have. The parts themselves can be too
-        # small for fp32 in all heads.
+        # For each head, the logarithm of the part of the head's softmax that falls on the selected keys. The weights of
+        # heads are normalised here in logarithms, because these parts can be too small for fp32 in all heads.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
@@ -100,7 +100,8 @@ def sparse_indexer_loss_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q_idx, k_idx and w_idx for the gradient `grad` [Tq] of kl.
 
-    d_scores: the gradient of kl with respect to I. Its first K columns are read.
+    d_scores: [Tq, at least K], the gradient of kl with respect to I. Only its first K columns are read, because the
+    kernels pad it.
     """
     index, _ = selected(indices, len(k_idx))
     of_scores = grad.to(work_dtype(q_idx))[:, None] * d_scores[:, : index.shape[1]]

@@ -19,8 +19,9 @@ def sparse_mla_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
 
-    attn_sink is a logit in the softmax without a value. Gradients of out reach q, kv and attn_sink; those of lse reach
-    q and kv. `deterministic` affects only the kernels. Arguments as in `dsa.sparse_mla_attention`.
+    attn_sink is an additional logit in the softmax of out that has no value; lse does not include it. Gradients of out
+    reach q, kv and attn_sink; those of lse reach q and kv. `deterministic` affects only the kernels. Arguments as in
+    `dsa.sparse_mla_attention`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     index, valid = selected(indices, len(kv))
@@ -44,10 +45,12 @@ def sparse_mla_attention_gradient(
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of q, kv and attn_sink for the gradients of out and lse.
+    """Return the gradients of q, kv and attn_sink. grad_out and grad_lse are the gradients of out and lse; None counts
+    as zeros.
 
-    With A = exp(logits - lse), f = e^lse / (e^lse + e^sink), g = grad_out, delta = g . out: the gradient of the logits
-    is A (f (g . v - delta) + grad_lse), and that of the sink is -sum_t (1 - f) delta.
+    With A = exp(logits - lse), f = e^lse / (e^lse + e^sink), g = grad_out, delta = g . out: the gradient of the scaled
+    logits is A (f (g . v - delta) + grad_lse), and the gradient of the sink is -sum_t (1 - f) delta. Without a sink f
+    is 1, and None is returned as the sink's gradient.
     """
     work, d_v = work_dtype(q), out.shape[2]
     index, valid = selected(indices, len(kv))

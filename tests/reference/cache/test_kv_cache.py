@@ -12,7 +12,7 @@ FIRST = torch.tensor([0])
 
 
 def bf16_bytes(x):
-    """Return the bytes of x in bf16, which are the upper half of its fp32 bytes. x must be exact in bf16."""
+    """Return the bytes of x in bf16, which are the upper half of the bytes in fp32. x must be exact in bf16."""
     return struct.pack("<f", x)[2:]
 
 
@@ -37,7 +37,7 @@ def test_v32_bytes_by_hand():
     write_kv_cache(kv, cache, torch.tensor([2]))
     assert cache[0].eq(0xEE).all() and cache[1, 1].eq(0xEE).all()
     # The first group has scale 1: values 448, 1, -2. The second has scale 4: values 900 / 4 = 225, which rounds to 224,
-    # and 1 / 4. In the two groups of zeros the scale is the lower limit 2^-22.
+    # and 1 / 4. The other two groups are zeros, so their scale is the lower limit 2^-22.
     parts = {0: b"\x7e\x38", 127: b"\xc0", 128: b"\x76\x28", 528: bf16_bytes(1.0), 654: bf16_bytes(-0.5)}
     parts[512] = struct.pack("<4f", 1.0, 4.0, 2.0**-22, 2.0**-22)
     assert cache[1, 0, 0].tolist() == bytes_of(656, parts)

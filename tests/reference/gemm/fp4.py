@@ -6,7 +6,7 @@ import torch
 from dsa.cases.gemm import E2M1, fp4_values
 
 VALUES = [*E2M1, *(-x for x in E2M1)]
-SMALLEST, LARGEST = 1, 7  # codes
+SMALLEST, LARGEST = 1, 7  # the codes of 0.5 and 6
 
 
 def pack(codes):
@@ -19,7 +19,7 @@ def e8m0(exponents):
 
 
 def weight(codes, exponents):
-    """Return the weight in float64."""
+    """Return the weight [..., O, I] in float64, for exponents [..., O, I / 32] of the groups' scales."""
     return fp4_values(pack(codes), e8m0(exponents))
 
 

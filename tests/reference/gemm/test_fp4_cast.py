@@ -1,5 +1,5 @@
-"""The references that convert FP4 weights to FP8: the result is exact, or if e4m3's range does not suffice, an error is
-raised."""
+"""The references that convert FP4 weights to FP8: the result is exact, or an error is raised if e4m3's range does not
+suffice."""
 
 import re
 
@@ -22,7 +22,7 @@ def assert_lossless(codes, exponents):
 
 
 def test_all_codes_at_all_offsets():
-    """The scales of groups are up to 2^14 times smaller than the largest scale of their block."""
+    """The scales of groups are 2^0 to 2^-14 times the largest scale of their block."""
     codes, exponents = torch.arange(128 * 128).view(128, 128) % 16, -(torch.arange(512).view(128, 4) % 15)
     assert assert_lossless(codes, exponents - 3).tolist() == [[2.0**-9]]
 
@@ -48,7 +48,7 @@ def test_ends_of_the_scale_range(top):
 
 
 def test_groups_of_zeros_are_ignored():
-    """Quantisers may write any scale for groups of zeros."""
+    """Quantisers can write any scale for groups of zeros."""
     codes = random_codes(128, 256)
     codes[5, 32:64] = 8  # the code of -0
     codes[6, 64:96] = codes[:, 128:] = 0
@@ -65,8 +65,8 @@ def test_the_largest_spread_is_exact(code):
 
 
 def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
-    """Return a weight in which every code is the largest one and every group has the exponent `top`. Group `group` of
-    row `row` has the given code and exponent instead."""
+    """Return (packed, scale) of a rows x rows weight in which every code is the largest one and every group has the
+    exponent `top`. Group `group` of row `row` has the given code and exponent instead."""
     codes, exponents = torch.full((rows, rows), LARGEST), torch.full((rows, rows // 32), top)
     codes[row, 32 * group : 32 * group + 32], exponents[row, group] = code, exponent
     return pack(codes), e8m0(exponents)
@@ -75,10 +75,10 @@ def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
 @pytest.mark.parametrize(
     ("weight", "block", "exponents", "spread"),
     [
-        # e4m3 could represent larger codes at this exponent. They are refused as well, because the kernels have a table
-        # for an exponent only if e4m3 can represent all codes.
+        # At 2^-15 e4m3 cannot represent code 1, but it can represent some larger codes. All codes are refused, because
+        # the kernels have a table for an exponent only if e4m3 can represent all codes.
         *((spread_out(256, 200, 5, -15, code=code), "[1, 1]", "2^-15 to 2^0", 15) for code in range(1, 8)),
-        # A value far below the smallest fp32 number must not be treated as zero.
+        # In fp32 the ratio of these scales, 2^-254, is 0. The group must be refused, and not be treated as zeros.
         (spread_out(128, 3, 3, -127, 127), "[0, 0]", "2^-127 to 2^127", 254),
     ],
 )

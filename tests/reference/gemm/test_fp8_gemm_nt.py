@@ -26,15 +26,19 @@ def test_errors_are_at_most_1e_5(rows, columns, channels):
 
 @pytest.mark.parametrize(("scales", "total"), [([2.0**24, 1.0, 1.0], 2.0**24), ([1.0, 1.0, 2.0**24], 2.0**24 + 2)])
 def test_blocks_are_added_in_order(scales, total):
-    """In fp32, adding 1 twice to 2^24 gives 2^24, but adding the ones first gives 2^24 + 2."""
+    """Each block of channels adds 2^24 or 1. In fp32, adding 1 twice to 2^24 gives 2^24, but adding 2^24 to 1 + 1 gives
+    2^24 + 2."""
     q = torch.zeros(1, 384).to(E4M3)
     q[0, ::128] = 1.0
     assert fp8_gemm_nt((q, torch.tensor([scales])), (q, torch.ones(1, 3)), F32).item() == total
 
 
 def exact(*rows, channels=256):
-    """Return (small integers in e4m3, power-of-two scales). Their sums are exact, so they have the same bits in any
-    order and on any CPU."""
+    """Return (small integers in e4m3, power-of-two scales). Sums of their products are exact, so they have the same
+    bits in any order and on any CPU.
+
+    rows: (M,) for activations, or (E, N) for weights.
+    """
     blocks = rows if len(rows) == 1 else (rows[0], -(-rows[1] // 128))
     return torch.randint(-4, 5, (*rows, channels)).float().to(E4M3), 2.0 ** torch.randint(-3, 3, (*blocks, 2))
 
@@ -49,7 +53,7 @@ def test_leading_dimensions_and_empty_inputs():
 
 
 def grouped(rows):
-    """Return a with 9 rows, b with 4 weights, and ends for this many rows."""
+    """Return a with 9 rows, b with 4 weights, and ends of the weights' rows for a product of `rows` rows."""
     return exact(9), exact(4, 136), i32([2, 2, rows - 1, rows])
 
 
@@ -79,7 +83,7 @@ def test_weights_multiply_sums_before_they_are_rounded(rows, dtype):
     dtype=st.sampled_from([F32, BF16, F16]),
 )
 def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, dtype):
-    """Neither the values, scales and weights of these rows nor their row numbers are read."""
+    """The values, scales, weights and row numbers of these rows are not read."""
     (q, s), b, _ = grouped(9)
     ends = i32(sorted(min(cut, count) for cut in cuts))
     used, weights, rows = int(ends[-1]), torch.rand(count), None

@@ -1,4 +1,4 @@
-"""The reference of index_scores: every dtype, keys that all queries share or separate keys per query, scores per head,
+"""The reference of index_scores: four dtypes, keys that all queries share or separate keys per query, scores per head,
 and gradients."""
 
 import pytest

@@ -20,7 +20,7 @@ def test_every_number_of_queries_at_a_time_is_right(row_to_seq, page_size, retur
     """The operands have exact sums, because a CPU can sum in another order if a chunk has few queries."""
     sizes = {"queries": 5, "keys": 90, "top_k": 12, "page_size": page_size, "return_values": return_values}
     given = CASE.arguments(**sizes, exact=True)
-    if page_size and not row_to_seq:  # a table per query
+    if page_size and not row_to_seq:  # one row of the table per query
         given |= {"block_table": given["block_table"][given["row_to_seq"].long()], "row_to_seq": None}
     with mock.patch.object(module, "_CHUNK", chunk):
         CASE.check(given, CASE.results(given))

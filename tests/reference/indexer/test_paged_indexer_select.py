@@ -21,7 +21,8 @@ LENGTHS = {
 
 
 def arguments(lengths=(80, 80, 80), next_n=2, columns=80, **options):
-    """Return arguments with exact sums, because a CPU can sum in another order if a chunk has few sequences."""
+    """Return arguments with tables of 5 pages. Their sums are exact, because a CPU can sum in another order if a chunk
+    has few sequences."""
     sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "columns": columns, "exact": True}
     given = CASE.arguments(**sizes, **options)
     return given | {"block_table": given["block_table"][:, :5]}
@@ -43,13 +44,14 @@ def test_every_number_of_sequences_at_a_time_is_right(name, columns, slots, chun
     [
         (16, False, slice(16), [*range(16, 32)], [True] * 16),
         (42, False, slice(42), [*range(40), -1, -1], [False] * 16 + [True] * 16 + [False] * 10),
-        # A negative page has no slot.
+        # Keys of a negative page have no slot, and keys of a page beyond the cache have one.
         (42, True, slice(16), [-1] * 16, [False] * 16),
         (42, True, slice(32, 42), [1000 * PAGE + i for i in range(8)] + [-1, -1], [False] * 10),
     ],
 )
 def test_keys_without_a_page_are_selected_if_there_are_too_few_others(top_k, slots, columns, expected, finite):
-    """Keys of missing pages have the score -inf, so they are selected last."""
+    """Pages 0 and 2 of the sequence's 40 keys are missing. Their keys have the score -inf, so they are selected
+    last."""
     given = arguments((48,), 1, columns=48, top_k=top_k, slots=slots) | {"context_lens": i32([40])}
     given["block_table"][0, 0], given["block_table"][0, 2] = -1, 1000
     got, values = paged_indexer_select(**given)

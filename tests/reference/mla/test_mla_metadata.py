@@ -45,7 +45,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_plan_copies_no_numbers_from_the_host():
-    """A copy would make the host wait for the device."""
+    """A copy from the host would make the host wait for the device."""
     with Copies():
         get_mla_metadata(LENGTHS, 128, 1, topk=2048)
 
@@ -73,7 +73,7 @@ def test_calls_take_no_plan_and_plans_of_the_old_style(plan):
     "make", [FlashMLASchedMeta, Theirs, lambda: Theirs(True, "theirs", i32([[9] * 8]), i32([9] * 3))]
 )
 def test_a_plan_of_the_new_style_is_bound_to_the_shapes_of_its_first_call(make, other):
-    """An object of another library's class keeps its own fields."""
+    """If the object is of another library's class, the op does not change its fields."""
     meta = make()
     before = dict(vars(meta))
     decode(meta)

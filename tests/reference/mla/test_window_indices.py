@@ -33,7 +33,7 @@ def test_bounds_in_any_order_name_no_negative_key(seed):
     cu_q, cu_k = (special[torch.randint(len(special), (6,))] for _ in range(2))
     got = window_indices(cu_q, cu_k, 9, 4)
     assert got.ge(-1).all()
-    # The keys of a row are consecutive. After the last one there is only -1.
+    # The keys of a row are consecutive, and only -1 follows the last key.
     after = got[:, 1:]
     assert ((after == -1) | (after == got[:, :-1] + 1) & (got[:, :-1] >= 0)).all()
 
@@ -42,8 +42,8 @@ def test_bounds_in_any_order_name_no_negative_key(seed):
 @pytest.mark.parametrize("window", [1, 3, 8, 50])
 @pytest.mark.parametrize("more", [None, 0, 5])
 def test_slots_are_right(more, window, s_q):
-    """more: None for a paged cache with some pages missing; otherwise a ring buffer with this many rows more than the
-    window needs."""
+    """more: None for a paged cache with some pages missing; otherwise a ring with this many rows more than window + s_q
+    - 1, the number of keys that all queries of a sequence see together."""
     lengths = (0, 1, 2, 5, 9, 12, 13, 40, -3, -(2**31), 2**31 - 1)
     page, ring = (3, False) if more is None else (window + s_q - 1 + more, True)
     given = SLOTS.arguments(lengths=lengths, s_q=s_q, window=window, pages=4, page=page, ring=ring)

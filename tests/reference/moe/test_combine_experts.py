@@ -9,8 +9,8 @@ from tests.reference.common import BF16, F32, INF, NAN, assert_same_gradients, i
 
 
 def test_sums_are_rounded_once_and_in_order():
-    """In fp32, 2^24 + 1 is 2^24, so the result shows the order of the sum. In bf16, 256 + 0.75 is 256, so the result
-    shows that partial sums are not rounded to bf16."""
+    """In fp32, 2^24 + 1 is 2^24, so the first result shows the order of the sum. In bf16, 256 + 0.75 is 256, so the
+    second result shows that partial sums are not rounded to bf16."""
     y, rows = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]]), torch.tensor([[0, 1, 2], [0, 2, 1]])
     assert combine_experts(y, rows, torch.ones(2, 3)).tolist() == [[0.0], [1.0]]
     y = torch.tensor([[256.0], [0.75], [0.75]]).bfloat16()
@@ -36,8 +36,8 @@ def test_nan_reaches_only_the_tokens_that_use_it():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rows_that_no_token_names_are_neither_read_nor_get_a_gradient(dtype, weighted):
-    """Grouped products leave the rows of y after those of a process's experts undefined: here NaN and infinity. These
-    rows, and the weights of entries without a row, get no gradient."""
+    """A process has 4 of the 12 experts. Grouped products leave the rows of y after those of the 4 experts undefined:
+    here NaN and infinity. These rows, and the weights of the other experts' entries, get no gradient."""
     _, rows, ends = sort_by_expert(torch.randint(0, 12, (10, 3)) - 4, 4)
     used = int(ends[-1])
     assert 0 < used < 30

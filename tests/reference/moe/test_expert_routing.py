@@ -58,6 +58,7 @@ def test_sort_by_hand(experts, expected, dtype):
     count=st.integers(1, 6),
 )
 def test_entries_without_an_expert_come_last(experts, begin, count):
-    """A process has `count` experts from `begin` on. Entries of other experts sort after those of its experts."""
+    """As in expert parallelism, a process has `count` experts from `begin` on. Entries of other processes' experts come
+    last."""
     call = {"experts": torch.tensor(experts, dtype=torch.int64) - begin, "count": count}
     SORT.check(call, sort_by_expert(**call))

@@ -32,7 +32,8 @@ def test_the_gradients_formula_is_that_of_autograd(of, sink):
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """Row 0 is NaN, because an implementation could read row 0 for an invalid index. The last call has no rows."""
+    """Row 0 is NaN, because an implementation could read row 0 for an invalid index. In the last call kv has no
+    rows."""
     given = inputs(sink=False, leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {"kv": given["kv"].index_fill(0, torch.tensor(0), torch.nan)}
@@ -43,7 +44,8 @@ def test_nan_in_a_row_that_no_index_names_reaches_nothing():
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
-    """The gradient of an infinite sink is 0. The last query has no keys, so its LSE is infinite as well."""
+    """The gradient of an infinite sink is 0. The last query has no keys, so its LSE is infinite as well, and their
+    difference must not become NaN."""
     given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
     out, lse = sparse_mla_attention(**given)
     assert (out[-1] == 0).all()

@@ -30,12 +30,12 @@ TRIPLE = "must be (FP4 values, e8m0 scales, fp32 block scales), got"
 
 
 def part(name, i, change):
-    """Return a function that changes part i of the operand a or b."""
+    """Return a function for WRONG that applies `change` to tensor i of the argument `name` (a or b)."""
     return lambda a: {name: (*a[name][:i], change(a[name][i]), *a[name][i + 1 :])}
 
 
 def three_quarters_of_the_rows(a):
-    """Return b with three quarters of the rows of its weights and scales; the last block of scales may be partial."""
+    """Return b, of whose weights and scales only the first three quarters of the rows (rounded up) are kept."""
     return {"b": [x[:, : math.ceil(x.shape[1] * 3 / 4)] for x in a["b"]]}
 
 
