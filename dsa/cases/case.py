@@ -108,7 +108,6 @@ class Case:
     written  names of arguments that the op writes in place
     hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
              has several entries, further words after its name distinguish them
-    ordered  whether repeated runs of a call give the same bits
     """
 
     name: str
@@ -118,7 +117,6 @@ class Case:
     more: tuple[Mapping[str, Any], ...] = ()
     written: tuple[str, ...] = ()
     hostile: Mapping[str, Hostile] = field(default_factory=dict)
-    ordered: bool = True
 
     @property
     def op(self) -> str:

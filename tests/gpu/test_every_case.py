@@ -20,13 +20,12 @@ from tests.ops.test_tensor_kinds import replaced, tensors
 
 CHECKED = [case for case in CASES if case.check is not None]
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
-ordered = pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered], ids=lambda case: case.name)
 
 
 # Ops without kernels are excluded, because their PyTorch code can copy a tensor to the host, which a capture forbids,
 # and can sum in an order that depends on strides.
 WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
-SIZED = [(case, sizes) for case in WITH_KERNELS if case.ordered for sizes in ({}, *case.more)]
+SIZED = [(case, sizes) for case in WITH_KERNELS for sizes in ({}, *case.more)]
 # Names of arguments that can contain many keys or scores, and the cases of the ops that have such arguments.
 KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed", "scores"
 WITH_KEYS = [*indexer.CASES, *mla.CASES, *mla_windows.CASES, *selection.CASES]
@@ -59,7 +58,7 @@ def test_right_in_poisoned_memory(case, record_error):
         record_error(case.verify_all("cuda", seed))
 
 
-@ordered
+@by_case
 def test_twenty_runs_have_the_same_bits(case):
     first = case.results(given(case))
     for _ in range(20):
@@ -80,7 +79,7 @@ def test_a_graph_is_replayed_with_new_data(case):
         case.check(held | before, results)
 
 
-@ordered
+@by_case
 def test_a_call_runs_on_the_current_stream(case):
     """The arguments, at first zeros, get their values on a busy stream just before the call. The call must read these
     values, not zeros."""
@@ -92,7 +91,7 @@ def test_a_call_runs_on_the_current_stream(case):
 
 
 @pytest.mark.several_gpus
-@ordered
+@by_case
 def test_arguments_on_another_gpu_than_the_current_one(case):
     expected = case.results(given(case))
     with torch.cuda.device(0):
@@ -102,7 +101,7 @@ def test_arguments_on_another_gpu_than_the_current_one(case):
     assert_same_bits([x.cpu() for x in got], [x.cpu() for x in expected])
 
 
-@pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered and x.op not in NOT_ONE_GRAPH], ids=lambda x: x.name)
+@pytest.mark.parametrize("case", [x for x in CHECKED if x.op not in NOT_ONE_GRAPH], ids=lambda x: x.name)
 def test_compiled(case, monkeypatch):
     """A call compiled by torch.compile gives the bits of an eager call, including the bits of gradients if the case has
     gradients."""

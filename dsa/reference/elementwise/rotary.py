@@ -4,17 +4,6 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# No reference uses this tuple and `check_rotated`. The ops use their copies in dsa.ops.elementwise.rotary.
-DIMS = ("first", "last")
-
-
-def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
-    """Raise ValueError if the argument `name` has fewer channels than cos and sin rotate."""
-    if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
-        )
-
 
 @without_autocast
 def apply_rotary(

@@ -74,7 +74,7 @@ def test_prefill_scores(heads, record_error):
     for first, n, length in zip(firsts, tokens, lengths):
         ends += range(first + length - n + 1, first + length + 1)
     ends, kv = int32(ends), (k, scale.view(-1))
-    poison_free_memory(mebibytes=64) if DEVICE == "cuda" else None
+    poison_free_memory(mebibytes=64)
     logits = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, max(lengths))
     expected = formula(dsa.fp8_mqa_logits, q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=max(lengths))
     own = torch.arange(max(lengths), device=DEVICE) < (ends - starts)[:, None]
@@ -313,8 +313,7 @@ def compile_and_call(model, heads, cache, speculated):
             attend_v4(calls, tokens, window)
         else:
             attend(calls, tokens, pages)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
 
 
 def attend(calls, tokens, pages):

@@ -31,11 +31,6 @@ def call(dims, heads, kv_heads, queries, keys, **options):
     return CASE.arguments("cuda", **sizes, **options)
 
 
-def inputs(*sizes, **options):
-    """Return the first seven arguments of a call. Rows after the last sequence are NaN."""
-    return tuple(call(*sizes, **options).values())[:7]
-
-
 def in_sequences(results, cu_q):
     """Return out and lse of the queries that belong to a sequence."""
     rows = slice(int(cu_q[0]), int(cu_q[-1]))
