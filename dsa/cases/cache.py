@@ -11,6 +11,7 @@ import torch
 
 import dsa
 from dsa.cases.case import BF16, E4M3, F32, INT32, PER_ROW, Case, Given, Hostile, Kept, Maker, Results, ends
+from dsa.cases.elementwise import rotated
 from dsa.testing import calc_diff
 
 INT64, INT_MAX = torch.int64, 2**31 - 1
@@ -299,15 +300,6 @@ def unrounded(a: Given) -> torch.Tensor:
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
     return out
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-    """Return x [T, d] in float64, with pairs of the last R channels multiplied by cos + i sin, both [T, R / 2].
-    interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + R / 2)."""
-    still, part = x.split((x.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]), 1)
-    a, b = part.unflatten(1, (-1, 2)).unbind(2) if interleaved else part.chunk(2, 1)
-    z = torch.complex(a.contiguous(), b.contiguous()) * torch.complex(cos.double(), sin.double())
-    return torch.cat((still, torch.stack((z.real, z.imag), 2 if interleaved else 1).flatten(1)), 1)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -16,7 +16,6 @@ from dsa.cases.cache import (
     normed,
     other_slots,
     other_tokens,
-    rotated,
     same,
     same_cache,
     slot_bytes,
@@ -24,6 +23,7 @@ from dsa.cases.cache import (
     slots_inside,
 )
 from dsa.cases.case import BF16, INT32, Case, Given, Hostile, Kept, Maker, Results, ends, nothing
+from dsa.cases.elementwise import rotated
 from dsa.testing import assert_close
 
 

@@ -75,14 +75,6 @@ def check_unbiased(name: str, found: torch.Tensor, expected: torch.Tensor) -> No
         raise AssertionError(f"{name}: {ratio:.4f} times what it should be")
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [T, H, d] in float64; adjacent pairs of the last R channels are multiplied by cos + i sin [T, R / 2]."""
-    kept, turned = x.double().split((x.shape[2] - 2 * cos.shape[1], 2 * cos.shape[1]), 2)
-    pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous())
-    pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
-    return torch.cat((kept, torch.view_as_real(pairs).flatten(2)), 2)
-
-
 # flash_mla_sparse_fwd
 
 

@@ -5,7 +5,8 @@ import torch
 import dsa
 from dsa.cases.attention import D_V
 from dsa.cases.case import BF16, Case, Given, Maker, Results
-from dsa.cases.mla import HALF_ULP, check_scales, check_unbiased, rotated, sized
+from dsa.cases.elementwise import rotated
+from dsa.cases.mla import HALF_ULP, check_scales, check_unbiased, sized
 
 
 def small_kv_b(new: Maker) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,8 @@ from dsa.cases.attention import (
     with_sizes,
 )
 from dsa.cases.case import BF16, F32, PER_ROW, Case, Given, Hostile, Maker, Results, ends
-from dsa.cases.mla import MORE_HEADS, check_scales, check_unbiased, equal, rotated, sized
+from dsa.cases.elementwise import rotated
+from dsa.cases.mla import MORE_HEADS, check_scales, check_unbiased, equal, sized
 
 # Windows
 
