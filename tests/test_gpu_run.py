@@ -27,8 +27,8 @@ def reported(test, inside=""):
 
 
 def outcome(monkeypatch, cases, returncode):
-    """Return the outcome of the entry rms_norm. Each of its two tests runs in a simulated pytest process, which ends
-    with `returncode`. cases: for each process, the XML inside its <testcase>, or None if it writes no report."""
+    """Return the outcome of the entry rms_norm, whose two tests run in two simulated pytest processes. Both processes
+    end with `returncode`. cases: for each process, the XML inside its <testcase>, or None if it writes no report."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
 
     def pytest_process(command, **options):

@@ -49,8 +49,8 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """Kernels import no module of another family. So a kernel's code depends only on sources in its family's folder and
-    in dsa/cute, and the key of the compile cache (`dsa.runtime.compile_cache`) contains no other sources."""
+    """Kernels import no module of another family. So a kernel's code depends only on sources in the folder of the
+    family and in dsa/cute, and the key of the compile cache (`dsa.runtime.compile_cache`) contains no other sources."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
