@@ -1,6 +1,6 @@
-"""Limit oneDNN to AVX-512 in the tests, unless the caller sets another limit. Tests compare the bits of results for
-different numbers of rows, and with AMX the order of a sum depends on that number. torch reads the variable at its first
-matrix product."""
+"""Limit oneDNN to AVX-512 in the tests, unless the caller sets another limit. Tests require that a row of a matrix
+product has the same bits for any number of rows. With AMX, the order in which oneDNN sums a product depends on that
+number. oneDNN reads the variable at the first product, so it is set here, before any test module is imported."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Write the signatures and docstrings of functions and classes as Markdown."""
+"""Convert signatures and docstrings of functions and classes to Markdown, for the pages of tests/generate.py."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ from tests.public_names import ROOT
 
 # Replacements that shorten a signature: {pattern: replacement}.
 SHORTER = {
-    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the module in front of a class
+    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the modules in front of the name of a class
     r"<[^<>]+>": "...",  # the repr of a default value that is not a literal
     r": '([^']*)'": r": \1",  # quotes around an annotation
     r" -> None$": "",
@@ -20,14 +20,14 @@ SHORTER = {
 CODE = r"(`[^`]*`)"
 MARKUP = r"(\*(?! )|(?<! )\*|<(?=[\w/!])|(?<!\w)_|_(?!\w)|(?<=\])\()"  # characters that Markdown would interpret
 LINE_MARKUP = r"^(?=[-+#>|] |\d+[.)] )"
-# A paragraph that matches is a formula, columns, or has an indented line: it keeps its line breaks.
+# A paragraph that matches begins with a formula, or contains columns or an indented line. It keeps its line breaks.
 VERBATIM = r"\A\S[^.:;]{,60} = |^ |\S  +\S"
 NEW_PARAGRAPH = r"(?<=[.:])\n(?=(Returns|Raises|On Hopper|Source)\b)"
 
 
 def section(heading: str, name: str, value: Any, folder: Path) -> str:
-    """Return the Markdown of a function or class: `heading`, a link to the source relative to `folder`, the signature
-    after `name`, and the docstring."""
+    """Return the Markdown of a function or class: `heading`, a link to the source file, the signature with `name` in
+    front, and the docstring. folder: the folder of the page, to which the link is relative."""
     file = Path(inspect.getsourcefile(inspect.unwrap(value))).relative_to(ROOT)
     source = f"Source: [{file}]({os.path.relpath(ROOT / file, folder)})"
     return "\n\n".join([heading, source, _signature(name, value), _docstring(value)]) + "\n"
@@ -52,8 +52,9 @@ def _member(owner: type, name: str) -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    """Return the signature as a code block: on one line, or, if that is longer than 100 characters, with a line per
-    parameter."""
+    """Return the signature as a code block, without parameters whose names begin with "_". If name and signature are
+    longer than 100 characters together, each parameter has a line. For a Protocol, return only the line that begins the
+    class."""
     if getattr(value, "_is_protocol", False):
         return f"```py\nclass {name}(Protocol)\n```"
     found = inspect.signature(value)

@@ -6,8 +6,9 @@ import tokenize
 
 
 def code_lines(source: str) -> list[str]:
-    """Return the lines of `source` without comments, and without docstrings that share no line with code."""
-    lines = source.split("\n")  # ast and tokenize count lines like this; splitlines() also splits at form feeds
+    """Return the lines of `source` without comments and docstrings. Lines with only a comment are removed, blank lines
+    are kept. A docstring that shares a line with code is kept."""
+    lines = source.split("\n")  # as ast and tokenize do; splitlines() also splits at form feeds
     for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
         if token.type == tokenize.COMMENT:
             row, column = token.start

@@ -1,5 +1,5 @@
-"""Options, seeds and fixtures for all tests, and the selection of slow tests. Each test process uses one thread,
-because torch's spinning threads cost more time than they save on a shared machine."""
+"""Options, seeds and fixtures for all tests, and the selection of slow tests. torch gets one thread per test process,
+because several processes share the cores, and torch's waiting threads spin."""
 
 import random
 import zlib
@@ -24,7 +24,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a run of the whole suite, keep one in SLOW_PARTS of the slow tests. The commit determines which ones."""
+    """Keep about one in SLOW_PARTS of the slow tests, chosen by the commit hash. Keep all of them with --all, or if
+    paths of tests are given."""
     if config.getoption("all") or config.option.file_or_dir:
         return
     left_out = [item for item in items if item.get_closest_marker("slow") and not in_sample(item.nodeid)]
@@ -42,7 +43,8 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 # Tests run in any order and in several processes. So each test has a seed that depends on its ID alone, and its random
-# numbers are the same in every run. Session fixtures are set up with seed 0, whichever test requests them first.
+# numbers are the same in every run. Fixtures of a session or module are set up earlier. The seed is 0 before them, so
+# their numbers do not depend on the test that requests them first.
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,7 +64,7 @@ def _seed(seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """Return the folder of a tiny FP8 checkpoint. Tests must not change it."""
+    """Return the folder of a tiny DeepSeek-V3.2 checkpoint in FP8. Tests must not change it."""
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_checkpoint(directory)
     return directory

@@ -1,5 +1,5 @@
-"""Default signal handling for processes that tests start. A process started by nohup or as a script's background job
-ignores SIGINT or SIGHUP, and its child processes inherit this."""
+"""Default signal handling for processes that tests start. nohup makes a process ignore SIGHUP, and a script's
+background jobs ignore SIGINT. Processes that pytest starts inherit this from pytest."""
 
 import signal
 

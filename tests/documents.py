@@ -1,4 +1,4 @@
-"""Read the Python examples of the documents."""
+"""Read the Python examples in README.md and docs/."""
 
 import re
 from pathlib import Path

@@ -2,9 +2,9 @@
 
 usage: python -m tests.generate
 
-- dsa/__init__.py and dsa/reference/__init__.py: the public names, from the `__all__` of the modules of dsa.ops
+- dsa/__init__.py and dsa/reference/__init__.py: imports of public names, from the `__all__` of the modules of dsa.ops
 - docs/reference/ops/ and docs/reference/layers.md: signatures and docstrings
-- the tables of all documents (tests/gpu/tables.py)
+- the tables of all documents (tests/gpu/tables.py), and the date of docs/reference/status.md
 
 No list of ops is kept by hand. tests/test_generated.py fails if a file differs from what this module writes.
 """
@@ -27,15 +27,14 @@ REFERENCES = ROOT / "dsa" / "reference" / "__init__.py"
 
 
 def init() -> str:
-    """Return the text of dsa/__init__.py: the docstring that is there, and generated imports and `__all__`."""
+    """Return the text of dsa/__init__.py: the present docstring and version, and generated imports and `__all__`."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
     return _names(head, public_names() | {"dsa.runtime.backends": list(BACKENDS)}, f"{version}\n\n")
 
 
 def reference_init() -> str:
-    """Return the text of dsa/reference/__init__.py: the docstring that is there, and generated imports and
-    `__all__`."""
+    """Return the text of dsa/reference/__init__.py: the present docstring, and generated imports and `__all__`."""
     text = REFERENCES.read_text()
     return _names(text[: text.index("from dsa.")], references())
 
@@ -55,8 +54,8 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def ops() -> dict[Path, str]:
-    """Return {path: text} of the pages in OPS: index.md has a table per family, and each family has a page with
-    docstrings of ops. A family's docstring is "TITLE: description"."""
+    """Return {path: text} of the pages in OPS: index.md with a table of ops per family, and for each family a page with
+    the docstrings of the ops. The docstring of the package dsa.ops.FAMILY must be "TITLE: description"."""
     families, tables, pages = [], [], {}
     for family, files in _families().items():
         title, about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}")).split(": ")
@@ -88,7 +87,8 @@ other files of the op, and `dsa bench OP` measures its functions.
 
 
 def layers() -> str:
-    """Return the text of the page LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
+    """Return the text of the page LAYERS: the public functions and classes of `dsa_layers`, and the classes' public
+    methods and documented properties."""
     names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
     summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
     head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())
@@ -121,7 +121,7 @@ def _first_sentence(doc: str) -> str:
 def main() -> None:
     INIT.write_text(init())
     REFERENCES.write_text(reference_init())
-    importlib.reload(dsa)  # ops() reads the functions of new names from it
+    importlib.reload(dsa)  # so that ops() finds names that are new in INIT
     for page, text in {**ops(), LAYERS: layers()}.items():
         page.write_text(text)
     status_table.PATH.write_text(status_table.dated(status_table.PATH.read_text()))

@@ -1,7 +1,7 @@
-"""Check ops with hostile contents in index tensors.
+"""Check ops with hostile contents in index tensors: wrong indices, lengths and bounds.
 
-Whatever an index tensor contains, the op reads and writes only inside its tensors. Rows that do not use the wrong
-number have their right results. tests/ops/test_hostile_contents.py checks the references, and
+Whatever an index tensor contains, the op must read and write only inside its tensors. If one number is wrong, results
+that do not depend on this number must be right. tests/ops/test_hostile_contents.py checks the references, and
 tests/gpu/test_hostile_contents.py checks the kernels under compute-sanitizer.
 """
 
@@ -10,17 +10,19 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import Case, changed, same_bits
 
-# Ops that run in PyTorch on every device and read their integers on the host, so they can refuse contents on a GPU,
-# too.
+# Ops without kernels: they run in PyTorch on every device and read their integers on the host. So they can refuse
+# contents on a GPU, too; other ops can do so only on a CPU.
 IN_PYTORCH = ("compress_kv", "fp4_block_scales", "widen_fp4")
-# (case, key of case.hostile). A key begins with an argument's name; a second word follows if the argument has several
+# (case, key of case.hostile). A key begins with an argument's name. Further words follow if the argument has several
 # entries.
 ARGUMENTS = [(case, name) for case in CASES for name in case.hostile]
 
 
 def check(case: Case, name: str, device: str) -> int:
-    """Run the case with every change of one argument, and return the number of changes. Raise AssertionError if a
-    result that must be right differs from the result without the change."""
+    """Run the case with each hostile change (`dsa.cases.case.changed`) of the argument with which `name`, a key of
+    case.hostile, begins. Return the number of changes. Raise AssertionError if a result that a change cannot affect
+    differs from the result without the change. Also raise it if an op with kernels refuses the contents on a GPU, or if
+    the message of an op that refuses them does not begin with the argument's name."""
     hostile, argument = case.hostile[name], name.split()[0]
 
     def given() -> dict:
@@ -33,7 +35,8 @@ def check(case: Case, name: str, device: str) -> int:
         try:
             results = case.results(given() | {argument: tensor})
         except ValueError as error:
-            # An op that can read the contents may refuse them. The message must begin with the argument's name.
+            # An op in PyTorch can read the contents and may refuse them. The message must begin with the argument's
+            # name.
             assert device == "cpu" or case.op in IN_PYTORCH, f"{where}: {error}"
             assert str(error).startswith(f"{argument}: "), f"{where}: {error}"
             continue

@@ -17,8 +17,8 @@ def copy_project(target: Path) -> Path:
     return target
 
 
-# This script updates tests/kernels/machine_code.json in such a copy for an example's kernel. It compiles no kernel: new
-# variants get a placeholder for their code.
+# A script to run in such a copy after an example has added a kernel to the family `elementwise`. It updates
+# tests/kernels/machine_code.json without compiling: new variants get a placeholder instead of the digest of their code.
 RECORDED = """
 import json
 

@@ -9,8 +9,8 @@ import dsa
 from dsa.ops import op_modules
 
 ROOT = Path(__file__).parent.parent
-# Public names of dsa that are not from dsa.ops, and names that dsa.reference has besides the references of ops: helpers
-# that several references share.
+# BACKENDS: public names of dsa that are not defined in dsa.ops. SHARED: public names of dsa.reference that are helpers,
+# not references of an op.
 BACKENDS = ("backend", "num_sms", "use_backend")
 SHARED = {
     "dsa.reference.gemm.fp8_cast": ["ceil_to_ue8m0", "dequantize_per_token", "per_row_cast_to_fp8"],
@@ -25,7 +25,8 @@ def public_names() -> dict[str, list[str]]:
 
 
 def _given(module: str) -> list[str]:
-    """Return the `__all__` of a module. It is read from the source, because dsa does not import a new module yet."""
+    """Return the `__all__` of a module. It is read from the source, because dsa/__init__.py, which is generated from
+    these names, may not import a new module yet."""
     for node in _body(ROOT.joinpath(*module.split(".")).with_suffix(".py")):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return sorted(ast.literal_eval(node.value))

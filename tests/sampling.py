@@ -1,5 +1,5 @@
-"""The commit hash that selects samples of slow tests and kernel variants. So an ordinary run is fast, and runs of later
-commits test the rest."""
+"""The commit hash. It selects the samples of slow tests and kernel variants that a run without --all tests, so runs at
+later commits test other samples."""
 
 import datetime
 import functools
@@ -11,8 +11,8 @@ from pathlib import Path
 @functools.cache
 def commit() -> str:
     """Return the hash of the checked-out commit, or today's date if git fails."""
-    # In a git hook, GIT_ variables name a repository. In a container, another user may own the files, which git
-    # refuses.
+    # In a git hook, GIT_ variables can name another repository. In a container, another user may own the files, which
+    # git refuses without safe.directory.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:

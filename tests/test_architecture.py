@@ -31,8 +31,8 @@ BLOCKS = re.findall(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Return a copy of the project with the example's files, after the commands that the page gives for machines
-    without a GPU."""
+    """Return a copy of the project with the example's files, generated files, and a record of machine code with
+    placeholders for the example's variants."""
     copy = copy_project(tmp_path_factory.mktemp("project"))
     run(copy, "-c", FRESH)
     for kind, path, text in BLOCKS:
@@ -82,8 +82,8 @@ def test_its_own_tests_pass(project):
     assert re.match(r"\.{4,}s\s", printed), printed  # the GPU test is skipped
 
 
-# Tests that loop over all ops: receipt, checks, generated files, imports and cases. WITHOUT_OTHERS deselects the cases
-# of other ops.
+# Tests that loop over all ops: receipt, `dsa check`, generated files, imports and cases. The pytest plugin
+# WITHOUT_OTHERS deselects the parametrized tests of other ops and of other entries of the receipt.
 EVERYTHING = (
     *("tests/test_receipt.py", "tests/layers/command/test_check.py", "tests/test_generated.py"),
     *("tests/test_imports.py", "tests/ops/test_tensor_kinds.py"),
@@ -124,8 +124,9 @@ def test_it_is_where_ops_are_looked_for(project):
 
 
 def test_rows_of_other_ops_stay_verified(project):
-    """The example's kernel makes every entry of whole passes and commands stale, except for the engines' plugins and
-    for the ops that are tested on the oldest DSL."""
+    """The example's kernel makes entries about more than one op stale (`receipt.WHOLES`), because they run all ops of
+    its family. The exceptions are the entries of the engines' plugins and of the oldest DSL, which do not run the
+    example's op."""
     script = "from tests.gpu import receipt; print({n: e['unverified'] for n, e in receipt.judged()['sm_90'].items()})"
     without_it = {"oldest_dsl", "sglang_adapters", "vllm_adapters"}
     entries = ast.literal_eval(run(project, "-c", script))

@@ -1,4 +1,4 @@
-"""Tests of the choice between kernel and reference: by GPU, environment variable, `use_backend` and dtype."""
+"""Tests of the choice between kernel and reference: by GPU, environment variable and `use_backend`."""
 
 import warnings
 
@@ -43,7 +43,8 @@ def test_the_machine_decides(monkeypatch, hopper):
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_each_tensors_gpu_decides(monkeypatch, current):
-    """Without a tensor, the current GPU decides."""
+    """Tensors on GPU 0 (sm_80) get the reference, tensors on GPU 1 (sm_90) a kernel. `dsa.backend()`, which gets no
+    tensor, returns the backend of the current GPU."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -107,7 +108,7 @@ def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
 def test_fake_tensors_of_a_gpu_that_is_not_there():
-    """A machine without a GPU can compute the shapes of results with fake tensors."""
+    """Ops accept fake CUDA tensors on a machine without a GPU, so that it can compute the shapes of results."""
     with FakeTensorMode():
         x = torch.empty(4, 128, device="cuda", dtype=torch.bfloat16)
         assert dsa.rms_norm(x, torch.empty(128, device="cuda"), 1e-6).shape == (4, 128)

@@ -1,4 +1,4 @@
-"""The scripts in examples/ run on a CPU, started as a user starts them."""
+"""The scripts in examples/ run on a CPU. train_indexer.py has other tests (test_training_example.py)."""
 
 import runpy
 import sys

@@ -1,6 +1,8 @@
-"""20,000 calls of the ops with wrong and unusual arguments, in shards that run in parallel. An ordinary run has a
-quarter of them, and a sample of the rest. For more calls or others: DSA_FUZZ_CASES=200000 DSA_FUZZ_SEED=7 pytest
-tests/test_fuzz.py. A failure's message says how to repeat it.
+"""20,000 calls of the ops with wrong and unusual arguments, in 40 shards that run in parallel. Ten shards always run.
+The other shards are marked slow, so a run of the whole suite without --all has a sample of them.
+
+For more calls with other arguments: DSA_FUZZ_CASES=200000 DSA_FUZZ_SEED=7 pytest tests/test_fuzz.py. The message of a
+failure contains the variables with which to repeat it.
 """
 
 import pytest

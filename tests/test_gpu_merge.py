@@ -1,5 +1,5 @@
-"""Tests of merging receipts: the result has the entries of all receipts. Entries that are no evidence for today's code
-are printed and left out."""
+"""Tests of merging receipts (tests/gpu/merge.py): per arch and name, the result has the newest valid entry. Entries
+that are not valid for today's code are printed and left out."""
 
 import json
 import subprocess
@@ -47,7 +47,6 @@ def test_of_two_rows_the_newer_one_is_taken(tmp_path, written, capsys):
 
 
 def test_of_two_rows_of_one_day_the_one_that_is_there_stays(tmp_path, written):
-    """So the result does not depend on the order in which receipts are merged."""
     receipt.save({ARCH: {NAME: entry()}})
     assert call(tmp_path, {ARCH: {NAME: entry(device="another GPU")}}) == 1
     assert written() == {ARCH: {NAME: entry()}}
@@ -65,7 +64,7 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """Older receipts have entries that lack digests of kernels and launches. They have digests of sources instead."""
+    """Receipts of older versions have entries without digests of kernels and launches."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The modules of this project that each package may import.
+# The packages and modules of this project that each package may import, with all their submodules.
 ALLOWED = {
     "dsa/reference": {"dsa.reference"},
     "dsa/runtime": {"dsa.runtime"},
@@ -29,7 +29,7 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            # `from dsa.runtime import backends` imports the submodule dsa.runtime.backends, not the package alone.
+            # `from dsa.runtime import backends` imports the submodule dsa.runtime.backends, not only the package.
             submodules = [alias.name for alias in node.names if (ROOT / node.module.replace(".", "/")).is_dir()]
             found = [
                 f"{node.module}.{n}" for n in submodules if list(ROOT.glob(f"{node.module}/{n}*".replace(".", "/")))
@@ -49,8 +49,8 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """Kernels import only their family's folder and dsa/cute. So of all source files, the key of the compile cache
-    (`dsa.runtime.compile_cache`) needs only the bytes of these two folders."""
+    """Kernels import no module of another family. So a kernel's code depends only on sources in the folder of the
+    family and in dsa/cute, and the key of the compile cache (`dsa.runtime.compile_cache`) contains no other sources."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
@@ -65,7 +65,8 @@ def cute_modules():
 
 
 def imported_names(tree, package):
-    """Return {name in this module: "module.name"} of all names that the module imports from the package."""
+    """Return {name in a module: "module.name"} of all names that the module with this syntax tree imports from
+    `package` and the modules in it."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(package)]
     return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
@@ -81,7 +82,8 @@ def definitions(tree):
 
 
 def families_by_symbol():
-    """Return {symbol of dsa.cute: the families of kernels that use it, directly or through other symbols}."""
+    """Return {symbol of dsa.cute: the families of kernels that use it, directly or through other symbols of
+    dsa.cute}."""
     users, families, defined = {}, {}, set()
     for module, tree in cute_modules():
         own = definitions(tree)
@@ -100,7 +102,7 @@ def families_by_symbol():
     return {symbol: of for symbol, of in families.items() if symbol in defined}
 
 
-# Symbols of dsa.cute that only one family uses, and the reason why they are there.
+# {symbol of dsa.cute that only one family uses: why it is in dsa.cute}
 OF_ONE_FAMILY = {
     "copies.arrive_when_gathered_too": "an instruction beside arrive_when_gathered, from which it has to be told",
     "shared_memory.load_byte": "an instruction beside load_4",
@@ -116,15 +118,15 @@ def test_device_code_of_one_family_is_not_in_cute():
 
 
 def calls_of_arch(tree):
-    """Yield the NAME of every cute.arch.NAME in a module."""
+    """Yield the NAME of every cute.arch.NAME in a syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "arch":
             yield node.attr
 
 
 def test_kernels_wait_and_arrive_by_pipelines():
-    """Kernels use a Pipeline, a WorkTilePipeline or named Mbarriers of dsa.cute, not mbarrier instructions on an
-    address."""
+    """Kernels use a Pipeline, a WorkTilePipeline or Mbarriers of dsa.cute. Of the mbarrier functions in cute.arch, they
+    call only the fence after initialisation."""
     found = {}
     for path in sorted((ROOT / "dsa" / "kernels").glob("*/*.py")):
         names = {name for name in calls_of_arch(ast.parse(path.read_text())) if name.startswith("mbarrier")}
@@ -134,7 +136,8 @@ def test_kernels_wait_and_arrive_by_pipelines():
 
 
 MOST_LINES, FEWEST_LINES = 620, 30
-# Files that may have fewer lines, and why each is a separate file. __init__.py and limits.py may be short anyway.
+# {file that may have fewer than FEWEST_LINES: why it is a separate file}. Files named __init__.py or limits.py may
+# always be short.
 SHORT = {
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/slices.py": "the order of sums of two families",
@@ -154,7 +157,7 @@ def test_kernel_files_are_not_too_long():
 
 
 def test_files_are_not_too_short():
-    # References may be short, since a formula may be.
+    # References may be short, because some formulas are.
     paths = [path for path in (ROOT / "dsa").rglob("*.py") if not path.name.endswith(("__init__.py", "limits.py"))]
     paths = [path for path in paths if ROOT / "dsa" / "reference" not in path.parents]
     short = {str(path.relative_to(ROOT)): line_count(path) for path in paths if line_count(path) < FEWEST_LINES}
@@ -165,7 +168,8 @@ def test_files_are_not_too_short():
 def test_references_import_only_torch_and_the_standard_library():
     for path in (ROOT / "dsa" / "reference").rglob("*.py"):
         packages = {name.partition(".")[0] for name in imports(path)}
-        assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path  # see also test_direction
+        # test_direction checks that, of dsa, references import only dsa.reference.
+        assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path
 
 
 def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
@@ -179,7 +183,8 @@ def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
 
 @pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench", "dsa_engines"])
 def test_no_module_is_imported_by_what_it_imports(package):
-    """Imports for type checkers and imports inside functions count, because they make a cycle just as hard to read."""
+    """Imports for type checkers and imports inside functions count, too. They cause no error, but code with such cycles
+    is just as hard to read."""
     graph = {module(path): set(modules_imported(path)) for path in (ROOT / package).rglob("*.py")}
     assert circle(graph) is None
 
@@ -195,8 +200,8 @@ def module(path):
 
 
 def modules_imported(path):
-    """Yield the modules of this project that `path` imports, and their parent packages, except for packages that
-    contain `path`."""
+    """Yield the modules of this project that `path` imports, and their parent packages, except for `path` and packages
+    that contain it."""
     own = module(path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -218,7 +223,7 @@ def modules_imported(path):
 
 def circle(graph):
     """Return the modules of a cycle of imports: each imports the next, and the last is the first again. Without a
-    cycle, return None."""
+    cycle, return None. graph: {module: modules that it imports}."""
     finished = set()
 
     def search(path):

@@ -1,4 +1,4 @@
-"""The committed pictures of the documents are what docs/pictures/draw.py draws."""
+"""The committed SVG pictures of the documents are what docs/pictures/draw.py draws."""
 
 import subprocess
 import sys

@@ -10,7 +10,7 @@ from dsa.runtime import backends
 from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 
-# An arch whose complete receipt contains every entry.
+# The first arch whose complete receipt has the entries about more than one op (`receipt.WHOLES`): sm_90.
 (ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
 TODAY = datetime.date(2026, 11, 28)
 
@@ -69,7 +69,7 @@ def test_of_an_arch_only_the_ops_with_kernels_for_it_are_asked(monkeypatch):
 
 @pytest.fixture
 def entries(monkeypatch):
-    """Make a receipt in which every GPU test passed today on today's code, and return its entries."""
+    """Make a receipt in which every entry of ARCH passed on TODAY with the current code. Return {name: entry}."""
     head = {"unverified": None, "date": str(TODAY)}
     found = {name: head | receipt.digests(name, ARCH) for name in receipt.tested()}
     monkeypatch.setattr(receipt, "load", lambda: {ARCH: found})
@@ -85,7 +85,8 @@ def test_rows_whose_code_and_launches_are_todays_are_not_stale(entries):
 
 
 def test_another_instruction_ends_the_rows_of_its_kernel(entries, monkeypatch):
-    """The change makes every entry stale that launches the kernel, including those of whole passes, but no other."""
+    """If the machine code of one variant changes, the entries that launch its kernel become stale, including those
+    about more than one op. No other entry does."""
     codes = receipt._machine_code()
     (variant, *_) = [name for name in codes if name.startswith("merge_attention_sm90.")]
     monkeypatch.setattr(receipt, "_machine_code", lambda: codes | {variant: "another code"})

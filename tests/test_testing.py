@@ -1,4 +1,5 @@
-"""The comparisons that other tests rely on: cases computed by hand, infinities, NaN, shapes and messages."""
+"""Tests of the comparisons in dsa.testing, and of `poisoned`: cases computed by hand, infinities, NaN, shapes and
+messages."""
 
 import math
 
@@ -137,6 +138,6 @@ def test_poisoned_integers():
     assert (data == 0xFF).all()
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         assert data.view(dtype).float().isnan().all()
-    # The value is not a valid index: neither a key nor the padding value -1.
+    # The value is not a valid index: neither that of a key nor the padding value -1.
     assert (poisoned((2,), torch.int32) == -(2**31)).all() and (poisoned((2,), torch.int64) == -(2**63)).all()
     assert poisoned([0, 4], torch.int32).shape == (0, 4)

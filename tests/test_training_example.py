@@ -1,4 +1,4 @@
-"""Test all stages of examples/train_indexer.py with a small model: training, measurements and written files."""
+"""Test examples/train_indexer.py with a small model on a CPU: all training stages, measurements and written files."""
 
 import csv
 import json
@@ -129,8 +129,8 @@ def test_the_lowest_loss_says_whose_weights_remain(corpus, model):
 
 @pytest.mark.parametrize(("seconds", "steps"), [(55.5, 46), (28, 20), (1000, 50)])
 def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
-    """A fake clock: the first step takes 10 seconds, each later step 1 second. The first twenty steps always run, even
-    if the time is over."""
+    """A fake clock: the first step takes 10 seconds, each later step 1 second. The stage looks at the clock only every
+    20 steps, so at least 20 steps run, even if they take longer than `seconds`."""
     plan = Plan(steps=(50, 0, 0), seconds=(seconds, 1, 1), batch=(1, 1, 1), length=8)
     ends = iter(range(10, 1000))
     clock = [0]
@@ -141,13 +141,14 @@ def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
 
     monkeypatch.setattr("indexer_training.stages.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("indexer_training.stages.draw", draw_a_second_later)
-    monkeypatch.setattr(Optimizer, "step", lambda *_: None)  # not tested here, and nine tenths of a step's time
+    monkeypatch.setattr(Optimizer, "step", lambda *_: None)  # because it would take nine tenths of the test's time
     _, facts = train_stage(model, "dense", plan, corpus.train)
     assert facts["steps"] == steps and facts["seconds"] == steps + 9
 
 
 def test_experts_are_balanced_by_what_is_trained_on(corpus):
-    """Held-out text goes through the same gates between training steps, but must not count."""
+    """The biases of the gates are adjusted after each training step. Held-out text goes through the same gates, but
+    must not affect the biases."""
     torch.manual_seed(0)
     model = build(WITH_VOCAB | {"n_routed_experts": 4}, torch.float32)
     (gate,) = (layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE))
@@ -169,15 +170,15 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
 
 
 def step_of(model, rate):
-    """Return what an optimizer's first update adds to each parameter. It is step 1 of 10, at which the learning rate
-    has already risen."""
+    """Return what an optimizer's first update adds to each parameter. The update gets the number 1 of 10 steps, for
+    which the scheduled learning rate is about `rate`."""
     before = weights_of(model)
     Optimizer(dict(model.named_parameters()), rate).step(1, 10)
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
 def test_decay_leaves_norms_and_the_embedding(model):
-    """Weight decay alone changes a parameter whose gradient is zero."""
+    """Only weight decay changes parameters whose gradients are zero."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     decayed = {name for name, moved in step_of(model, 0.1).items() if moved.any()}
@@ -186,8 +187,9 @@ def test_decay_leaves_norms_and_the_embedding(model):
 
 
 def test_steps_of_matrices(model):
-    """A matrix's update has AdamW's typical size: a root mean square of a fifth of the learning rate. Its singular
-    values are similar, and it does not depend on the gradient's size. Each expert is a separate matrix."""
+    """The update of a matrix has AdamW's typical size: its root mean square is a fifth of the learning rate. The update
+    has similar singular values, and its size does not depend on the gradient's size. Each expert counts as a separate
+    matrix."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
         if parameter.dim() == 3:
@@ -199,7 +201,7 @@ def test_steps_of_matrices(model):
             assert 0.15 * rate < matrix.square().mean().sqrt() < 0.25 * rate, name
             singular = torch.linalg.svdvals(matrix)
             assert singular.max() < 3 * singular.min(), name
-    gate = moved["model.layers.1.mlp.gate.weight"]  # AdamW updates it; the largest first update is the learning rate
+    gate = moved["model.layers.1.mlp.gate.weight"]  # by AdamW, whose first update is about +-rate
     assert gate.abs().max() == pytest.approx(rate, rel=0.2)
 
 
@@ -226,7 +228,8 @@ def test_metrics(metrics):
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
     found = metrics["acceptance"]
-    # There are 8 positions per held-out sequence. The text is this repository's, so there can be one or two sequences.
+    # There are 8 positions per sequence, and at most one sequence of each held-out text, `library` and `packages`. The
+    # texts are files of this repository, and `packages` can be too short for a sequence.
     assert found["positions"] in (8, 16) and len(found["right"]) == len(found["taken"]) == 3
     assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
@@ -267,8 +270,8 @@ def test_the_checkpoint_drafts(temperature, out, capsys):
 
 
 def test_the_size_of_what_ships(tmp_path):
-    """The saved model that a run trains has nearly 4 MB. Its drafter's tensors have the published names, and tensors
-    that it shares with the model are not stored twice."""
+    """With the default plan, the saved model has nearly 4 MB. The drafter's tensors have the published names. Tensors
+    that the drafter shares with the model are not stored twice."""
     changes = {"vocab_size": Plan.vocab}
     model = build(changes, torch.float32)
     save(model, tmp_path, fields(changes, quantized=True))
@@ -280,8 +283,8 @@ def test_the_size_of_what_ships(tmp_path):
 
 
 def test_acceptance_is_that_of_single_steps(corpus, model):
-    """Compare with decoding step by step on a paged cache. The drafter first reads the text up to a position, then its
-    own states."""
+    """Compare with decoding step by step on paged caches. At each position, the drafter's first step reads the text and
+    the model's states up to there. The later steps read the next token of the text and the drafter's previous state."""
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -313,13 +316,14 @@ def test_acceptance_is_that_of_single_steps(corpus, model):
 
 
 def test_recall_of_known_indexers(corpus, model):
-    """With zero weights, every score is zero."""
+    """With zero head weights, every index score is zero. The shares of attention on the best keys (oracle) and on
+    random keys do not depend on the scores."""
     tokens = pieces(corpus.held_out["library"], 64)[:1]
     for parameter in (p for n, p in model.named_parameters() if n.endswith("weights_proj.weight")):
         torch.nn.init.zeros_(parameter)
     shares = recall(model, tokens, 63, dense=True)
-    # Only the last token sees 64 keys, one more than 63: the best selection leaves out the key with the smallest
-    # weight.
+    # Only the last token sees 64 keys, one more than 63. The best selection leaves out the key with the smallest
+    # attention weight, which is at most 1 / 64.
     assert all(best > 1 - 1 / 64 for best in shares.oracle)
     assert shares.random == pytest.approx([63 / 64] * 3)
 

@@ -1,4 +1,4 @@
-"""Train examples/train_indexer.py in two processes."""
+"""Train with examples/train_indexer.py in two processes, and compare with one process."""
 
 import csv
 import json
@@ -55,7 +55,8 @@ class Noting:
 
 
 def steps_of_stages(ranks, tokens):
-    """Run one step of each stage, each from the same weights. Return {stage: (its losses, {parameter: gradient})}."""
+    """Run one step of each stage, each from the same weights. Return {stage: (the step's losses, {parameter:
+    gradient})}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "Optimizer", Noting)

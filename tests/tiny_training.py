@@ -1,5 +1,7 @@
 """Run examples/train_indexer.py with a tiny model, short sequences and few measurements, on this repository's files.
 usage: torchrun --nproc-per-node N tests/tiny_training.py CORPUS OUT ...
+
+CORPUS is a folder that `write_corpus` has written. OUT and further arguments are those of train_indexer.py.
 """
 
 import sys
@@ -19,7 +21,8 @@ FIELDS = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2, "
 
 @dataclass
 class TinyPlan(Plan):
-    """Sequences of an odd length. The dense stage has three, so one of two ranks has one sequence more."""
+    """A plan whose sequences and batches two ranks cannot divide evenly: 61 tokens per sequence, and 3 sequences per
+    step of the dense stage."""
 
     steps: tuple[int, int, int] = (4, 4, 4)
     rates: tuple[float, float, float] = (2e-3, 3e-3, 3e-4)
@@ -32,8 +35,8 @@ class TinyPlan(Plan):
 
 
 def write_corpus(root: Path) -> None:
-    """Write files of `dsa/reference` to `root`, as the library, and files of `dsa_layers/layers` as an installed
-    package."""
+    """Write 22 files of `dsa/reference` to `root`, as the standard library, and files of `dsa_layers/layers` as an
+    installed package."""
     for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
         (root / f"file{i:02}.py").write_text(path.read_text())
     files = sorted((ROOT / "dsa_layers" / "layers").glob("[!_]*.py"))
@@ -43,7 +46,8 @@ def write_corpus(root: Path) -> None:
 def write_package(
     site: Path, name: str, files: dict[str, str], metadata: str = "License-Expression: MIT", licence: str = "Do."
 ) -> None:
-    """Write these files into `site` as pip installs a package."""
+    """Write a package into `site` as pip does. files: {path in the package: content}. metadata: more lines of METADATA.
+    licence: the text of LICENSE, which is not written if it is empty."""
     info = site / f"{name}-1.0.dist-info"
     contents = {info / "METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{metadata}\n"}
     contents |= {info / "licenses" / "LICENSE": licence} if licence else {}
@@ -60,7 +64,8 @@ def text_of(root: Path) -> text.Text:
 
 
 def measure_little(set_attribute=setattr) -> None:
-    """On a CPU, measurements would take longer than training."""
+    """Measure on few sequences and positions, because measurements on a CPU would take longer than training. Accept
+    small packages. set_attribute: `setattr`, or a MonkeyPatch's, which undoes the changes."""
     set_attribute(train_indexer, "FEW_SEQUENCES", 1)
     set_attribute(train_indexer, "POSITIONS", 8)
     set_attribute(text, "SMALLEST_PACKAGE", 1000)
