@@ -37,11 +37,6 @@ def in_sample(test: str) -> bool:
     return zlib.crc32(f"{commit()} {test}".encode()) % SLOW_PARTS == 0
 
 
-def pytest_make_parametrize_id(val: object) -> str | None:
-    """Return the name of a function as its ID. Processes that run tests in parallel must agree on the IDs of tests."""
-    return getattr(val, "__name__", None)
-
-
 # Tests run in any order and in several processes. So each test has a seed that depends on its ID alone, and its random
 # numbers are the same in every run. Fixtures of a session or module are set up earlier. The seed is 0 before them, so
 # their numbers do not depend on the test that requests them first.
