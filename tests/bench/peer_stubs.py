@@ -172,7 +172,7 @@ def _products(module: types.ModuleType) -> types.ModuleType:
 
 
 def deep_gemm() -> types.ModuleType:
-    """Return the stub of the older build of DeepGEMM."""
+    """Return the stub of the older build of DeepGEMM, in which column s of a row of index scores belongs to key s."""
     module = _products(types.ModuleType("deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):
