@@ -60,7 +60,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import a stand-in for every package that no other finder finds, and for its modules, except for packages in
+    """Imports a stand-in for every package that no other finder finds, and for its modules, except for packages in
     `real`."""
 
     def __init__(self, real):

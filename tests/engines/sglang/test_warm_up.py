@@ -94,8 +94,8 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
 
 
 def decoding_kernels(queries, model, keys, sms, may_split=True):
-    """Return the choices that select a kernel for a decoding batch with this number of queries: {tile of heads}, and if
-    the keys of a query are split, also the configuration of the kernel that combines the parts."""
+    """Return the set of choices for a decoding batch of `queries` queries with `keys` keys each: the tile of heads and,
+    if the keys of a query are split, the configuration of the kernel that combines the parts."""
     attention, tiles = _sparse_attention, -(-keys // _sparse_attention.TILE_N)
     if model.fp8_cache:
         head_tile = attention.fp8_kv_head_tile(queries, model.heads, tiles, sms, may_split)

@@ -1,5 +1,5 @@
-"""A stand-in for the parts of vLLM that the plugin looks up. Modules have the same names; functions have the same
-parameters and return their path. test_engine.py checks that the installed vLLM matches this stand-in."""
+"""A stand-in for the parts of vLLM that the plugin looks up. Modules and functions have vLLM's names; functions have
+vLLM's parameters and return their path. test_engine.py checks that the installed vLLM has these parameters."""
 
 import enum
 import functools
@@ -75,7 +75,7 @@ def put_in_place(monkeypatch) -> None:
 
 
 def _lazy_init(deep_gemm: types.ModuleType) -> None:
-    """Set all of DeepGEMM's functions, but nothing if one is set already. vLLM's function does the same."""
+    """Set all of DeepGEMM's functions, but do nothing if one is set already. vLLM's function does the same."""
     if any(getattr(deep_gemm, name) for name in DEEP_GEMM_GLOBALS):
         return
     deep_gemm.of_deep_gemm_besides = "set"

@@ -11,7 +11,7 @@ collect_ignore_glob = [] if os.environ.get("DSA_SGLANG_IN_THIS_PROCESS") else ["
 
 @pytest.fixture(scope="session")
 def loaded():
-    """Run SGLang's `load_plugins`, and return the names of all modules that are loaded then."""
+    """Run SGLang's `load_plugins`, and return the names of all modules that are loaded at its end."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()
@@ -21,7 +21,8 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def served(loaded):
-    """Return what `process.serve` returns: the attributes from before hooks replaced them, and the backend of V3.2."""
+    """Return what `process.serve` returns: the attributes that hooks have replaced, as they were before, and V3.2's
+    backend."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()

@@ -47,8 +47,8 @@ def deep_gemm_module():
 
 
 def load_plugins(patch):
-    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded
-    then."""
+    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded at its
+    end."""
     stand_in("sglang", "deep_gemm")
     sys.modules["deep_gemm"] = deep_gemm_module()
     plugins = module("sglang.srt.plugins")

@@ -103,8 +103,8 @@ def test_sglangs_indexer_decodes_and_verifies(served, next_n, monkeypatch):
 
 
 def without_device_index(function):
-    """Return `Indexer._get_topk_ragged` with its assertion reversed that the device has an index, because a CPU device
-    has none."""
+    """Return `Indexer._get_topk_ragged`, changed to assert that the device has no index. SGLang asserts that it has
+    one, which a CPU device does not."""
     source = textwrap.dedent(inspect.getsource(function))
     changed = source.replace("assert device_index is not None", "assert device_index is None")
     assert changed != source

@@ -37,8 +37,8 @@ def functions(tree, prefix=""):
 
 
 def reads(node):
-    """Return the names that a function reads: "name", "object.name", and for imports "module.name" and "name". An
-    import's name is the one before `as`."""
+    """Return the names that a function reads: "name", "object.name", and for `from module import name` also
+    "module.name". The names after `as` do not count."""
     names = set()
     for each in ast.walk(node):
         if isinstance(each, ast.Name):
