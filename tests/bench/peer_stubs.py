@@ -29,7 +29,8 @@ SMS = 132
 
 
 def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.ModuleType:
-    """Return the stub of SGLang's build, which needs `use_legacy=True`, or of vLLM's, which has no such parameter.
+    """Return the stub of FlashMLA in SGLang's build, which needs `use_legacy=True`, or in vLLM's, which has no such
+    parameter.
 
     heads: head counts that sparse prefill accepts besides 64 and 128.
     """

@@ -52,5 +52,6 @@ def test_they_are_part_of_warming_up(engine, monkeypatch):
 
 
 def test_none_without_a_kernel():
-    """On a CPU `grouped_prompt` returns None, because the reference would take long for so many queries."""
+    """On a CPU `grouped_prompt` returns None, because the reference would take long for a prompt that is long enough
+    for groups."""
     assert grouped_prompt(8, 576) is None

@@ -25,7 +25,7 @@ def paged(lengths, device="cpu"):
 
 
 def slots_of(table, sequence, length):
-    """Return int64 [length]: the cache slots of a sequence's keys."""
+    """Return int64 [length]: the cache slots of the first `length` keys of a sequence."""
     position = torch.arange(length, device=table.device)
     return table[sequence, position // PAGE].long() * PAGE + position % PAGE
 

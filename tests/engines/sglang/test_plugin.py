@@ -103,7 +103,7 @@ class Engine:
         return create
 
     def functions(self):
-        """Return {path: attribute} of everything that the plugin can replace."""
+        """Return {path: attribute} of the functions in `seams.SIGNATURES`."""
         return {path: plugin.find(path).value for path in seams.SIGNATURES}
 
     def replaced(self):
@@ -160,7 +160,7 @@ def paths_of(family, *ops):
 @pytest.mark.parametrize("name", NAMES)
 def test_served(engine, name, caplog):
     sglang.register()
-    assert engine.replaced() == set()  # loading replaces nothing; making a backend does
+    assert engine.replaced() == set()  # loading the plugin replaces no function; creating a backend does
     engine.serve(name)
     assert len(engine.created) == 1 and declined(caplog) == []
     assert engine.replaced() == paths_of(NAMES[name])

@@ -147,7 +147,8 @@ def test_the_hook(monkeypatch):
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)  # so that it is restored
+    # `register` replaces this method. monkeypatch restores it after the test.
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)
     monkeypatch.setenv("DSA_ENGINE", "1")
     monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
     seen = []

@@ -150,7 +150,7 @@ def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
     out, lse = batch.run(impl, metadata, batch.q.split([512, 64], -1) if as_tuple else batch.q)
     assert lse is None
     batch.check(out)
-    # In a batch without prompts, the result is not written to the engine's buffer.
+    # In a batch without prompts, vLLM does not copy the result to its buffer. The result is the same.
     metadata.num_actual_tokens = decode_tokens
     metadata.fp8_extra_metadata.num_prefill_tokens = 0
     alone, _ = batch.run(impl, metadata, batch.q[:decode_tokens])

@@ -136,8 +136,8 @@ def metadata(decode, prefill, decodes, decode_tokens, prefills, tokens):
 
 
 def check(found, scores):
-    """Check that a row contains the best keys by the formula, then -1. Of keys with nearly equal scores any can be
-    selected."""
+    """Check that a row has the best keys by their exact `scores`, all keys if there are at most TOPK, and then -1. Of
+    keys with nearly equal scores any can be selected."""
     count = min(TOPK, len(scores))
     selected = found[found >= 0]
     assert len(selected) == count == len(selected.unique()) and (found[count:] == -1).all()

@@ -62,7 +62,8 @@ def test_the_entry_point_is_found():
 
 
 def test_off_it_imports_nothing():
-    """Otherwise every process of vLLM would spend time on imports wherever dsa is installed."""
+    """Without DSA_ENGINE, `register` must import neither torch nor dsa nor vLLM, because vLLM calls it in every process
+    wherever dsa is installed."""
     script = (
         "import os, sys; os.environ.pop('DSA_ENGINE', None); import dsa_engines.vllm; dsa_engines.vllm.register(); "
         "assert not {'torch', 'dsa', 'vllm'} & {m.partition('.')[0] for m in sys.modules}"

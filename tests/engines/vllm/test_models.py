@@ -75,7 +75,7 @@ def test_another_gpu_is_refused(monkeypatch):
         (config(V32, cache="fp8_e4m3", backend="FLASHMLA_SPARSE"), None),
         (of_kind(config(V32, backend="FLASHMLA_SPARSE"), "FLASHINFER_MLA_SPARSE_SM90"), "attention is FLASHINFER_MLA_"),
         (of_kind(config(V32, backend="FLASHINFER_MLA_SPARSE_SM90"), "FLASHMLA_SPARSE"), None),
-        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # V4 ignores the backend per kind
+        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # V4 ignores `backend_per_kind`
         (config(V4, backend="FLASHINFER_MLA_SPARSE_DSV4"), "attention is FLASHINFER_MLA_SPARSE_DSV4, and dsa has"),
     ],
 )
@@ -133,8 +133,9 @@ def test_warm_up_of_a_bf16_cache_calls_no_kernel_for_bytes(monkeypatch):
 
 
 def test_warm_up_has_every_batch_that_has_kernels_of_its_own(monkeypatch):
-    """The batches are those of `decoding_batches` up to the most tokens of a step. tests/engines/sglang/test_warm_up.py
-    tests the choice of these batches for both engines."""
+    """Warm-up runs attention for the batches of `decoding_batches` that fit in a step, and for the largest step in
+    place of larger batches. tests/engines/sglang/test_warm_up.py tests the choice of `decoding_batches` for both
+    engines."""
     monkeypatch.setattr(warm_up.dsa, "num_sms", lambda device: 132)
     for tokens in (8192, 100, 17):
         calls = models.calls_of(config(V32 | {"index_topk": 64}, cache="fp8", **SMALL | {"heads": 4, "tokens": tokens}))
