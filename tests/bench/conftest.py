@@ -35,8 +35,8 @@ def no_peers(monkeypatch):
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
     """Make empty files in place of the shared libraries and of DeepSelect's source file, and return their folder.
-    `torch.ops.load_library` of such a library adds its stub operators to torch.ops. Executing the source file returns
-    the stub of its module."""
+    `torch.ops.load_library` of such a library adds stubs of the library's operators to torch.ops. Executing the source
+    file returns a stub of DeepSelect's module."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):

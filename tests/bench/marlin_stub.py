@@ -21,7 +21,7 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: its co
 @lru_cache
 def _codes_order() -> torch.Tensor:
     """Return int64 [1024]: for each nibble of a block of 16 channels and 64 rows, lowest nibble of a word first, the
-    index of its code in the flattened [4 tiles of 16 rows, 16 channels, 16 rows]."""
+    index of the nibble's code in the flattened [4 tiles of 16 rows, 16 channels, 16 rows]."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)

@@ -86,7 +86,7 @@ def small(monkeypatch, on_cpu):
 
 
 def probe_only(monkeypatch, shapes):
-    """Probe only the ops of `shapes`, {op: shapes in place of its PROBED}."""
+    """Probe only the ops of `shapes`, {op: shapes in place of the benchmark's PROBED}."""
     for op in probe.probed():
         if op in shapes:
             monkeypatch.setattr(cases.load(op), "PROBED", shapes[op])

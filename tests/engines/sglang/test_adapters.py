@@ -75,8 +75,8 @@ def test_prefill_scores(heads):
     want = batches.index_scores(q, k, k_scale, weights)
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist())):
         assert calc_diff(got[row, start:end], want[row, start:end]) < 5e-6
-    # For DeepSeek-V4, SGLang passes an empty range for a query that selects all of its keys. Scores outside the range
-    # are then -inf, not undefined, so top-k selects all 9 keys of the first query.
+    # For DeepSeek-V4, SGLang passes an empty range for a query that selects all keys that it sees. Scores outside the
+    # range are then -inf, not undefined, so top-k selects all 9 keys of the first query.
     compressed = adapters.fp8_mqa_logits(q, (k, k_scale), weights, starts * 0, int32([0, 30, 0, 70, 0]), False, 64)
     assert compressed.shape == (5, 64) and (compressed[0] == -math.inf).all()
     assert calc_diff(compressed[1, :30], want[1, :30]) < 5e-6

@@ -87,9 +87,9 @@ def to_slots(
     dcp_rank: int = 0,
     **_,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Convert indices of a request's keys to slots of its pages, or in prefill to rows of a workspace, as vLLM's
-    triton_convert_req_index_to_global_index does. With dcp_size ranks, rank r has the keys r, r + dcp_size, ...; other
-    keys become -1, as triton_filter_and_convert_dcp_index does."""
+    """Convert indices of a request's keys to slots in the request's pages, or in prefill to rows of a workspace, as
+    vLLM's triton_convert_req_index_to_global_index does. With dcp_size ranks, rank r has the keys r, r + dcp_size, ...;
+    other keys become -1, as in triton_filter_and_convert_dcp_index."""
     mine = (token_indices >= 0) & (token_indices % dcp_size == dcp_rank)
     local = torch.where(mine, token_indices // dcp_size, 0).long()
     page = block_table[req_id.long()[:, None], local // BLOCK_SIZE].long()

@@ -92,8 +92,8 @@ def test_who_else_has_V4s_attention():
 
 @pytest.fixture
 def deep_gemm():
-    """Return vLLM's module for DeepGEMM. It has already looked up DeepGEMM's functions, which it otherwise does in its
-    first call."""
+    """Return vLLM's module for DeepGEMM. It has already looked up DeepGEMM's functions, which it otherwise does when
+    one of them is first called."""
     module = __import__(seams.DEEP_GEMM, fromlist=["_"])
     module._lazy_init()
     return module
