@@ -17,7 +17,7 @@ from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
 MODULES += ("deep_gemm", "sgl_kernel", "cudnn", "tile_kernels", "tokenspeed_kernel")
-# {path of a shared library in its wheel: the namespace of torch.ops that the library registers}
+# {path of a shared library in a peer's wheel: the namespace of torch.ops to which the library adds operators}
 SHARED_LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "_C",
     "vllm/_moe_C_stable_libtorch.abi3.so": "_moe_C",
