@@ -1,4 +1,4 @@
-"""Fixtures: stubs of the peers' packages and libraries, recorded calls, and benchmark cases on a CPU."""
+"""Fixtures: stubs of the peers' packages and shared libraries, recorded calls, and benchmark cases on a CPU."""
 
 import concurrent.futures
 import importlib.machinery
@@ -17,7 +17,7 @@ from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
 MODULES += ("deep_gemm", "sgl_kernel", "cudnn", "tile_kernels", "tokenspeed_kernel")
-# {path of a shared library in its wheel: the namespace of torch.ops that the library registers}
+# {path of a shared library in a peer's wheel: the namespace of torch.ops to which the library adds operators}
 SHARED_LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "_C",
     "vllm/_moe_C_stable_libtorch.abi3.so": "_moe_C",
@@ -27,15 +27,16 @@ SHARED_LIBRARIES = {
 
 @pytest.fixture
 def no_peers(monkeypatch):
-    """Hide all peers that this machine has."""
+    """Hide the peers that are installed on this machine: importing their packages raises ModuleNotFoundError."""
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
-    """Make empty files for the shared libraries and for DeepSelect's source file, and return their folder. Loading a
-    shared library registers its stub operators in torch.ops. Executing the source file returns its stub."""
+    """Make empty files in place of the shared libraries and of DeepSelect's source file, and return their folder.
+    `torch.ops.load_library` of such a library adds stubs of the library's operators to torch.ops. Executing the source
+    file returns a stub of DeepSelect's module."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
@@ -63,7 +64,8 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
 
 @pytest.fixture
 def peers(monkeypatch, installed):
-    """Install stubs of all peers. Returns {module: stub} of the modules that are imported."""
+    """Install stubs of all peers. Return {module: stub} of the peers that are imported; the others are files
+    (`installed`)."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),
@@ -81,8 +83,8 @@ def peers(monkeypatch, installed):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Returns a function. recorded(owner, name) replaces the attribute of `owner` by a wrapper and returns a list, to
-    which each later call appends its positional arguments."""
+    """Return a function. recorded(owner, name) wraps the function `name` of `owner` and returns a list, to which each
+    later call appends its positional arguments."""
 
     def record(owner, name):
         calls, function = [], getattr(owner, name)
@@ -124,8 +126,8 @@ def two_matrices(rows, columns):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Build and call cases on the CPU, with the fewest copies of the inputs. (On a GPU, calls read many copies in turn,
-    so that the L2 cache does not contain their inputs.)"""
+    """Build and call cases on the CPU, with the smallest number of inputs that a case accepts. (On a GPU, a case's
+    calls read so many inputs in turn that the L2 cache does not contain the next one.)"""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     product = torch.mm  # on a CPU torch.mm has no out_dtype
     monkeypatch.setattr(

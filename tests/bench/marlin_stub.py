@@ -1,7 +1,8 @@
-"""Stubs of Marlin's operators, which need a GPU. They have the operators' arguments and compute plain products.
+"""Stubs of Marlin's operators, because the real ones need a GPU. A stub has the operator's arguments, asserts what the
+operator's host code checks, and computes the result with plain PyTorch.
 
-The stubs assert what the operators' host code checks. They undo Marlin's layouts with tables, which follow from the
-registers in which a warp's threads hold the operands of an MMA. `marlin.pack` computes the layouts in another way.
+The stubs read Marlin's layouts through tables, which follow from the registers in which a warp's threads hold the
+operands of an MMA. `marlin.pack` writes the layouts in another way, by permuting dimensions.
 """
 
 import types
@@ -14,13 +15,13 @@ from tests.bench.peer_stubs import SMS
 INT = torch.int32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_ID = 0x2000000010102
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word: its index among the thread's eight codes
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: its code's index in `codes` (`_codes_order`)
 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """Return, for each nibble of a block of 16 channels and 64 rows, the place of the nibble's code among the flattened
-    codes of 4 tiles of 16 channels and 16 rows."""
+    """Return int64 [1024]: for each nibble of a block of 16 channels and 64 rows, lowest nibble of a word first, the
+    index of the nibble's code in the flattened [4 tiles of 16 rows, 16 channels, 16 rows]."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
@@ -32,8 +33,8 @@ def _codes_order() -> torch.Tensor:
 
 @lru_cache
 def _scales_order() -> torch.Tensor:
-    """Return the row of each of 64 adjacent scales. The rows are in steps of eight, and of each four rows the middle
-    two are exchanged."""
+    """Return int64 [64]: the rows of 64 adjacent scales. They are 0, 8, ..., 56, 1, 9, ..., with the middle two of each
+    four exchanged: 0, 16, 8, 24, 32, 48, ..."""
     by_thread = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     return by_thread.view(-1, 4)[:, [0, 2, 1, 3]].flatten()
 

@@ -1,4 +1,5 @@
-"""Functions that ranks of the benchmark of several GPUs run on a CPU, with a host's clock and the smallest stacks."""
+"""Functions that the ranks of `dsa_bench.e2e.parallel` run in tests on a CPU, with the host's clock and small
+stacks."""
 
 import dataclasses
 import gc
@@ -12,10 +13,10 @@ from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench import small_stacks
 
-# PROMPTS is {tokens: repeats}. Every rank has all rows of the first prompt. The rows of the second prompt are divided
-# among the ranks. The third prompt is computed once, in two passes. In production, rows are divided from 256 tokens on.
-# Here they are divided from SHARED_ROWS tokens on, because a CPU needs three times as long for a pass over four times
-# as many tokens.
+# PROMPTS is {tokens: repeats}. Passes of at least SHARED_ROWS tokens divide their rows among the ranks; in shorter
+# passes every rank has all rows. So the rows of the prompt of 66 tokens are divided, those of the prompt of 40 tokens
+# are not. The prompt of 90 tokens runs only once, in passes of 70 (CHUNK) and 20 tokens. In production, SHARED_ROWS is
+# 256. Here it is 64, because a CPU needs three times as long for a pass over four times as many tokens.
 SHARED_ROWS = 64
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
@@ -61,10 +62,9 @@ def layers_that_fit(name, gpus, memory, tokens):
 
 
 def make_small():
-    """Make all stacks and cases of this process small. Replace the profiler, and the function that counts the layers
-    that fit."""
+    """Make all stacks and cases of this process small. Replace the profiler (`events_of`) and `layers_that_fit`."""
     gc.freeze()  # so that collections between runs do not visit the objects of imported modules
-    # There are four experts, so each of the two ranks has two.
+    # With four experts, each of the two ranks has two.
     small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
     for name, (file, fields) in stacks.STACKS.items():
         stacks.STACKS[name] = (file, fields | stacks.with_layers(name, 3))
@@ -75,21 +75,22 @@ def make_small():
 
 
 def rows(ranks, options):
-    """Return (the rows of a rank, the steps that the rank has reported)."""
+    """Return (the rows that this rank yields, the messages that it passes to `tell`)."""
     make_small()
     told = []
     return [*parallel.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
 
 
 def rows_of_a_part(ranks, options):
-    """Return the rows of one of two GPUs, which this process computes alone."""
+    """Return the benchmark's rows (`part_rows`) for 2 GPUs. This process computes the part of rank 0, without
+    collectives; `ranks` is not used."""
     make_small()
     return [*parallel.part_rows(2, clock=HostClock(ALONE), **options)]
 
 
 def error_of_other_weights(ranks, options):
-    """Return the error that is raised if a weight that every rank has whole contains different numbers on different
-    ranks."""
+    """Return the message of the error that a rank raises because the router's weights, which are not split, differ
+    between the ranks."""
     make_small()
     fill = stacks._fill
 
@@ -103,7 +104,7 @@ def error_of_other_weights(ranks, options):
 
 
 def error_of_other_logits(ranks, options):
-    """Return the error that is raised if one rank computes different logits."""
+    """Return the message of the error that a rank raises because the ranks compute different logits."""
     make_small()
     prefill = parallel.prefill
 
@@ -124,10 +125,10 @@ def _error(ranks, options):
 
 
 def clock_of_stubs(ranks, _):
-    """Time two calls with stubs in place of the GPU's functions. An event records its position in the list of the
-    clock's actions, and a time is the difference of two positions times rank + 1.
+    """Time two calls with stubs in place of torch.cuda's events and memory functions. An event records its position in
+    the list of the clock's actions, and a time is the difference of two positions times rank + 1.
 
-    Returns (times, peak memory, free memory, the clock's actions in order).
+    Return (times [ranks, 2], peak bytes, free bytes, the clock's actions in order).
     """
     done = []
 

@@ -29,7 +29,8 @@ SMS = 132
 
 
 def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.ModuleType:
-    """Return the stub of SGLang's build, which needs `use_legacy=True`, or of vLLM's, which has no such parameter.
+    """Return the stub of FlashMLA in SGLang's build, which needs `use_legacy=True`, or in vLLM's, which has no such
+    parameter.
 
     heads: head counts that sparse prefill accepts besides 64 and 128.
     """
@@ -172,7 +173,7 @@ def _products(module: types.ModuleType) -> types.ModuleType:
 
 
 def deep_gemm() -> types.ModuleType:
-    """Return the stub of the older build of DeepGEMM."""
+    """Return the stub of the older build of DeepGEMM, in which column s of a row of index scores belongs to key s."""
     module = _products(types.ModuleType("deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):

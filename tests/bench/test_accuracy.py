@@ -1,5 +1,5 @@
-"""The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU, with our kernels in place of
-the peers'."""
+"""`dsa_bench.e2e.accuracy` with a small model on a CPU: held-out text, intervals, and rows. The peers in these tests
+replace none of our ops."""
 
 import json
 import shutil
@@ -48,8 +48,8 @@ def test_intervals_of_a_ratio_are_paired():
 
 
 def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
-    """In the first call of `rows` the peers' kernels are our kernels, so their errors are equal. In the second call the
-    peers' kernels fail."""
+    """In the first call of `rows` the peers replace no op, and on a CPU fp16 accumulation of index scores has no
+    effect. So all errors are equal. In the second call the peers' pass fails."""
     peers = Replaced(ops={"fp8_mqa_logits": "a library"})
     monkeypatch.setattr(accuracy, "replacement", lambda: peers)
     half, single, theirs = accuracy.rows([checkpoint], most=2, device="cpu")

@@ -1,4 +1,4 @@
-"""The comparison with transformers' eager attention, with a small model on a CPU."""
+"""The comparison of dsa with transformers' eager attention, with a small model on a CPU."""
 
 from types import SimpleNamespace
 

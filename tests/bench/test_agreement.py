@@ -29,13 +29,14 @@ def pad(x, *sizes):
     ("compare", "theirs", "ours"),
     [
         (agree, OUT + 1e-3 * torch.randn_like(OUT), OUT),
-        (agree, (torch.cat((OUT, OUT), 1), "lse"), (OUT, "other")),  # padding at the end
+        (agree, (torch.cat((OUT, OUT), 1), "lse"), (OUT, "other")),  # padding at the end; strings are ignored
         (agree, {"out": OUT, "lse": LSE, "none": None}, (OUT, LSE)),
         (agree, (OUT,), (OUT, LSE)),
-        # Casts whose scales are other powers of two or no powers of two.
+        # Casts with half the values and twice the scales, and with scales that are no powers of two.
         (agree, ((Q.float() / 2).to(Q.dtype), SCALE * 2), CAST),
         (agree, dsa.per_token_cast_to_fp8(X, False), CAST),
-        # LSEs with base e, with base 2 and with padding; LSEs of another shape, and missing ones, are not compared.
+        # LSEs with base e, with base 2, and with padding. An LSE of another shape is not compared, nor is a missing
+        # one.
         (agree_attention, [OUT, MOST, LSE], (OUT, MOST, LSE)),
         (agree_attention, [OUT, LSE / torch.tensor(2.0).log()], (OUT, MOST, LSE)),
         (agree_attention, [pad(OUT, 0, 0, 0, 2), pad(LSE, 0, 2)], (OUT, MOST, LSE)),

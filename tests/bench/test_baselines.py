@@ -1,4 +1,4 @@
-"""Baselines compute the same results as our ops, in cases with small shapes on a CPU."""
+"""The baselines (plain PyTorch) compute the same results as our ops, in cases with small shapes on a CPU."""
 
 import ast
 from pathlib import Path

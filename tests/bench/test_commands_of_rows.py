@@ -1,4 +1,4 @@
-"""The command of whole passes: the calls that it rejects, the lines that it prints, and the kernels that it
+"""The command `python -m dsa_bench.e2e`: the calls that it rejects, the lines that it prints, and the kernels that it
 compiles."""
 
 import json

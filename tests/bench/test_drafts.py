@@ -1,5 +1,5 @@
-"""The benchmark of decoding with drafts: rows of small stacks on a CPU with a fake clock, the timed passes, and the
-figures that are computed."""
+"""The benchmark of decoding with drafts: rows of small stacks on a CPU with a fake clock, the passes that are timed,
+and the formulas for times, bytes and gain at full depth."""
 
 import json
 
@@ -29,8 +29,8 @@ by_stack = pytest.mark.parametrize("name", STACKS)
 
 @pytest.fixture
 def drafted(monkeypatch, recorded):
-    """Fake all times: a pass takes 1 ms plus 1 ms per layer and token, and the drafter's passes take DRAFT_MS. Returns
-    a list to which each run of the drafter appends its drafts."""
+    """Fake all times. A pass of L layers over n tokens takes 1 + L n ms, and the drafter's passes together take
+    DRAFT_MS. Return a list to which each run of the drafter appends its drafts."""
     layers, found = recorded(drafts, "first_layers"), []
 
     def bench(calls, repeats, graph):
@@ -89,8 +89,8 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
 @by_stack
 def test_timed_passes_are_passes_of_generation(name, drafted, monkeypatch):
     """A pass computes the last token and the drafts of each sequence, and all these tokens differ. With drafts,
-    sequences are shorter by the drafts, so the pass ends at the same position as without drafts. After the pass, the
-    drafter runs on the tokens and states of the pass."""
+    sequences are shorter by the number of drafts, so the pass ends at the same position as without drafts. After the
+    pass, the drafter runs on the pass's tokens and hidden states."""
     model = small_stack(name, drafter=True)
     seen, inputs = [], []
     states, draft = model.states, DraftStep._run
@@ -153,13 +153,14 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
     model, layers = skeleton(name), published_layers(name)
     found = [cost(model, count) for count in depths(model)]
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
-    # V4 has 21 layers of ratio 4 and 20 of ratio 128. `full_depth` counts 20.5 of each, which cost 1 less.
+    # V4 has 21 layers of ratio 4 and 20 of ratio 128. `full_depth` counts 20.5 of each, which together cost 1 less.
     assert full_depth(name, *found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 
 @by_stack
 def test_a_pass_reads_all_weights_of_its_layers_and_experts_with_tokens(name):
-    """The stack has real sizes. The weights of the embedding and of the drafter do not count."""
+    """The stack has real sizes. The weights of the embedding and of the drafter do not count as read, nor does V4's
+    table `tid2eid`."""
     model = skeleton(name, drafter=True)
     tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
     every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))

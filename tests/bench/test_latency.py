@@ -1,4 +1,4 @@
-"""The benchmark of a long prompt among decoding sequences, with a small model on a CPU."""
+"""The benchmark of decoding while a long prompt is prefilled, with a small model on a CPU."""
 
 import json
 from functools import partial
@@ -30,7 +30,7 @@ def test_rows_are_of_the_second_run_and_of_all_models(monkeypatch, recorded):
 
 
 def test_figures_follow_from_the_passes(monkeypatch):
-    """On the fake clock each token of a prompt takes one second, and a decoding pass two seconds."""
+    """On the fake clock, prefill takes one second per token of a prompt, and a decoding pass takes two seconds."""
     now, chunks = 0.0, []
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now)
     generator, *call = latency._call(small_stack("V3.2"), 10, sizes := latency.Sizes(30, 2, 5, 3))

@@ -1,4 +1,5 @@
-"""The products of the published models that benchmarks measure, and the summary of `linear_layers`."""
+"""The shapes that the benchmarks of GEMMs measure are those of the published models. Also, the summary of
+`linear_layers`."""
 
 import pytest
 

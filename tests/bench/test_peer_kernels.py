@@ -126,7 +126,7 @@ def test_selections_of_packed_sequences(paged, most, either_build, either_top_k)
 
 
 def test_selections_from_many_keys_are_two_ops_of_the_peers(either_build, either_top_k, monkeypatch, recorded):
-    """No peer fuses selection with scores."""
+    """No peer fuses scores with selection, so `indexer_select` is called only without the peers' kernels."""
     keys, tokens = 60, 12
     monkeypatch.setattr(key_selection, "FUSED_KEYS", keys)
     monkeypatch.setattr(key_selection, "FUSED_TOKENS", tokens)
@@ -210,7 +210,7 @@ def test_windows(either_build):
 
 
 def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug, *, scale):
-    """Replaces PyTorch's kernel, which exists only on GPUs."""
+    """Replaces PyTorch's FlashAttention operator, which exists only on GPUs."""
     assert q.shape[1:] == k.shape[1:] == v.shape[1:] and (dropout, debug) == (0.0, False)
     assert most_q >= cu_q.diff().max() and most_k == cu_k.diff().max()
     return *reference.mha_varlen_fwd(q, k, v, cu_q, cu_k, most_k, scale, causal), None, None, None
@@ -294,8 +294,8 @@ def of_experts(tokens):
     ],
 )
 def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts, peers, monkeypatch, recorded):
-    """layouts: the number of calls with padded rows, of calls with slots, and of calls of Marlin. Marlin has a larger
-    tolerance, because its activations are bf16 and ours are FP8."""
+    """layouts: the number of calls of `padded`, of `Slots.of` and of Marlin. Marlin has a larger tolerance, because its
+    activations are bf16 and ours are FP8."""
     experts = Experts(5, 256, 128, fp8=True, fp4=fp4, limit=0.5 if fp4 else None)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
     shared, residual = bf16(2, tokens, 256)
@@ -314,7 +314,7 @@ def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts,
     [
         ({"dtype": torch.bfloat16}, torch.bfloat16),
         ({"fp8": True, "fp4": True}, torch.float32),
-        ({"fp8": True}, torch.bfloat16),  # the 129 tokens are more than the slots of an expert
+        ({"fp8": True}, torch.bfloat16),  # 129 tokens are more than the 128 slots of an expert
     ],
 )
 def test_other_experts_are_ours(experts, dtype, peers):

@@ -86,7 +86,7 @@ def small(monkeypatch, on_cpu):
 
 
 def probe_only(monkeypatch, shapes):
-    """Probe only the ops of `shapes`, {op: PROBED}."""
+    """Probe only the ops of `shapes`, {op: shapes in place of the benchmark's PROBED}."""
     for op in probe.probed():
         if op in shapes:
             monkeypatch.setattr(cases.load(op), "PROBED", shapes[op])
@@ -174,8 +174,9 @@ def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
 
 
 def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeypatch, in_threads):
-    """In grouped products each expert's rows are padded to a multiple of 128, or are 128 (masked). The stubs fail in
-    every call. These failures are ignored, so all products are called."""
+    """A grouped product pads each expert's rows to a multiple of 128. The masked product, of the newer build only,
+    gives each expert 128 rows, and is left out if an expert has more. The stubs fail in every call. These failures are
+    ignored, so all products are called."""
     called = []
 
     def refuse(build, a, b, d, *rest):

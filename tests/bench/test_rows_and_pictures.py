@@ -76,7 +76,7 @@ LONG = {"run": "prefill 4096", "tokens": 4096}
         # The communication of eight sequences takes 0.9 ms. The 0.6 ms of one sequence are fixed. The other 0.3 ms
         # transfer rows from 3 other GPUs; from 7 other GPUs this takes 7 / 3 as long.
         (SILENT | EIGHT, [TWO, FOUR, FOUR | EIGHT | {"ms": 4.3}], 0.1 + (0.6 + 0.3 * 7 / 3) / 20),
-        # The communication of eight sequences takes less time than that of one, so all of this time is fixed.
+        # The communication of eight sequences takes less time than that of one, so all of it counts as fixed.
         (SILENT | EIGHT, [FOUR, FOUR | EIGHT | {"ms": 3.6}], 0.1 + 0.2 / 20),
         (SILENT | LONG, [FOUR | LONG], 0.1 + 0.03 * (7 / 8) / (3 / 4)),
         (SILENT, [], None),

@@ -56,7 +56,7 @@ def test_the_search_for_products_is_of_the_published_layers():
         assert of_class.modelled in tried and len(tried) < 15, name
         [shape] = of_class.shapes
         assert fp8_gemm_choice.shape_class(*shape[:3]) == name
-    # The function is pickled, because another process compiles.
+    # The tuner pickles the compile function, because it compiles in other processes.
     for config in ONE_OF_EACH:
         compile_function = pickle.loads(pickle.dumps(plan.candidates[config]))
         assert int(tune._compile(compile_function, ("bfloat16", config))) > 32
@@ -91,7 +91,8 @@ def test_an_op_forgets_its_choice_for_a_trial(config):
 
 
 class Gpu:
-    """Replaces the tuner's GPU. Configurations with fewer stages are faster, but those with two stages are wrong."""
+    """Replaces the tuner's GPU. Configurations with fewer stages are faster, and of these with fewer groups.
+    Configurations with two stages compute wrong results."""
 
     def __init__(self, monkeypatch, folder, arch):
         self.arch, self.checked, self.timed = arch, [], []

@@ -1,4 +1,5 @@
-"""Warming up compiles the kernels for long prompts, in which adjacent tokens are computed as a group."""
+"""Warm-up compiles the kernels that compute groups of adjacent tokens of a long prompt together. They exist for at most
+16 heads per GPU."""
 
 import dataclasses
 
@@ -51,5 +52,6 @@ def test_they_are_part_of_warming_up(engine, monkeypatch):
 
 
 def test_none_without_a_kernel():
-    """On a CPU, the reference would run, and it would take long for so many queries."""
+    """On a CPU `grouped_prompt` returns None, because the reference would take long for a prompt that is long enough
+    for groups."""
     assert grouped_prompt(8, 576) is None

@@ -1,4 +1,5 @@
-"""Attributes are replaced all together or not at all, and can be restored."""
+"""`Replacements` replaces attributes of an engine's modules and classes, all together or not at all, and can restore
+them."""
 
 import sys
 import types

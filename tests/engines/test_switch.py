@@ -1,4 +1,4 @@
-"""Tests of the environment variables that switch the engines' plugins on."""
+"""The environment variables that switch the engines' plugins on, and the line that is logged if a plugin declines."""
 
 import logging
 

@@ -17,35 +17,36 @@ def int32(values, device="cpu"):
 
 
 def paged(lengths, device="cpu"):
-    """Return (a page table [B, pages] of shuffled pages for sequences of these lengths, the total number of pages)."""
+    """Return (a page table int32 [B, pages] for sequences of these lengths, whose pages of 64 keys are shuffled; the
+    total number of pages)."""
     width = max(-(-length // PAGE) for length in lengths)
     pages = torch.randperm(len(lengths) * width, device=device).to(INT32)
     return pages.view(len(lengths), width), len(pages)
 
 
 def slots_of(table, sequence, length):
-    """Return int64 [length]: the cache slots of a sequence's keys."""
+    """Return int64 [length]: the cache slots of the first `length` keys of a sequence."""
     position = torch.arange(length, device=table.device)
     return table[sequence, position // PAGE].long() * PAGE + position % PAGE
 
 
 def scores(rows, columns, device="cpu"):
-    """Return fp32 scores with many ties. Rows begin at multiples of 1024 bytes."""
+    """Return fp32 scores [rows, columns] with many ties. Rows begin at multiples of 1024 bytes."""
     values = torch.randint(-4, 5, (rows, -(-columns // 256) * 256), device=device).float()
     return values[:, :columns]
 
 
 def selected(row, k):
-    """Return the positions of the k largest numbers in ascending order, padded with -1. Of equal numbers, the first are
-    selected."""
+    """Return the positions of the k largest numbers of `row`, ascending, padded to k positions with -1. Of equal
+    numbers, those at the lowest positions are selected."""
     values = row.tolist()
     best = sorted(sorted(range(len(values)), key=lambda s: (-values[s], s))[:k])
     return best + [-1] * (k - len(best))
 
 
 def decode_metadata(lengths, device="cpu"):
-    """Return (logits, lengths, metadata, a function from k to the expected slots) of a decoding step with one token per
-    sequence."""
+    """Return (logits, lengths, metadata, a function from k to the expected slots [B, k]) of a decoding step with one
+    token per sequence."""
     table, _ = paged(lengths, device)
     logits = scores(len(lengths), table.shape[1] * PAGE, device)
     metadata = SimpleNamespace(real_page_table=table, page_size=PAGE, token_to_batch_idx=None, page_table_1=None)
@@ -61,9 +62,10 @@ def decode_metadata(lengths, device="cpu"):
 
 
 def prefill_metadata(prefixes, lengths, device="cpu"):
-    """Return (logits, visible keys per token, starts, metadata, a function from k to the expected positions) of the
-    last tokens of each sequence. A sequence's keys are adjacent columns of logits, and `starts` has the first column
-    for each token."""
+    """Return (logits, visible keys per token, starts, metadata, a function from k to the expected positions) of a
+    prefill batch. Sequence b has the new tokens prefixes[b] to lengths[b] - 1, and a token sees the keys up to its own.
+    A sequence's keys are adjacent columns of logits, and `starts` has their first column for each token. Positions
+    count from the sequence's first key."""
     owners = [b for b, (prefix, length) in enumerate(zip(prefixes, lengths)) for _ in range(prefix, length)]
     visible = [s + 1 for prefix, length in zip(prefixes, lengths) for s in range(prefix, length)]
     begins = [sum(lengths[:b]) for b in owners]
@@ -83,8 +85,8 @@ def prefill_metadata(prefixes, lengths, device="cpu"):
 
 
 def latent_cache(width, pages, device="cpu"):
-    """Return (a cache with `width` bytes per key, or with 576 bf16 numbers per key if `width` is 576; its keys, fp32
-    [pages * P, d]).
+    """Return (a cache [pages, 64, 1, width]; its keys, fp32 [pages * 64, d]). width: bytes per key, or 576 for bf16
+    keys of 576 channels.
 
     The keys are read back from the cache, so they are exactly the values stored there.
     """
@@ -103,7 +105,11 @@ def latent_cache(width, pages, device="cpu"):
 
 def attention(q, rows, indices, scale, sink=None, more=None):
     """Return (out [T, h, 512], max_logits [T, h], lse [T, h]) in float64: attention of q [T, h, d] to the rows that
-    indices [T, K] select. more: (rows, indices) of a second list of keys."""
+    indices [T, K] select. sink [h] scales `out` and is not included in `lse`. more: (rows, indices) of a second list of
+    keys.
+
+    A query without keys has out 0, max_logits -inf and lse inf.
+    """
     keys = [rows.double()[index[index >= 0].long()] for index in indices]
     if more is not None:
         keys = [torch.cat([k, more[0].double()[i[i >= 0].long()]]) for k, i in zip(keys, more[1])]
@@ -121,12 +127,12 @@ def attention(q, rows, indices, scale, sink=None, more=None):
 
 
 def index_keys(count, device="cpu"):
-    """Return (e4m3 keys [count, 128], their scales [count])."""
+    """Return (e4m3 keys [count, 128], their fp32 scales [count])."""
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(count, 128, device=device).to(BF16))
     return k, scale.squeeze(1).contiguous()
 
 
 def index_scores(q, k, k_scale, weights):
-    """Return float64 [T, keys]: sum_h weights[h] relu(q[h] . k) k_scale, for q [T, H, 128]."""
+    """Return float64 [T, keys]: k_scale[s] sum_h weights[t, h] relu(q[t, h] . k[s]), for q [T, H, 128]."""
     dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
     return torch.einsum("ths,th->ts", dots, weights.double()) * k_scale.double()

@@ -1,7 +1,7 @@
 """Stand-ins for packages that are not installed, so that an engine's .py files can be imported without them.
 
-An attribute of such a module is a class if its name looks like a class name, and a mock otherwise. Before `stand_in`,
-import every package that itself looks for installed packages.
+An attribute of a stand-in module is a class if its name looks like a class name, and a mock otherwise. Before
+`stand_in`, import every package that checks which packages are installed, because it would find the stand-ins.
 """
 
 import importlib.abc
@@ -12,7 +12,8 @@ from unittest.mock import MagicMock
 
 
 class AnyType(type):
-    """The metaclass of stand-in classes. They accept any base class, call, annotation and use as a decorator."""
+    """The metaclass of stand-in classes. Such a class can be subclassed, called with any arguments, used as a
+    decorator, and used in annotations, with and without a subscript. Its attributes are mocks."""
 
     def __new__(metaclass, name, bases, space, **options):
         return super().__new__(metaclass, name, bases, space)
@@ -59,7 +60,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Find a stand-in for every package that no other finder finds, and for its modules, except for packages in
+    """Imports a stand-in for every package that no other finder finds, and for its modules, except for packages in
     `real`."""
 
     def __init__(self, real):
@@ -79,5 +80,5 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(*real):
-    """From now on, import a stand-in for every package that is not installed, except for packages in `real`."""
+    """From now on, import a stand-in in place of every package that is not installed, except for packages in `real`."""
     sys.meta_path.append(Finder(real))

@@ -1,4 +1,4 @@
-"""Run the tests of the plugin with SGLang's .py files.
+"""Run the tests in tests/engines/sglang/engine, which import SGLang's .py files, in a process of their own.
 
 They are skipped unless DSA_SGLANG_FILES is set. Like PATH, it lists folders: the .py files and `kernels/jit` of the
 wheel of sglang 0.5.23, the .py files of sgl-deep-gemm 0.2.3.post2 or 0.2.5, and the packages msgspec and dill. None of

@@ -38,7 +38,7 @@ def never(*args, **kwargs):
 
 
 class Recorder:
-    """A substitute for a function of SGLang. It records the arguments of a call."""
+    """A substitute for a function of SGLang. It records the arguments of the last call."""
 
     def __call__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
@@ -46,7 +46,8 @@ class Recorder:
 
 
 def every_hook():
-    """Yield (path, hook) of every hook that can be made without SGLang's objects."""
+    """Yield (path of the replaced function, hook) for every hook. The hook for FlashMLA's plan makes a SimpleNamespace
+    in place of SGLang's class."""
     for family in seams.SEAMS.values():
         for makers in family.values():
             for path, make in makers.items():
@@ -132,8 +133,8 @@ def test_selection_names_an_argument_that_is_wrong():
 
 
 def calls_of(monkeypatch, owner, name):
-    """Record later calls of `owner.name`, which still runs. Return the list of (positional arguments, named
-    arguments)."""
+    """Record later calls of `owner.name`, which still runs. Return a list to which each call appends (positional
+    arguments, named arguments)."""
     calls, function = [], getattr(owner, name)
 
     def noted(*given, **options):
@@ -157,7 +158,7 @@ def test_attention_in_decoding(pool, splits, monkeypatch):
     table[1, 5:] = -1
     calls = calls_of(monkeypatch, adapters, "sparse_decode")
     want, *_ = batches.attention(q, rows, table, 0.1)
-    # If lengths have another number of rows than q, as in a batch padded for data parallelism, the hook ignores them.
+    # If there is not one length per row of q, as in a batch padded for data parallelism, the hook ignores the lengths.
     for lengths, given in ((int32([32, 5, 32, 32, 32]), True), (int32([32, 5]), False)):
         metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths)
         arguments = backend_of(pool, num_splits=splits), q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata
@@ -190,7 +191,8 @@ def test_plan_of_a_batch():
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_another_layout_is_left_to_sglang(layout):
-    """The first model in a process decides whether hooks are installed. A second model can have another layout."""
+    """The first model of a family decides for the process whether hooks are installed. A second model can have a cache
+    of another layout; for this model the hooks call SGLang's functions."""
     backend, original = backend_of(pool_of(layout)), Recorder()
     for hook, count in (
         (hooks.forward_flashmla_sparse, 7),

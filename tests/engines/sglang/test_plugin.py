@@ -19,7 +19,7 @@ NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 
 
 def function_of(parameters):
-    """Return a function with these parameters that returns "SGLang's own"."""
+    """Return a function with these parameters, each None by default, that returns "SGLang's own"."""
     space = {}
     exec(f'def original({", ".join(f"{p}=None" for p in parameters)}): return "SGLang\'s own"', space)
     return space["original"]
@@ -42,8 +42,8 @@ class HookType(Enum):
 
 
 def hook_registry(skipped):
-    """Return a stand-in for SGLang's HookRegistry. For targets in `skipped`, it behaves as if a replacement has
-    failed."""
+    """Return a stand-in for SGLang's HookRegistry. It does not replace the targets in `skipped`, as if their
+    replacement had failed."""
     hooks = {}
 
     class HookRegistry:
@@ -69,7 +69,7 @@ def around(original, hook):
 
 
 class Engine:
-    """Stand-ins for SGLang's modules. `before` has their functions before the plugin replaces any."""
+    """Stand-ins for SGLang's modules. `before` has their functions from before the plugin replaces any."""
 
     def __init__(self, monkeypatch):
         self.skipped, self.created, modules = set(), [], {}
@@ -103,7 +103,7 @@ class Engine:
         return create
 
     def functions(self):
-        """Return {path: attribute} of everything that the plugin can replace."""
+        """Return {path: attribute} of the functions in `seams.SIGNATURES`."""
         return {path: plugin.find(path).value for path in seams.SIGNATURES}
 
     def replaced(self):
@@ -160,7 +160,7 @@ def paths_of(family, *ops):
 @pytest.mark.parametrize("name", NAMES)
 def test_served(engine, name, caplog):
     sglang.register()
-    assert engine.replaced() == set()  # loading replaces nothing; making a backend does
+    assert engine.replaced() == set()  # loading the plugin replaces no function; creating a backend does
     engine.serve(name)
     assert len(engine.created) == 1 and declined(caplog) == []
     assert engine.replaced() == paths_of(NAMES[name])
@@ -208,8 +208,8 @@ def test_what_is_replaced_is_called(engine):
 
 
 def rename_scores(engine, more=()):
-    """Give DeepGEMM's score functions the names of sgl-deep-gemm 0.2.5. Return a list that records calls of the new
-    names."""
+    """Give DeepGEMM's score functions the names that they have in sgl-deep-gemm 0.2.5, and `more` additional
+    parameters. Return a list to which each call of a new name appends its arguments."""
     calls = []
     for path, new in renamed.RENAMED.items():
         engine.remove(path)
@@ -270,7 +270,7 @@ def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
     engine.serve(family)
     words = {word.strip() for word in ops.split(",")}
     if family == "dsv4" and "scores" not in words:
-        words.discard("topk")  # it reads scores that SGLang's own kernel leaves unwritten
+        words.discard("topk")  # dsa's top-k reads scores that SGLang's own kernel leaves unwritten
     assert engine.replaced() == (paths_of(family, *words) if words else set())
     said = [record.getMessage() for record in caplog.records if record.name == "dsa"]
     if words:
@@ -326,7 +326,8 @@ def left_as_it_was(engine, family, caplog, message, runner=None):
     assert engine.replaced() == set()
     (line,) = declined(caplog)
     assert message in line
-    # The decision is final for the process: a graph captured with one kernel must not run with another later.
+    # The plugin decides once per process and model family, when the first backend is created (`_decided`). A second
+    # backend does not make the plugin try again, because CUDA graphs of the first may contain SGLang's kernels.
     engine.serve(family)
     assert engine.replaced() == set() and len(declined(caplog)) == 1
 

@@ -72,7 +72,8 @@ def test_the_draft_model_of_v4_pads_its_heads(calls, next_n, heads, expected):
 
 
 def test_prompts_have_columns_for_all_sequences_of_a_batch(calls):
-    """A row of DeepSeek-V4's scores has columns only for its sequence."""
+    """A row of DeepSeek-V4's scores has columns only for its sequence. A row of V3.2's has columns for all sequences of
+    the batch."""
     for model, most in ((V32, warm_up.MOST_COLUMNS), (V4, 512)):
         calls.clear()
         warm_up.warm_up(model, frozenset({"topk"}), "cpu")
@@ -93,8 +94,8 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
 
 
 def decoding_kernels(queries, model, keys, sms, may_split=True):
-    """Return a set of the tile of heads and, if queries are split, the configuration of the kernel that combines the
-    parts."""
+    """Return the set of choices for a decoding batch of `queries` queries with `keys` keys each: the tile of heads and,
+    if the keys of a query are split, the configuration of the kernel that combines the parts."""
     attention, tiles = _sparse_attention, -(-keys // _sparse_attention.TILE_N)
     if model.fp8_cache:
         head_tile = attention.fp8_kv_head_tile(queries, model.heads, tiles, sms, may_split)
@@ -116,8 +117,8 @@ LARGE = {
 @pytest.mark.parametrize("heads", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("model", LARGE)
 def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
-    """The batch can have any size, with and without split queries. V4 can have any number of entries up to the
-    largest."""
+    """The batch can have any number of queries, and attention can be allowed to split a query's keys or not. In V4 a
+    query can read any number of entries up to the largest."""
     model, window = LARGE[model]._replace(heads=heads), warm_up.V4_WINDOW
     widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.is_v4 else [model.topk]
     possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.is_v4 else widths

@@ -1,4 +1,4 @@
-"""Configurations with the names and values that the plugin reads of vLLM's configuration."""
+"""Stand-ins for vLLM's configuration, with the fields that the plugin reads."""
 
 import types
 
@@ -36,7 +36,9 @@ def config(
     sharing: int = 1,
     backend: str | None = None,
 ) -> types.SimpleNamespace:
-    """Return a VllmConfig. heads: query heads per GPU. sharing: the number of GPUs that divide a sequence's keys."""
+    """Return a stand-in for a VllmConfig. heads: query heads per GPU. index_cache: dtype of the cache of index keys.
+    speculated: draft tokens per sequence. tokens: the most tokens of a step. sharing: the number of GPUs that divide a
+    sequence's keys (decode context parallelism)."""
     space = types.SimpleNamespace
     hf = space(**hf)
     return space(

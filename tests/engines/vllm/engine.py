@@ -1,5 +1,5 @@
-"""Run the .py files of vLLM's wheel on a CPU with the plugin. PyTorch functions replace the other kernels of vLLM that
-these files call. docs/reference/engines.md says how to get the files."""
+"""Run the .py files of vLLM's wheel on a CPU with the plugin. PyTorch functions take the place of those kernels of vLLM
+that these files call and the plugin does not replace. docs/reference/engines.md says how to get the files."""
 
 import importlib.util
 import types
@@ -30,7 +30,7 @@ class HopperPlatform:
 
 
 def without_flash_mla(monkeypatch) -> None:
-    """Add functions with FlashMLA's parameters to vLLM's V4 module. Without FlashMLA's library, the module has none."""
+    """Add functions with FlashMLA's parameters to vLLM's V4 module, which lacks them without FlashMLA's library."""
     module = __import__(seams.V4, fromlist=["_"])
     for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         path = f"{seams.V4}:{name}"
@@ -58,12 +58,12 @@ def slots_of(table: torch.Tensor, request: int, length: int, page: int = PAGE) -
 
 
 def workspaces() -> types.SimpleNamespace:
-    """Return a stand-in for vLLM's WorkspaceManager. Each request allocates new memory."""
+    """Return a stand-in for vLLM's WorkspaceManager. Each request for workspaces allocates new memory."""
     return types.SimpleNamespace(get_simultaneous=lambda *specs: [torch.empty(s, dtype=d) for s, d in specs])
 
 
 def pack(x: torch.Tensor, lengths: torch.Tensor, pad_value: float = -float("inf")) -> torch.Tensor:
-    """Pad the rows of several sequences to [B, longest, ...], as vLLM's pack_seq_triton does."""
+    """Pad rows [T, ...] of sequences of these lengths to [B, longest, ...], as vLLM's pack_seq_triton does."""
     out = torch.full((len(lengths), int(lengths.max()), *x.shape[1:]), pad_value).to(x.dtype)
     for b, rows in enumerate(x.view(torch.uint8).split(lengths.tolist())):
         out.view(torch.uint8)[b, : len(rows)] = rows
@@ -87,9 +87,9 @@ def to_slots(
     dcp_rank: int = 0,
     **_,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Convert indices of a request's keys to rows of pages or of a workspace, as vLLM's
-    triton_convert_req_index_to_global_index does. With several ranks, do what triton_filter_and_convert_dcp_index does
-    for interleaved keys."""
+    """Convert indices of a request's keys to slots in the request's pages, or in prefill to rows of a workspace, as
+    vLLM's triton_convert_req_index_to_global_index does. With dcp_size ranks, rank r has the keys r, r + dcp_size, ...;
+    other keys become -1, as in triton_filter_and_convert_dcp_index."""
     mine = (token_indices >= 0) & (token_indices % dcp_size == dcp_rank)
     local = torch.where(mine, token_indices // dcp_size, 0).long()
     page = block_table[req_id.long()[:, None], local // BLOCK_SIZE].long()
@@ -103,7 +103,8 @@ def to_slots(
 
 
 def upconvert(cache, out, table, starts, count) -> None:
-    """Copy the keys of requests to a workspace as bf16 rows, as vLLM's cp_gather_and_upconvert_fp8_kv_cache does."""
+    """Copy the keys of the first `count` requests to a workspace as bf16 rows, as vLLM's
+    cp_gather_and_upconvert_fp8_kv_cache does."""
     ends = [*starts[1:].tolist(), len(out)]
     for b in range(count):
         length = ends[b] - int(starts[b])

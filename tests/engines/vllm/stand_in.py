@@ -1,5 +1,5 @@
-"""A stand-in for the parts of vLLM that the plugin looks up. Modules have the same names; functions have the same
-parameters and return their path. test_engine.py checks that the installed vLLM matches this stand-in."""
+"""A stand-in for the parts of vLLM that the plugin looks up. Modules and functions have vLLM's names; functions have
+vLLM's parameters and return their path. test_engine.py checks that the installed vLLM has these parameters."""
 
 import enum
 import functools
@@ -75,7 +75,8 @@ def put_in_place(monkeypatch) -> None:
 
 
 def _lazy_init(deep_gemm: types.ModuleType) -> None:
-    """Set all of DeepGEMM's functions, but nothing if one is set already. vLLM's function does the same."""
+    """Set the globals of vLLM's module for DeepGEMM, but do nothing if one is set already. vLLM's function does the
+    same."""
     if any(getattr(deep_gemm, name) for name in DEEP_GEMM_GLOBALS):
         return
     deep_gemm.of_deep_gemm_besides = "set"
@@ -91,7 +92,7 @@ def _module(monkeypatch, name: str) -> types.ModuleType:
 
 
 def state() -> dict:
-    """Return every attribute of the stand-in, and the path of FLASHMLA_SPARSE."""
+    """Return {path: value} of every attribute of the stand-in, and {"backend": path of FLASHMLA_SPARSE}."""
     found = {"backend": AttentionBackendEnum.FLASHMLA_SPARSE.get_path()}
     for name, module in sys.modules.items():
         if name.partition(".")[0] == "vllm":

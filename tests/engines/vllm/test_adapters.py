@@ -1,4 +1,5 @@
-"""Compare adapters, which make vLLM's calls with the ops, with formulas in float64. vLLM is not needed."""
+"""The adapters, which translate vLLM's calls into calls of dsa's ops, are compared with formulas in float64. vLLM is
+not needed."""
 
 import inspect
 import types
@@ -25,7 +26,7 @@ def _seed():
 
 
 def counted(indices, counts):
-    """Replace all but the first `counts` indices of each row of indices [T, K] by -1."""
+    """Replace all but the first counts[t] indices of each row t of indices [T, K] by -1."""
     return torch.where(torch.arange(indices.shape[1]) < counts[:, None], indices, -1)
 
 
@@ -49,7 +50,7 @@ def test_gather_keys(dtype):
 
 
 def in_order(row):
-    """Return the positions in ascending order, then the -1, as `selected` returns them."""
+    """Sort a row of selected positions as `selected` returns them: ascending, then every -1."""
     return sorted(row.tolist(), key=lambda i: (i < 0, i))
 
 
@@ -182,7 +183,7 @@ def test_v4_heads():
 
 @pytest.mark.parametrize("next_n", [1, 3, 4])
 def test_a_plan_for_every_multiprocessor_scores_every_key(next_n):
-    """The plan has a row per SM and one more, as the buffer that vLLM allocates."""
+    """The plan has a row per SM and one more, like the buffer that vLLM allocates for it."""
     heads, dim, pages, columns = 32, 128, 12, 384
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(pages * PAGE, dim), use_ue8m0=True)
     cache = torch.zeros(pages, PAGE, 1, dim + 4, dtype=torch.uint8)
@@ -209,7 +210,7 @@ FUNCTIONS = {path: new for ops in seams.REPLACED.values() for path, new in ops.i
 
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_replacements_take_what_the_engine_gives(path):
-    """A replacement has vLLM's parameter names in vLLM's order."""
+    """A replacement has vLLM's parameter names in vLLM's order, and can accept the last of them as **options."""
     new, pinned = FUNCTIONS[path](lambda: None), seams.SIGNATURES[path]
     function, first = (new.__func__, 1) if isinstance(new, classmethod) else (new, 0)
     parameters = inspect.signature(function, follow_wrapped=False).parameters

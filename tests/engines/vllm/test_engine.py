@@ -35,7 +35,7 @@ def test_signatures(path):
     if name not in FLASH_MLA:
         check_parameters(path, seams.SIGNATURES[path])
         return
-    # The module has these functions only if FlashMLA's library is installed, so compare with the source.
+    # The installed module has these functions only with FlashMLA's library, so compare with its source.
     tree = ast.parse((root() / "third_party/flashmla/flash_mla_interface.py").read_text())
     (function,) = [node for node in tree.body if getattr(node, "name", None) == name]
     assert [argument.arg for argument in function.args.args] == seams.SIGNATURES[path]
@@ -55,7 +55,7 @@ def reads(node: ast.AST) -> set[str]:
 @pytest.mark.parametrize(("module", "function", "name"), seams.CALL_SITES, ids=lambda value: value.rpartition(".")[2])
 def test_call_sites(module, function, name):
     """A caller must look up the replaced name in each call, as a global variable of the caller's module or as an
-    attribute."""
+    attribute of an object. It must not assign to the name, except to an attribute of `self`."""
     node = definition(module, function)
     assert name in reads(node), f"{module}:{function} does not read {name}"
     assigned = {ast.unparse(t) for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets}
@@ -69,8 +69,9 @@ def sources():
 
 
 def test_no_module_keeps_its_own_copy_of_what_is_replaced():
-    """`from module import name` makes a copy that would not be replaced. Only one module has such a copy, and the
-    plugin replaces exactly that copy."""
+    """`from module import name` makes a second reference to the function, which is not replaced together with the
+    first. Only one module has such a reference to a replaced function, and the plugin replaces exactly this
+    reference."""
     names = {path.partition(":")[2]: path.partition(":")[0] for op in seams.REPLACED.values() for path in op}
     names = {name: module for name, module in names.items() if "." not in name and module != seams.V4}
     found = {}
@@ -83,7 +84,7 @@ def test_no_module_keeps_its_own_copy_of_what_is_replaced():
 
 
 def test_who_else_has_V4s_attention():
-    """V4's module imports FlashMLA's functions by name, and the plugin replaces these copies only."""
+    """V4's module imports FlashMLA's functions by name, and the plugin replaces only these references."""
     text = Path(importlib.util.find_spec(seams.V4).origin).read_text()
     (block,) = re.findall(r"from vllm.v1.attention.ops.flashmla import \(([^)]*)\)", text)
     assert {*re.findall(r"\w+", block)} == {*FLASH_MLA}
@@ -91,8 +92,8 @@ def test_who_else_has_V4s_attention():
 
 @pytest.fixture
 def deep_gemm():
-    """Return vLLM's module for DeepGEMM. The functions of DeepGEMM have been looked up, as in the first call of the
-    module."""
+    """Return vLLM's module for DeepGEMM. It has already looked up DeepGEMM's functions, which it otherwise does when
+    one of them is first called."""
     module = __import__(seams.DEEP_GEMM, fromlist=["_"])
     module._lazy_init()
     return module
@@ -129,7 +130,7 @@ def test_ops_apart(install_ops, ops):
     there = {op: {path: find(path).value for path in paths} for op, paths in seams.REPLACED.items()}
     install_ops(frozenset(ops))
     for op, values in there.items():
-        if op != "attention":  # its originals are stand-ins, which this test installs together with the plugin
+        if op != "attention":  # attention's originals are stand-ins, which this test installs together with the plugin
             assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
     assert backend().is_overridden() == ("attention" in ops)
 
@@ -146,7 +147,8 @@ def test_the_hook(monkeypatch):
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)  # so that it is restored
+    # `register` replaces this method. monkeypatch restores it after the test.
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)
     monkeypatch.setenv("DSA_ENGINE", "1")
     monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
     seen = []
@@ -180,8 +182,8 @@ def test_the_plans_buffer_has_a_row_for_every_multiprocessor(plugin, deep_gemm, 
 
 
 def test_prompts_of_few_heads_are_no_decoding(plugin, monkeypatch):
-    """Below 32 heads, vLLM would treat prompts and decoding as one mixed batch. With the plugin they are separate,
-    unless several ranks divide the keys."""
+    """Below 32 heads, vLLM would compute FP8 prompts and decoding as one mixed batch. With the plugin they are
+    separate, unless several ranks divide the keys."""
     from dsa_engines.vllm.backend import DSASparseMetadataBuilder, FlashMLASparseMetadataBuilder
 
     def initialise(self, ranks):

@@ -21,7 +21,8 @@ def module(name):
 
 @pytest.fixture
 def indexer(plugin, monkeypatch):
-    """Yield an object with vLLM's module. The test sets `metadata`, the metadata of one layer."""
+    """Yield an object with vLLM's `module`. The test sets the object's `metadata`, which vLLM reads as a layer's
+    metadata."""
     from vllm.config import CUDAGraphMode
 
     torch.manual_seed(0)
@@ -45,7 +46,7 @@ def indexer(plugin, monkeypatch):
 
 
 class Cache:
-    """Index keys in pages, and exact scores from the formula."""
+    """Index keys in pages, and exact scores of them in float64."""
 
     def __init__(self, requests, heads):
         self.heads = heads
@@ -74,8 +75,9 @@ def call(indexer, cache, q, weights, buffer, **options):
 
 
 def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
-    """Return metadata as vLLM's builder makes it. lengths [B, next_n]: the number of keys that each query sees. The
-    plan is in the builder's buffer."""
+    """Return metadata as vLLM's builder makes it. lengths [B, next_n]: the number of keys that each query sees. lens
+    [B]: the number of queries per sequence, if it varies; None: next_n. The plan is in a buffer of 133 rows, like the
+    builder's."""
     plan, gemm = module(seams.PLAN), module(seams.DEEP_GEMM)
     scheduled = torch.full((133, 2), -9, dtype=torch.int32)
     scheduled[:] = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, 132)
@@ -90,9 +92,10 @@ def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
 
 
 def prefill_metadata(table, first, tokens, lengths, visible=None):
-    """Return metadata of one chunk. The last tokens of each request are queries, from token `first` on. visible: the
-    number of keys of the request that each query sees, or, if ranks divide the keys, of those keys that this rank
-    has."""
+    """Return metadata of one chunk of prompts. Request b has tokens[b] queries, its last tokens, among lengths[b] keys.
+    `first` is the index of the first query in the batch. visible: the number of keys of the request that each query
+    sees, or, if ranks divide the keys, of those keys that this rank has. By default, a query sees the keys up to its
+    own."""
     if visible is None:
         visible = [n - count + 1 + i for count, n in zip(tokens, lengths) for i in range(count)]
     plan = module(seams.PLAN)
@@ -133,8 +136,8 @@ def metadata(decode, prefill, decodes, decode_tokens, prefills, tokens):
 
 
 def check(found, scores):
-    """Check that a row contains the best keys by the formula, then -1. Keys with nearly equal scores can be
-    exchanged."""
+    """Check that a row has the best keys by their exact `scores`, all keys if there are at most TOPK, and then -1. Of
+    keys with nearly equal scores any can be selected."""
     count = min(TOPK, len(scores))
     selected = found[found >= 0]
     assert len(selected) == count == len(selected.unique()) and (found[count:] == -1).all()
@@ -168,10 +171,10 @@ def test_prompts_and_decoding_in_one_batch(indexer, next_n, heads):
 @pytest.mark.parametrize(
     ("lengths", "lens"),
     [
-        # vLLM pads the second sequence to three queries, with NaN. The selection of padded queries does not matter.
+        # vLLM pads the second sequence to three queries, with NaN. What the padding queries select does not matter.
         ([[198, 199, 200], [77, 77, 77]], [3, 1]),
-        # All sequences have fewer keys than are selected. A length of 0 is padding: a captured graph can have more
-        # sequences than the batch.
+        # All sequences have fewer keys than are selected. A length of 0 is padding, because a captured graph can have
+        # more sequences than the batch.
         ([[1], [0], [64]], None),
     ],
 )
@@ -191,8 +194,8 @@ def test_sequences_of_any_lengths(indexer, lengths, lens):
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts):
-    """In decode context parallelism, each rank selects among its keys. The best of all ranks' selections must be the
-    best of all keys."""
+    """In decode context parallelism, each rank selects among the keys that it has. The best of all ranks' selections
+    must be the best of all keys."""
     ranks, whole, tokens = 2, Cache(2, 64), 2 * next_n
     lengths = torch.tensor([900, 131])
     each = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).int()

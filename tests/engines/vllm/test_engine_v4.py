@@ -1,5 +1,6 @@
-"""Test vLLM's attention of DeepSeek-V4 with the plugin: windows, selected entries and all entries, in prompts and
-decoding, with a number of heads that is not padded to 64."""
+"""Test vLLM's attention of DeepSeek-V4 with the plugin, in prompts and decoding: windows alone, windows with selected
+entries of 4 tokens and, in decoding, windows with all entries of 128 tokens. The number of heads is not padded to
+64."""
 
 import types
 
@@ -128,14 +129,14 @@ def test_decoding(v4, monkeypatch, ratio, heads):
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_prompts(v4, monkeypatch, ratio, heads):
-    """vLLM gathers keys as bf16: first the entries, then the window's keys."""
+    """vLLM gathers the entries and then the window's keys as bf16 into one array. The queries attend to this array."""
     tokens, length = 9, 300
     windows, entries = Keys(12, PAGE, 1), Keys(6, PAGE, 1)
     count = length // ratio if ratio > 1 else 0
     selected = torch.stack([torch.randperm(max(count, TOPK))[:TOPK] for _ in range(tokens)]).int()
     one = layer(v4, ratio, heads, windows, selected)
     q = torch.randn(tokens, one.padded_heads, 512).bfloat16()
-    first = length - tokens - WINDOW + 1  # the oldest key in the first token's window
+    first = length - tokens - WINDOW + 1  # position of the oldest key in the first token's window
 
     def gather(out, cache, seq_lens, gather_lens, block_table, block_size, offset):
         source = windows if gather_lens is not None else entries
@@ -144,7 +145,7 @@ def test_prompts(v4, monkeypatch, ratio, heads):
 
     def combine(chosen, starts, seq_lens, gather_lens, window, compress, top_k, m, n, out, **_):
         indices, lens = out
-        indices.fill_(2**30)  # indices after the first `lens[t]` are not read
+        indices.fill_(2**30)  # indices after the first `lens[t]` must not be read
         for t in range(tokens):
             oldest = length - tokens + t - WINDOW + 1 - first
             own = [*chosen[t, :top_k].tolist(), *range(n + oldest, n + oldest + WINDOW)]

@@ -1,5 +1,5 @@
-"""The plugin replaces either everything that it serves or nothing, once per worker process. If it declines, one line
-gives the reason."""
+"""The plugin replaces all the ops that are switched on or none; only attention can stay vLLM's own by itself. The first
+model with an indexer decides for its worker process. If the plugin declines, one line gives the reason."""
 
 import logging
 import subprocess
@@ -62,7 +62,8 @@ def test_the_entry_point_is_found():
 
 
 def test_off_it_imports_nothing():
-    """Otherwise every process of vLLM would spend time on imports wherever dsa is installed."""
+    """Without DSA_ENGINE, `register` must import neither torch nor dsa nor vLLM, because vLLM calls it in every process
+    wherever dsa is installed."""
     script = (
         "import os, sys; os.environ.pop('DSA_ENGINE', None); import dsa_engines.vllm; dsa_engines.vllm.register(); "
         "assert not {'torch', 'dsa', 'vllm'} & {m.partition('.')[0] for m in sys.modules}"
@@ -169,7 +170,8 @@ def test_after_a_model_without_an_indexer_another_is_served(engine, caplog):
 
 @pytest.mark.parametrize("ops", [ALL, {"attention"}])
 def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
-    """With a bf16 cache, vLLM chooses an attention backend that the plugin does not replace."""
+    """With a bf16 cache, vLLM chooses an attention backend that the plugin does not replace. Other ops that are
+    switched on still run on dsa."""
     monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
     register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()

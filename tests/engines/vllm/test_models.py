@@ -1,4 +1,4 @@
-"""Tests of which models are served, and of the reasons for which others are refused."""
+"""Which models the plugin serves, and the reasons for which it refuses others."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from tests.engines.vllm.configurations import GLM, V4, V32, config
 
 
 def of_kind(given, backend):
-    """Return the configuration with another backend for MLA layers."""
+    """Set another backend for MLA layers in the configuration, and return the configuration."""
     given.attention_config.backend_per_kind["mla_attention"] = SimpleNamespace(name=backend)
     return given
 
@@ -75,7 +75,7 @@ def test_another_gpu_is_refused(monkeypatch):
         (config(V32, cache="fp8_e4m3", backend="FLASHMLA_SPARSE"), None),
         (of_kind(config(V32, backend="FLASHMLA_SPARSE"), "FLASHINFER_MLA_SPARSE_SM90"), "attention is FLASHINFER_MLA_"),
         (of_kind(config(V32, backend="FLASHINFER_MLA_SPARSE_SM90"), "FLASHMLA_SPARSE"), None),
-        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # V4 ignores the backend per kind
+        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # V4 ignores `backend_per_kind`
         (config(V4, backend="FLASHINFER_MLA_SPARSE_DSV4"), "attention is FLASHINFER_MLA_SPARSE_DSV4, and dsa has"),
     ],
 )
@@ -108,7 +108,7 @@ SMALL = {"heads": 8, "max_model_len": 512, "tokens": 3}
     ],
 )
 def test_warm_up_calls_what_the_model_will(monkeypatch, hf, ops, called):
-    """The references run, so a call with arguments that an op refuses would fail."""
+    """The ops run their references, so a call with arguments that an op refuses would fail."""
     seen = set()
 
     def noted(module, name, what):
@@ -133,7 +133,9 @@ def test_warm_up_of_a_bf16_cache_calls_no_kernel_for_bytes(monkeypatch):
 
 
 def test_warm_up_has_every_batch_that_has_kernels_of_its_own(monkeypatch):
-    """tests/engines/sglang/test_warm_up.py tests the choice of these batches for both engines."""
+    """Warm-up runs attention for the batches of `decoding_batches` that fit in a step, and for the largest step in
+    place of larger batches. tests/engines/sglang/test_warm_up.py tests the choice of `decoding_batches` for both
+    engines."""
     monkeypatch.setattr(warm_up.dsa, "num_sms", lambda device: 132)
     for tokens in (8192, 100, 17):
         calls = models.calls_of(config(V32 | {"index_topk": 64}, cache="fp8", **SMALL | {"heads": 4, "tokens": tokens}))

@@ -1,5 +1,6 @@
 """Tests that import SGLang's .py files, with stand-ins for packages that are not installed.
-tests/engines/sglang/test_files.py runs them in a separate process, because the stand-ins would disturb other tests."""
+tests/engines/sglang/test_files.py runs these tests in a separate process, because the stand-ins would disturb other
+tests."""
 
 import os
 
@@ -10,7 +11,7 @@ collect_ignore_glob = [] if os.environ.get("DSA_SGLANG_IN_THIS_PROCESS") else ["
 
 @pytest.fixture(scope="session")
 def loaded():
-    """Run SGLang's `load_plugins`, and return the names of all modules that are loaded afterwards."""
+    """Run SGLang's `load_plugins`, and return the names of all modules that are loaded at its end."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()
@@ -20,7 +21,8 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def served(loaded):
-    """Return what `process.serve` returns: the attributes that hooks replaced, and the backend of V3.2."""
+    """Return what `process.serve` returns: the attributes that hooks have replaced, as they were before, and V3.2's
+    backend."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()

@@ -34,8 +34,8 @@ PEER_FUNCTIONS = [path.partition(":")[2] for path in PEER_PATHS if path.startswi
 
 
 def deep_gemm_module():
-    """Return a module `deep_gemm` without its native library. It has the functions that the plugin replaces, from the
-    source file, so that their signatures are right. They cannot run."""
+    """Return a module `deep_gemm` without its native library. It has only the functions that the plugin replaces, made
+    from the source file, so that their signatures are right. They cannot run."""
     module = types.ModuleType("deep_gemm")
     module.get_num_sms = lambda: 132
     for node in ast.walk(ast.parse(DEEP_GEMM.read_text())):
@@ -47,8 +47,8 @@ def deep_gemm_module():
 
 
 def load_plugins(patch):
-    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded
-    afterwards."""
+    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded at its
+    end."""
     stand_in("sglang", "deep_gemm")
     sys.modules["deep_gemm"] = deep_gemm_module()
     plugins = module("sglang.srt.plugins")
@@ -79,8 +79,8 @@ V4_MAKER = f"{seams.ATTENTION}.deepseek_v4_trtllm_backend"
 
 
 def serve(patch):
-    """Make the backends of V3.2 and V4 by SGLang's registry, but without their constructors, which need a GPU. Return
-    an object with `before`, {path: the attribute before a hook replaced it}, and `backend`, that of V3.2."""
+    """Let SGLang's registry make the backends of V3.2 and V4, but without their constructors, which need a GPU. Return
+    an object with `before`, {path: the attribute before a hook replaced it}, and `backend`, V3.2's backend."""
     paths = [path for family in seams.SEAMS for path in paths_of(family)]
     before = {path: find(path).value for path in paths if not renamed.is_renamed(path)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
@@ -112,7 +112,8 @@ def paths_of(family):
 
 
 def index_cache(count):
-    """Return (a cache [count, 64 * 132] uint8 of `count` pages, its e4m3 keys, their scales)."""
+    """Return (a cache uint8 [count, 64 * 132] of `count` pages; its keys, e4m3 [count * 64, 128]; their fp32
+    scales)."""
     k, k_scale = batches.index_keys(count * PAGE)
     cache = torch.cat([k.view(torch.uint8).view(count, -1), k_scale.view(count, PAGE).view(torch.uint8)], 1)
     return cache, k, k_scale

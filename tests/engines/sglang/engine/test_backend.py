@@ -18,8 +18,8 @@ def a_layer():
 
 
 def as_made(served, monkeypatch, pool, prefill, decode, cache, metadata):
-    """Set the backend's attributes as its constructor would, for a model without drafts. `cache` is the cache of every
-    layer."""
+    """Set the attributes of V3.2's backend as its constructor would, for a model without drafts, and return the
+    backend. `cache` is the cache of every layer."""
     backend = served.backend
     topk = module(seams.TOPK).DSATopKBackend.SGL_KERNEL
     given = {"dsa_prefill_impl": prefill, "dsa_decode_impl": decode, "use_fused_topk": True, "dsa_index_kpool": 1}
@@ -57,8 +57,8 @@ def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
 
 
 def test_sglangs_prompts(served, monkeypatch):
-    """Test `forward_extend` with `flashmla_sparse` and an FP8 cache. Queries attend to selected keys among those that
-    the batch itself computed."""
+    """Test `forward_extend` with `flashmla_sparse` and an FP8 cache, for sequences without a cached prefix. Queries
+    attend to selected keys among those that the batch itself computed, which are bf16."""
     k, k_rope = torch.randn(9, 1, 512).to(BF16), torch.randn(9, 1, 64).to(BF16)
     q, columns = torch.randn(9, 8, 576).to(BF16), torch.full((9, 16), -1, dtype=INT32)
     for t, (begin, n) in enumerate([(0, n) for n in range(1, 6)] + [(5, n) for n in range(1, 5)]):

@@ -37,8 +37,8 @@ def functions(tree, prefix=""):
 
 
 def reads(node):
-    """Return the names that a function reads: "name", "object.name", and "module.name" of imports. Imported names are
-    those before `as`."""
+    """Return the names that a function reads: "name", "object.name", and for `from module import name` also
+    "module.name". The names after `as` do not count."""
     names = set()
     for each in ast.walk(node):
         if isinstance(each, ast.Name):
@@ -68,7 +68,7 @@ def test_what_deterministic_means(loaded):
     assert module(seams.BACKEND).get_exec is find(seams.EXECUTION).value
 
 
-# Other functions and modules of SGLang that read a replaced name, and why no hook is needed for them.
+# {other function or module of SGLang that reads a replaced name: why no hook is needed for it}
 ATTENTION, OPS = seams.ATTENTION, "sglang.kernels.ops.attention"
 ELSEWHERE = {
     f"{ATTENTION}.dsa.dsa_backend_mtp_precompute": "the plan, which is a method of the same backend",
@@ -95,7 +95,8 @@ ELSEWHERE = {
 
 
 def test_no_other_function_reads_what_is_replaced(loaded):
-    """A reader that is neither in CALL_SITES nor in ELSEWHERE would use a hook without any test."""
+    """A function that reads a replaced name must be in CALL_SITES or in ELSEWHERE. Otherwise it would call a hook that
+    no test runs in that place."""
     names = {path.partition(":")[2].rpartition(".")[2] for family in seams.SEAMS for path in paths_of(family)}
     root, unknown, known = source_of("sglang").parent, [], set()
     for path in [*(root / "srt").rglob("*.py"), *(root / "kernels" / "ops").rglob("*.py")]:

@@ -13,8 +13,8 @@ from tests.engines.sglang.engine.process import index_cache, module
 
 
 def test_v4_scores_of_a_prompt(served):
-    """Test `_nonpaged_mqa_logits`, which imports DeepGEMM in each call. The first query selects all keys, so its range
-    is empty."""
+    """Test `_nonpaged_mqa_logits`, which imports DeepGEMM in each call. The first query selects all 9 keys that it
+    sees, so SGLang passes an empty range of keys to score."""
     k, k_scale = batches.index_keys(70)
     q, weights = torch.randn(3, 64, 128).to(E4M3), torch.randn(3, 64)
     plan = SimpleNamespace(ks=int32([0, 0, 0]), ke=int32([0, 40, 70]), max_seqlen_k=128)
