@@ -77,8 +77,8 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
-    """The contents of a plan made during capture are valid only when the graph is replayed. So calls outside this graph
-    need another plan."""
+    """A plan that is made during a capture has contents only when the graph is replayed. So calls outside this capture,
+    and in other captures, need another plan. A plan that is made outside of captures serves all calls."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
@@ -104,7 +104,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
     old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
     assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
-    # The size of the workspace depends on the given plan.
+    # With a given plan, the workspace has room for two partial results per part of that plan, which has 7 parts here.
     decoded(*arguments, *ANY_PLAN)
     assert named_launches[-2][2][8].shape == (14, h_k, rows, D_V)
 
@@ -124,17 +124,18 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
     assert whole == (-(-batch // parts) <= most // each)
 
 
-# (pages of 16 keys per sequence in the table, parts of the plan, fixed cost per sequence, whether a part has few
-# tiles), for three sequences, 132 SMs and two tiles of rows.
+# (pages of 16 keys per sequence in the block table, parts of the plan, fixed cost per sequence in key tiles, whether a
+# part has few tiles), for three sequences, 132 SMs and 128 rows (queries x heads), which are two row tiles.
 SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
 SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The capacity of the block table, in key tiles, determines the number of parts. Up to HALVED tiles for each of 66
-    possible parts, there is a part per tile, but at most 33 parts. Above that, there are 66 parts. Clusters are not
-    used if a part has few tiles. A plan for unknown lengths has 66 parts."""
+    """The number of key tiles for which the block table has room determines the number of parts. Two row tiles leave 66
+    parts for 132 SMs. Up to HALVED * 66 key tiles, there is a part per tile, but at most 33 parts. Above that, there
+    are 66 parts. If a part has few tiles, CTAs do not form clusters. A plan from get_mla_metadata(lengths, ...), which
+    does not know the block table, has 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
@@ -193,7 +194,8 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
-    # If the caller gives no plan with contents, the call may make one, which later calls can use.
+    # A call without a plan, or with a plan that is still empty, may make a plan although it attends to nothing. Later
+    # calls can use it.
     assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 
