@@ -28,7 +28,8 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """Make these calls with an empty in-memory cache, and return the arguments of each compilation."""
+    """Call the FP8 cast's compile function with each of these arguments, with an empty in-memory cache. Return the
+    arguments of each compilation."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))
@@ -63,7 +64,7 @@ def suffixes(directory):
 
 
 def with_a_flipped_bit(content):
-    """Return the content with one bit flipped. Such a file can still load, but it contains another kernel."""
+    """Return the content with one bit flipped. Such an object file can load without an error, but its code is wrong."""
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 

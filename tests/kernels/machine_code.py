@@ -165,7 +165,8 @@ def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
 
 
 def recorded() -> dict[str, Any]:
-    """Return {"dsl": its version, "families": {family: {"key": key of its source, "variants": {name: digest}}}}."""
+    """Return {"dsl": version of the CuTe DSL, "families": {family: {"key": key of its source, "variants": {name:
+    digest}}}}."""
     if not PATH.exists():
         return {"dsl": None, "families": {}}
     try:
@@ -175,13 +176,14 @@ def recorded() -> dict[str, Any]:
 
 
 def changed_families() -> list[str]:
-    """Return the families whose source differs from the recorded one."""
+    """Return the families that are not in the record, or whose source differs from the recorded one."""
     there = recorded()["families"]
     return [f for f in families() if f not in there or there[f]["key"] != key_of(f)]
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Compile these families, with all cores and the compile cache. Return {family: {variant: digest}}."""
+    """Compile the variants that these families ship, on all cores, unless the compile cache has them. Return {family:
+    {variant: digest}}."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build

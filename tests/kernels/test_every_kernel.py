@@ -39,7 +39,7 @@ def test_no_kernel_touches_global_memory_before_its_wait(in_order):
         assert instructions.count(WAIT) == instructions.count(RELEASE) == 1
         wait, release = instructions.index(WAIT), instructions.index(RELEASE)
         assert not MEMORY & set(instructions[:wait]) and MEMORY & set(instructions[wait:])
-        # Every thread reaches the release: none exits before it.
+        # Every thread executes the release: none exits before it.
         assert wait < release and "EXIT" not in instructions[:release]
 
 

@@ -218,7 +218,8 @@ def contents_of(x: torch.Tensor) -> str:
 
 
 def main() -> None:
-    """Print {"differences": lines, "recorded": names of calls, "launches": {op: [launches of each call]}} as JSON."""
+    """Print {"differences": lines, "recorded": names of the calls that were recorded, "launches": {op: [launches of
+    each call]}} as JSON."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     warnings.filterwarnings("ignore", message=".*deterministic")

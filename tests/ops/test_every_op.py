@@ -31,7 +31,8 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def results(function: Callable[..., Any], arguments: dict[str, Any], written: Iterable[str] = ()) -> list[torch.Tensor]:
-    """Return the tensors that a function returns, followed by the arguments that it wrote to."""
+    """Return the tensors that a function returns, followed by those of the arguments named in `written` that are not
+    None."""
     found = function(**arguments)
     returned = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
     return [*returned, *(arguments[name] for name in written if arguments[name] is not None)]

@@ -185,8 +185,8 @@ SINGLE = {
 
 
 def single(x: Any) -> Any:
-    """Return the first row of x. Its dimensions of size 1 have arbitrary strides, which are not multiples of 16
-    bytes."""
+    """Return the first row of x, or of each tensor of a list. Its dimensions of size 1 have arbitrary strides, which
+    are not multiples of 16 bytes."""
     if isinstance(x, list):
         return list(map(single, x))
     odd = torch.empty(x[:1].numel() + 7, dtype=x.dtype)[: x[:1].numel()].view(x[:1].shape).copy_(x[:1])

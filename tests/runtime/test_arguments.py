@@ -70,8 +70,8 @@ SPECS = {
     # A tensor with one of two shapes.
     "lengths": Arguments(q=Tensor("B T D", F32), lengths=Tensor("B | B T", INT32), more=Tensor("T", F32)),
     "lengths alone": Arguments(lengths=Tensor("B | B T", INT32)),
-    # A tensor's rule can replace sizes. `first` names the arguments that determine sizes and the device before all
-    # others.
+    # A tensor's rule can replace sizes. The arguments in `first` are checked before the others: they determine sizes
+    # and the device.
     "cache": Arguments(
         first=("cache",),
         x=Tensor("T d", F32),

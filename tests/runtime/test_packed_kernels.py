@@ -25,7 +25,7 @@ COMPILE = kernels.compile_per_token_cast_to_fp8
 
 @pytest.fixture(scope="module")
 def content():
-    """Return the object file of one variant."""
+    """Return the object file of the variant with ARGS."""
     return object_file(COMPILE, *ARGS)
 
 

@@ -1,4 +1,5 @@
-"""SASS of the hyper-connections: each stream is read once, with wide loads; divisions and powers are approximations."""
+"""SASS of the hyper-connections: each stream is read once, with wide loads. Divisions and powers are approximations,
+which need no function calls."""
 
 from dsa.kernels.elementwise import hyper_connections_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped

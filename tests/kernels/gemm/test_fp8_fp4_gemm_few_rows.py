@@ -15,7 +15,7 @@ def test_sass(sass, arguments):
     _, config = arguments
     steps = kernels.BLOCKS * kernels.STEPS
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
-    # One multiply-add per accumulator: the compiler has neither split nor dropped any.
+    # One multiply-add per accumulator of a stage's four blocks: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
     # WARPGROUP instructions per stage: one start per block's wgmma, and a wait before each reuse of a buffer of widened
     # weights and at the end of the stage. More would mean that the compiler has serialised the wgmma.

@@ -29,7 +29,7 @@ def sizes_of(name):
     [
         ([*itertools.product((1, 31, 32), SHAPES)], FewRowsConfig),
         ([*itertools.product((choice.MAX_ROWS + 1, 16384, 2**27), SHAPES)], Fp8GemmConfig),
-        # For 33 to MAX_ROWS rows, the number of work tiles decides.
+        # For 33 to MAX_ROWS rows, the kernel depends on the number of work tiles, too.
         ([(64, (4096, 8192)), (128, (2112, 7168))], FewRowsConfig),
         ([(64, (12288, 6144)), (128, (4096, 2048)), (256, (4096, 8192)), (512, (24576, 1536))], Fp8GemmConfig),
     ],
@@ -113,7 +113,7 @@ def test_a_tile_on_trial_is_taken(config):
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        # K has 128 blocks of channels, more than MAX_SPLIT_BLOCKS
+        # K has 128 blocks of channels, more than the MAX_SPLIT_BLOCKS that a cluster of CTAs can divide
         ((8, 2112, 16384), FewRowsConfig(8, 5, 8)),
         ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 256 rows, more than twice those of the matrix
         ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # 1.9 times the modelled time of the models' tile

@@ -1,4 +1,4 @@
-"""SASS of the warm-up's kernels: wgmma in groups without additional waits, and TMA loads."""
+"""SASS of the warm-up's kernels: wgmma in groups, to which the compiler adds no waits, and TMA loads."""
 
 from dsa.kernels.training import q_tile_plan_sm90, warmup_rows_sm90
 from dsa.kernels.training import warmup_target_sm90 as kernels

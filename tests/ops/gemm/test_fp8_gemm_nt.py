@@ -109,7 +109,7 @@ def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     dsa.grouped_fp8_gemm_nt((q, s), b, ends + 1, rows=rows)
     copied, arguments = launches.pop()
     assert copied[2:] == (False, False, True) and arguments[2] is None
-    # Row numbers outside q are clamped.
+    # Indices in `rows` that are outside q are clamped.
     clamped = rows.clamp(0, 5)
     assert torch.equal(arguments[0].view(torch.uint8), q.view(torch.uint8)[clamped])
     assert torch.equal(arguments[1], padded(s)[clamped])

@@ -93,7 +93,7 @@ SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 1
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
 def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
-    """The block table has room for sequences so long that all CTAs are needed."""
+    """The block table has 1000 pages of 16 keys per sequence. This is enough work for all CTAs."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
@@ -256,7 +256,7 @@ def test_which_plans_the_kernel_makes(named_launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
     assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
-    # For selected keys the reference makes the plan, without a kernel.
+    # For selected keys (topk is given), the reference makes the plan, without a kernel.
     arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
     assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))
     many = torch.zeros(32769, dtype=torch.int32)
@@ -274,7 +274,7 @@ def test_queries_are_copied_only_if_their_rows_are_not_aligned(named_launches):
         decoded(wrong, cache, table, lengths)
         got = named_launches[-2][2][0]
         assert layout(got) == layout(q) and torch.equal(got, q) and got.data_ptr() % 16 == 0
-    # Slices of larger tensors are not copied.
+    # Slices and strided views are not copied if the rows of q start at multiples of 16 bytes.
     keys, rows, apart = wider(cache, 8, 56), wider(table, 1, 4), torch.stack((lengths, lengths), 1)[:, 1]
     for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
         decoded(right, keys, rows, apart)
