@@ -42,7 +42,7 @@ def sass(compile_function, arguments) -> Sass:
 
 @pytest.fixture
 def in_order(compile_function, arguments) -> list[list[str]]:
-    """Return, for each of the variant's kernels, the names of its instructions in the order of their addresses."""
+    """Return the instruction names of each of the variant's kernels, in the order of the instructions' addresses."""
     return disassembly.instructions_in_order(cubin(compile_function, *arguments))
 
 

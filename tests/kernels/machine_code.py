@@ -2,7 +2,7 @@
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
-For each family of kernels (a folder of dsa/kernels), machine_code.json contains the key of its source (`key_of`), and
+For each family of kernels (a folder of dsa/kernels), machine_code.json contains the key of the source (`key_of`), and
 for each variant that the family ships a digest of the code that runs: instructions, constants, registers and shared
 memory of the kernels, and the host code that computes their grids. Symbols do not affect a digest, so names in the
 source may change.
@@ -165,7 +165,7 @@ def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
 
 
 def recorded() -> dict[str, Any]:
-    """Return {"dsl": version of the CuTe DSL, "families": {family: {"key": key of its source, "variants": {name:
+    """Return {"dsl": version of the CuTe DSL, "families": {family: {"key": the source's key, "variants": {name:
     digest}}}}."""
     if not PATH.exists():
         return {"dsl": None, "families": {}}

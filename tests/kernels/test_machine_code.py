@@ -51,7 +51,7 @@ def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: c
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
     """Return a function (launching function, rows, value) -> bytes of the compiled object file. The kernel fills 32
-    columns of `rows` rows with `value`. For `_fill_twice`, `rows` is the order of its launches."""
+    columns of `rows` rows with `value`. For `_fill_twice`, `rows` is the order of the launches."""
     path = tmp_path_factory.mktemp("filled") / "object.o"
 
     def compiled(function, rows, value):

@@ -89,7 +89,7 @@ def test_a_damaged_archive_costs_a_warning_and_the_compilation(archive, damage):
 
 
 def test_a_damaged_object_costs_a_warning_and_the_compilation(archive, content, monkeypatch):
-    """The name of the object in the archive contains the digest of its content before the damage."""
+    """The object's name in the archive contains the digest of the content before the damage."""
     name_of = compile_cache.name_of
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "name_of", lambda stem, _: name_of(stem, content))

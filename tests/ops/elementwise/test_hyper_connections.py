@@ -1,5 +1,5 @@
-"""`hyper_collapse`: the bytes of a stream determine the kernel's tile (threads, 16-byte vectors per thread and
-stream)."""
+"""`hyper_collapse`: the bytes of one stream of a token determine the kernel's tile (threads, 16-byte vectors per thread
+and stream)."""
 
 import pytest
 import torch
