@@ -14,8 +14,9 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 def counted(compile_function=ORIGINAL):
-    """Return (function, list). The function is the FP8 cast's compile function with an empty in-memory cache, as in a
-    new process. The list records the arguments of each compilation."""
+    """Return (function, list). The function is cached like the FP8 cast's compile function, with an empty in-memory
+    cache as in a new process, and compiles by `compile_function`. The list records the arguments of each
+    compilation."""
     compiled = []
 
     @functools.wraps(ORIGINAL)
@@ -27,7 +28,8 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """Make these calls with an empty in-memory cache, and return the arguments of each compilation."""
+    """Call the FP8 cast's compile function with each of these arguments, with an empty in-memory cache. Return the
+    arguments of each compilation."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))
@@ -35,7 +37,8 @@ def compiled_for(*calls):
 
 
 class StubKernel:
-    """A kernel that writes its object file in two halves and lists the directory in between."""
+    """A compiled kernel that writes its object file in two halves. Between the halves it stores the suffixes of the
+    files in the directory to `seen`, and raises `fails_with` unless that is None."""
 
     def __init__(self, fails_with=None):
         self.ir_module = SimpleNamespace(operation=SimpleNamespace(walk=lambda visit: None))
@@ -61,7 +64,7 @@ def suffixes(directory):
 
 
 def with_a_flipped_bit(content):
-    """Return the content with one bit flipped. Such a file can still load, but it contains another kernel."""
+    """Return the content with one bit flipped. Such an object file can load without an error, but its code is wrong."""
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 

@@ -1,13 +1,15 @@
-"""The record of the kernels' machine code: if a change of the source does not change it, no GPU run is needed.
+"""The record of the kernels' machine code: a source change that leaves the machine code the same needs no GPU run.
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
-For each family of kernels, machine_code.json contains the key of its source (`key_of`), and for each variant that the
-family ships a digest of the code that runs: instructions, constants, registers and shared memory of the kernels, and
-the host code that computes their grids. Symbols do not affect a digest, so names in the source may change.
+For each family of kernels (a folder of dsa/kernels), machine_code.json contains the key of the source (`key_of`), and
+for each variant that the family ships a digest of the code that runs: instructions, constants, registers and shared
+memory of the kernels, and the host code that computes their grids. Symbols do not affect a digest, so names in the
+source may change.
 
-The command compiles the families whose key has changed, prints which variants have changed, and writes the file. --all
-compiles every family; --check writes nothing, and exits with 1 if a variant has changed.
+The command compiles the families whose key has changed, prints which variants are changed, new, gone or renamed, and
+writes the file. --all compiles every family. --check writes nothing, and exits with 1 if a variant is changed, new or
+gone.
 """
 
 import argparse
@@ -36,10 +38,10 @@ FAMILIES = Path(dsa.kernels.__path__[0])
 SHARED = FAMILIES.parent / "cute"
 _NO_BYTES = 8  # SHT_NOBITS: type of a section that has a size but no bytes in the file
 _SIZED = 4  # .nv.info: format of an attribute whose entry contains the size of its value
-_REGISTERS, _BLOCK = 0x2F, 0x10  # attributes whose values are (symbol, registers) and (x, y, z)
+_REGISTERS, _BLOCK = 0x2F, 0x10  # .nv.info attributes; values: (symbol, registers per thread), (x, y, z) of a CTA
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
 _LAUNCHER = "_mlir_ciface_"  # prefix of the name of the host function that computes grids and launches
-_SYMBOL = "<IBBHQQ"  # fields: name, info, other, section, value, size
+_SYMBOL = "<IBBHQQ"  # fields of an ELF symbol: name, info, other, section, value, size
 _CONSTANTS = ".rodata.cst"  # section of the host code's vector constants, up to 16 bytes each
 _HANDLES = ".lbss"  # section of the handles of kernels, in the order of their first launches
 
@@ -50,7 +52,7 @@ def digest(object_file: bytes) -> str:
     """Return a digest of a compiled variant: its kernels' code and the host code that launches them, without
     symbols."""
     cubin = cubin_in(object_file)
-    # The file contains the kernels in the reverse order of their first launches.
+    # The cubin contains the kernels in the reverse order of their first launches, so this order affects the digest.
     parts = [f"{kind} {size} {hashlib.sha256(code).hexdigest()}" for kind, size, code in code_sections(cubin)]
     parts += [f"registers {[*registers(cubin)]}", f"launcher {hashlib.sha256(launcher(object_file)).hexdigest()}"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -75,7 +77,7 @@ def threads(cubin: bytes) -> list[int]:
 
 
 def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the bytes of an .nv.info attribute, given by number, for each kernel."""
+    """Yield each kernel's value, in bytes, of the .nv.info attribute whose number is `wanted`."""
     for name, _, content in _sections(cubin):
         at = 0
         while name.startswith(".nv.info") and at < len(content):
@@ -148,7 +150,8 @@ def key_of(family: str) -> str:
 
 
 def without_names(variant: str) -> str:
-    """Return a variant's arguments without names: names of functions, configurations and their fields may change."""
+    """Return the arguments in a variant's name (`name_of`), without the names of functions, configurations and their
+    fields, because these names may change."""
     return re.sub(r"\w+=|\w+(?=\()", "", variant[variant.index("(") :])
 
 
@@ -162,7 +165,8 @@ def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
 
 
 def recorded() -> dict[str, Any]:
-    """Return {"dsl": its version, "families": {family: {"key": key of its source, "variants": {name: digest}}}}."""
+    """Return {"dsl": version of the CuTe DSL, "families": {family: {"key": the source's key, "variants": {name:
+    digest}}}}."""
     if not PATH.exists():
         return {"dsl": None, "families": {}}
     try:
@@ -172,13 +176,14 @@ def recorded() -> dict[str, Any]:
 
 
 def changed_families() -> list[str]:
-    """Return the families whose source differs from the recorded one."""
+    """Return the families that are not in the record, or whose source differs from the recorded one."""
     there = recorded()["families"]
     return [f for f in families() if f not in there or there[f]["key"] != key_of(f)]
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Compile these families, with all cores and the compile cache. Return {family: {variant: digest}}."""
+    """Compile the variants that these families ship, on all cores, unless the compile cache has them. Return {family:
+    {variant: digest}}."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build
@@ -197,8 +202,8 @@ def compiled(names: Iterable[str]) -> dict[str, Digests]:
 
 
 def current() -> Digests:
-    """Return {name: digest} of every variant of today's source. Families whose source differs from the record are
-    compiled."""
+    """Return {name: digest} of every variant of today's source. Families whose source differs from the recorded one are
+    compiled. The digests of the others are those in the record."""
     there = recorded()["families"]
     changed = changed_families()
     digests = compiled(changed) if changed else {}
@@ -208,8 +213,9 @@ def current() -> Digests:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the lists of (changed or removed, new or changed, renamed) variants, one line each. A variant that keeps
-    its name does not count as renamed, even if another variant now has its code."""
+    """Return three lists of lines, one line per variant: the names of variants that are changed or gone, the names of
+    those that are changed or new, and "old name -> new name" for renamed variants. A variant that keeps its name does
+    not count as renamed, even if another variant now has its code."""
     unmatched = defaultdict(list)
     for name, code in after.items():
         if before.get(name) != code:

@@ -1,6 +1,6 @@
-"""Properties of every shipped kernel: it does not spill, its registers fit an SM, and it supports programmatic
-dependent launch. Each kernel waits for the previous kernel before it accesses global memory, and then triggers the next
-launch."""
+"""Properties of every shipped kernel. It does not spill, and the registers of a CTA fit an SM. It supports programmatic
+dependent launch: it waits for the previous kernel before it first accesses global memory, and triggers the next launch
+after this wait."""
 
 import ast
 from pathlib import Path
@@ -13,8 +13,9 @@ from tests.kernels import machine_code
 from tests.kernels.variants import all_compile_functions, shipped
 
 WAIT, RELEASE = "ACQBULK", "PREEXIT"
-# Loads, stores, atomics and copies: by threads, in bulk and by TMA. LD, ST, ATOM and RED are included because their
-# generic addresses can be in global memory. Prefetches to L2 are allowed.
+# Instructions that access global memory: loads, stores, atomics and copies by threads, bulk copies, and TMA. LD, ST,
+# ATOM and RED are included because their generic addresses can be in global memory. Prefetches to L2 are not included,
+# because a kernel may issue them before its wait.
 MEMORY = {"LDG", "STG", "ATOMG", "REDG", "LD", "ST", "ATOM", "RED", "LDGSTS"}
 MEMORY |= {"UBLKCP", "UBLKRED", "UTMALDG", "UTMASTG", "UTMAREDG"}
 SORTED = sorted(all_compile_functions(), key=lambda function: (function.__module__, function.__name__))
@@ -38,7 +39,7 @@ def test_no_kernel_touches_global_memory_before_its_wait(in_order):
         assert instructions.count(WAIT) == instructions.count(RELEASE) == 1
         wait, release = instructions.index(WAIT), instructions.index(RELEASE)
         assert not MEMORY & set(instructions[:wait]) and MEMORY & set(instructions[wait:])
-        # Every thread reaches the release: none exits before it.
+        # Every thread executes the release: none exits before it.
         assert wait < release and "EXIT" not in instructions[:release]
 
 

@@ -51,7 +51,7 @@ def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: c
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
     """Return a function (launching function, rows, value) -> bytes of the compiled object file. The kernel fills 32
-    columns of `rows` rows with `value`."""
+    columns of `rows` rows with `value`. For `_fill_twice`, `rows` is the order of the launches."""
     path = tmp_path_factory.mktemp("filled") / "object.o"
 
     def compiled(function, rows, value):
@@ -163,8 +163,8 @@ def test_a_record_that_is_damaged_says_how_to_renew_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", machine_code.families())
 def test_machine_code_is_that_on_record(family, request):
-    """A family whose key is recorded is assumed to have the recorded code. Other families are compiled; a full run
-    compiles all families."""
+    """A family whose source has the recorded key is assumed to have the recorded code. All other families are compiled,
+    and with --all every family."""
     there = machine_code.recorded()
     assert family in there["families"], RENEW
     own = there["families"][family]

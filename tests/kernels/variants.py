@@ -17,8 +17,8 @@ Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def shipped(*compile_functions: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Run a test for shipped variants of these compile functions. The test can use the fixtures `sass`, `in_order`,
-    `compile_function` and `arguments`."""
+    """Run a test for a sample of the shipped variants of these compile functions, or for all of them with --all. The
+    test can use the fixtures `sass`, `in_order`, `compile_function` and `arguments`."""
     return pytest.mark.shipped_variants.with_args(*compile_functions)
 
 

@@ -1,10 +1,10 @@
 """Compare the arguments that ops pass to kernels with the fake arguments for which kernels are compiled. No GPU is
 needed.
 
-The comparison covers the number of arguments, which of them are None, and the dtypes and dimensions of tensors. Other
-arguments would raise at the first launch on a GPU. This module also describes the contents of memory that an op
-prepares for a kernel. And it checks that a repeated call, whose steps are recorded, launches kernels with the arguments
-of the first call.
+The comparison covers the number of arguments, which of them are None, and the dtypes and dimensions of tensors. A
+launch with a difference would raise an error on a GPU. The module also checks that a repeated call, whose steps are
+recorded, launches the same kernels with the same arguments as the first call. And it describes all launches, including
+the contents of memory that an op prepares for a kernel (`contents_of`).
 
 python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler in its
 process, so tests run it in a subprocess (`launched`).
@@ -78,8 +78,8 @@ def _same_type(dtype: torch.dtype, element_type: Any) -> bool:
 
 
 def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yield (name, function that makes arguments, function that runs the op on them) for ops that run different kernels
-    for small and for large arguments."""
+    """Yield (name, function that makes arguments, function that runs the op on them) for calls that CASES lacks: with
+    other numbers of rows, tokens, queries or keys, which run other kernels, and with gradients."""
     make = Maker("cpu")
 
     def product(rows: int) -> Any:
@@ -164,7 +164,7 @@ GRADIENTS = {
 
 
 def _gradients(call: Case, given: dict[str, Any]) -> object:
-    """Return the gradients of the sum of a call's results."""
+    """Return the gradients of the sum of a call's differentiable results for the arguments in GRADIENTS."""
     inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
     results = [x.float().sum() for x in call.run(given) if x.requires_grad]
     return torch.autograd.grad(sum(results), inputs)
@@ -205,9 +205,9 @@ class Memory:
 
 
 def contents_of(x: torch.Tensor) -> str:
-    """Describe what a tensor contains when a kernel gets it: "zeros", "nothing" (only the values that
-    `fill_uninitialized_memory` writes), or "numbers". For integers, return a digest instead. Bytes are not digested,
-    because they are quantised values that differ between CPUs."""
+    """Describe what a tensor contains when a kernel gets it: "none" if it has no elements, "zeros", "nothing" (only the
+    values that `fill_uninitialized_memory` writes), or "numbers". For integers, return a digest instead. Tensors of
+    bytes have no digest, because their quantised values differ between CPUs."""
     if not x.numel():
         return "none"
     if not x.dtype.is_floating_point and x.dtype not in _BYTES:
@@ -218,7 +218,8 @@ def contents_of(x: torch.Tensor) -> str:
 
 
 def main() -> None:
-    """Print {"differences": lines, "recorded": names of calls, "launches": {op: [launches of each call]}} as JSON."""
+    """Print {"differences": lines, "recorded": names of the calls that were recorded, "launches": {op: [launches of
+    each call]}} as JSON."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     warnings.filterwarnings("ignore", message=".*deterministic")

@@ -18,9 +18,9 @@ from dsa.runtime import backends
 from dsa.runtime.op import OPS, Op
 
 by_call = pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
-# Outputs of the public functions. The references have no such arguments and return new tensors.
+# Arguments that can be outputs of a public function. A reference without such an argument returns a new tensor instead.
 OUTPUTS = {"out", "k", "k_scale"}
-# Ops whose gradients come from kernels. The files of these ops test them.
+# Differentiable ops whose gradients come from kernels. The test files of these ops test their gradients.
 OWN_GRADIENTS = ("rms_norm", "apply_rotary")
 # Functions in plain PyTorch that read contents of tensors on the host, so torch.compile cannot make one graph of them.
 NOT_ONE_GRAPH = {"compress_kv", "fp4_block_scales", "widen_fp4", "mqa_logits"}
@@ -31,7 +31,8 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def results(function: Callable[..., Any], arguments: dict[str, Any], written: Iterable[str] = ()) -> list[torch.Tensor]:
-    """Return the tensors that a function returns, followed by the arguments that it wrote to."""
+    """Return the tensors that a function returns, followed by those of the arguments named in `written` that are not
+    None."""
     found = function(**arguments)
     returned = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
     return [*returned, *(arguments[name] for name in written if arguments[name] is not None)]
@@ -125,7 +126,7 @@ def asking_for_gradients(arguments: dict[str, Any], name: str) -> dict[str, Any]
 
 
 def real(arguments: dict[str, Any]) -> list[str]:
-    """Return the names of the arguments that may require gradients."""
+    """Return the names of the fp32 and bf16 tensors, which can require gradients."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     return [name for name, x in tensors.items() if x.dtype in (torch.float32, torch.bfloat16)]
 
@@ -156,7 +157,7 @@ def test_what_is_cast_has_no_gradient(op, request):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_elsewhere_are_refused_by_name(call):
-    """Each tensor but the first is moved to another device, since all must be on the first tensor's device."""
+    """All tensors must be on the device of the first. One of the others at a time is on another device here."""
     tensors = [name for name, x in call.arguments().items() if isinstance(x, torch.Tensor)]
     for name in tensors[1:]:
         with pytest.raises(ValueError, match=rf"({'|'.join(tensors)}): must be on .*device"):

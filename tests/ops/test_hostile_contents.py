@@ -1,4 +1,5 @@
-"""No contents of an index tensor make a reference fail, or change rows that the wrong entries do not concern."""
+"""Whatever an index tensor contains, a reference either raises a ValueError that names the tensor, or returns the right
+results in all rows that the wrong entries do not concern."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Python ints passed in place of floats, to every public op with a float argument. torch supports only ints of 64
-bits."""
+"""Python ints in place of floats, in calls of every public op with a float argument. torch supports only ints of 64
+bits, so the ops refuse larger ints by name."""
 
 import inspect
 

@@ -39,7 +39,8 @@ def resized(op, values, changes):
     """Yield the arguments with tensors on the meta device and with changed sizes."""
     before = op.arguments.check(*values)
     after = Sizes()
-    # Keep the sizes of names only. The sizes of formulas are computed from them.
+    # Keep the sizes of names, from which the sizes of formulas are computed. Also keep a formula's size if a name in
+    # the formula has no size, such as R in "R/2".
     after.update({text: n for text, n in before.items() if text.isidentifier() or not {*Word(text).names} <= {*before}})
     after[REST] = before.get(REST)
     after.update(changes)
@@ -81,7 +82,7 @@ def test_a_size_outside_a_declared_limit_is_refused(name, word, accepted, checke
 @pytest.mark.parametrize(("name", "changes", "message"), LIMITS, ids=[f"{name}-{text}" for name, _, text in LIMITS])
 def test_what_an_op_does_not_take_is_refused_by_name(name, changes, message, launches):
     arguments = BY_NAME[name].arguments()
-    launches.clear()  # making the arguments may launch kernels
+    launches.clear()  # making the arguments can launch kernels
     with pytest.raises((TypeError, ValueError), match=message):
         BY_NAME[name].run(arguments | changes(arguments))
     assert not launches

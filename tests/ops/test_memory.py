@@ -1,5 +1,5 @@
-"""Memory layouts that kernels cannot read: ops raise an error that names the argument. Tensors with other layouts are
-passed to the kernel, either directly or as a copy."""
+"""Arguments in memory layouts that kernels cannot read. The arguments in REFUSED raise an error that names them. All
+other arguments are accepted in any layout: the op copies them if the kernel cannot read them."""
 
 import re
 from collections.abc import Iterator
@@ -111,7 +111,8 @@ def columns(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-# Functions that give a tensor an unusual layout, and the fields of `Refused` whose arguments may not have this layout.
+# Functions that return a tensor in an unusual layout, and the fields of `Refused` whose arguments the op must refuse in
+# this layout.
 WAYS = {apart: Refused._fields, columns: Refused._fields, wider: ("aligned", "contiguous"), shifted: ("aligned",)}
 
 
@@ -144,8 +145,8 @@ def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launche
 
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in REFUSED], ids=lambda call: call.name)
 def test_rows_that_kernels_can_read_are_not_copied(call, launches):
-    """The rows are slices of a wider tensor with a stride that is a multiple of 16 bytes. Kernels that need contiguous
-    tensors refuse these slices, which is allowed."""
+    """The rows are slices of a wider tensor, with a stride that is a multiple of 16 bytes. If the kernel needs a
+    contiguous tensor, the op may refuse these slices."""
     for called, name, _, x in parts(call.arguments()):
         if called != name or called not in REFUSED[call.name].aligned.split() or x.dim() < 2:
             continue
@@ -184,8 +185,8 @@ SINGLE = {
 
 
 def single(x: Any) -> Any:
-    """Return the first row of x. Its dimensions of size 1 have arbitrary strides, which are not multiples of 16
-    bytes."""
+    """Return the first row of x, or of each tensor of a list. Its dimensions of size 1 have arbitrary strides, which
+    are not multiples of 16 bytes."""
     if isinstance(x, list):
         return list(map(single, x))
     odd = torch.empty(x[:1].numel() + 7, dtype=x.dtype)[: x[:1].numel()].view(x[:1].shape).copy_(x[:1])
@@ -195,7 +196,8 @@ def single(x: Any) -> Any:
 
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in SINGLE], ids=lambda call: call.name)
 def test_strides_of_single_elements_mean_nothing(call, launches):
-    """Tensors that a kernel reads 16 bytes at a time get strides that are multiples of 16 bytes."""
+    """If a kernel reads a tensor 16 bytes at a time, the op replaces its strides of dimensions of size 1 by multiples
+    of 16 bytes."""
     arguments = call.arguments()
     arguments |= {name: single(arguments[name]) for name in SINGLE[call.name].split()}
     call.run(arguments)

@@ -1,7 +1,8 @@
-"""Tensors that are not plain strided tensors: sparse and nested tensors, and tensors made in inference mode.
+"""Tensors that are not plain strided tensors: sparse and nested tensors, tensors made in inference mode, and tensors
+with a lazy sign.
 
-Every op refuses tensors that it cannot read, with an error that names the argument. torch itself does not: indexing
-some of these tensors crashes the process.
+If an op or its kernel cannot read such a tensor, the op raises an error that names the argument. torch itself does not:
+indexing some of these tensors crashes the process.
 """
 
 from collections.abc import Iterator
@@ -61,8 +62,8 @@ def test_only_dense_tensors(call):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_of_inference_mode(call):
-    """Ops read tensors made in inference mode everywhere, but write to them only in inference mode. Outside it, they
-    raise an error before they write to any tensor."""
+    """Ops can read tensors made in inference mode, both in that mode and outside it. They can write to such tensors
+    only in that mode: outside it, they raise ValueError before they write to any tensor."""
     expected = call.results(call.arguments())
     for name, value in call.arguments().items():
         for place, x in tensors(value):
@@ -81,8 +82,8 @@ def test_tensors_of_inference_mode(call):
 
 
 def test_a_lazy_sign_is_refused_where_a_kernel_runs(kernel_path):
-    """Example: the imaginary part of a conjugated tensor. Kernels read memory, which contains the numbers before the
-    negation. References see the negated numbers."""
+    """A tensor can have a lazy sign, for example the imaginary part of a conjugated tensor: its memory contains the
+    numbers before the negation. Kernels would read these. References read the negated numbers."""
     angles = torch.polar(torch.ones(4, 32), torch.rand(4, 32))
     cos, sin = angles.conj().real, angles.conj().imag
     assert sin.is_neg()

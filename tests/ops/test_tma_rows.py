@@ -1,4 +1,5 @@
-"""`tma_rows` copies tensors whose rows are not at multiples of 16 bytes, and only these."""
+"""`tma_rows` copies a tensor only if its rows do not start at multiples of 16 bytes, or its channels are not
+contiguous."""
 
 import pytest
 import torch

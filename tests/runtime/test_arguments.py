@@ -61,16 +61,17 @@ SPECS = {
         dtype=Dtype(FLOATS),
         limit=Number(optional=True),
     ),
-    # "B+1" also binds B.
+    # The shape "B+1" also determines B.
     "bounds": Arguments(cu_seqlens=Tensor("B+1", INT32), starts=Tensor("B", INT32)),
-    # "R/2" does not bind R, but must have the same size everywhere.
+    # The shape "R/2" does not determine R, but it must be the same number everywhere.
     "angles": Arguments(x=Tensor("T ... D", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32)),
     # A rule runs after the checks of the specs.
     "rule": Arguments(rule=at_most_the_length, x=Tensor("T", F32), k=Int()),
     # A tensor with one of two shapes.
     "lengths": Arguments(q=Tensor("B T D", F32), lengths=Tensor("B | B T", INT32), more=Tensor("T", F32)),
     "lengths alone": Arguments(lengths=Tensor("B | B T", INT32)),
-    # A tensor's rule can replace sizes. `first` names the arguments that determine sizes and the device.
+    # A tensor's rule can replace sizes. The arguments in `first` are checked before the others: they determine sizes
+    # and the device.
     "cache": Arguments(
         first=("cache",),
         x=Tensor("T d", F32),
@@ -82,7 +83,8 @@ SPECS = {
     "pair of one dtype": Arguments(
         k=Tensor("T D", FLOATS, name="kv[0]"), v=Tensor("T D", FLOATS, like="k", name="kv[1]")
     ),
-    # Ints are sizes, too. `besides` lists dtypes that are accepted in addition to the dtype of another argument.
+    # The value of an Int can be a dimension of a later shape (`window`), and a dimension can limit an Int (`d_v`).
+    # `besides` lists dtypes that are accepted besides that of the argument named by `like`.
     "keys": Arguments(
         q=Tensor("T d", FLOATS),
         kv=Tensor("n d", (*FLOATS, torch.uint8), like="q", besides=(torch.uint8,)),

@@ -36,7 +36,8 @@ def test_a_tensor_without_strides_has_no_equal_signature():
 
 @pytest.mark.filterwarnings("ignore")  # torch warns that nested tensors may change
 def test_the_first_shape():
-    """The shape is None for calls without a first tensor and for tensors without a shape, which the checks refuse."""
+    """The shape is None if the first argument is missing, if it is not a tensor, or if it is a nested tensor, which has
+    no shape and which the checks refuse."""
     strided = torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
     assert [first_shape(call) for call in ((X, 1), (1, X), (), (strided,))] == [X.shape, None, None, None]
 
@@ -70,7 +71,8 @@ def test_a_guard_of_steps_that_another_thread_forgot_is_kept():
 
 
 def test_threads_keep_at_once():
-    """The number of calls is at the limit, so each thread also removes the oldest call."""
+    """The number of recorded calls reaches its limit, so that each thread also removes the oldest call when it adds
+    one."""
     known = KnownCalls()
 
     def keep(thread):

@@ -25,13 +25,14 @@ COMPILE = kernels.compile_per_token_cast_to_fp8
 
 @pytest.fixture(scope="module")
 def content():
-    """Return the object file of one variant."""
+    """Return the object file of the variant with ARGS."""
     return object_file(COMPILE, *ARGS)
 
 
 @pytest.fixture
 def archive(content, directory, tmp_path, monkeypatch):
-    """Return an archive that contains only this variant and replaces the package's archives. The cache is empty."""
+    """Return the path of an archive that contains only the variant with ARGS and is the only archive of the package.
+    The cache is empty."""
     path = archive_of(tmp_path / "compiled", MODULE)
     path.parent.mkdir()
     write_archive(path, {stem_of(COMPILE, ARGS): content})
@@ -88,7 +89,7 @@ def test_a_damaged_archive_costs_a_warning_and_the_compilation(archive, damage):
 
 
 def test_a_damaged_object_costs_a_warning_and_the_compilation(archive, content, monkeypatch):
-    """The object's name contains the digest of the content before the damage, so the digests differ."""
+    """The object's name in the archive contains the digest of the content before the damage."""
     name_of = compile_cache.name_of
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "name_of", lambda stem, _: name_of(stem, content))

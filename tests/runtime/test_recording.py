@@ -96,7 +96,7 @@ def test_views_of_results_and_of_parts_of_arguments():
         add([out[1:], out[:, 1]], -3)
         return Pair(out[2:], out.view(-1)[3])
 
-    # The second call's argument has a storage offset.
+    # When the steps are replayed, the argument has a storage offset, which it had not in the recording.
     assert_replayed(call, (X.clone(),), lambda: (torch.arange(60.0).view(10, 6)[3:7],))
 
 

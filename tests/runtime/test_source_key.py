@@ -14,7 +14,8 @@ KERNELS, CUTE = Path(dsa.kernels.__path__[0]), Path(dsa.cute.__path__[0])
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """Return a folder with copies of two families and of dsa/cute."""
+    """Return a folder with copies of two families of kernels and of dsa/cute. The compile cache uses this copy of
+    dsa/cute."""
     for family in ("moe", "mla"):
         shutil.copytree(KERNELS / family, tmp_path / family)
     shutil.copytree(CUTE, tmp_path / "cute")

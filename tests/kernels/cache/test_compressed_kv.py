@@ -1,5 +1,5 @@
-"""SASS of the compressor. A part is a few consecutive tokens of an entry: a thread issues all loads of a part before it
-uses their values."""
+"""SASS of the compressor. The tokens of an entry are divided into parts of a few consecutive tokens. A thread issues
+all loads of a part before it uses their values."""
 
 from dsa.kernels.cache import compressed_kv_sm90 as kernels
 from tests.kernels.variants import shipped
@@ -8,10 +8,11 @@ from tests.kernels.variants import shipped
 @shipped(kernels.compile_write_compressed_kv)
 def test_a_part_is_loaded_before_its_first_exponential(sass, in_order, arguments):
     dtype, channels, ratio, overlap, _ = arguments
-    # Loads per token: both projections and ape. If the projections are not fp32, tokens in the state, which is fp32,
-    # need two more load instructions.
+    # Loads per token: both projections and ape. If the projections are not fp32, they need two more load instructions
+    # per token, for tokens whose projections are in the state, which is fp32. Before these loads there are four of the
+    # sequence: its two boundaries, its start and its state slot.
     tokens, loads = ratio if overlap else 8, 3 if dtype == "float32" else 5
     (instructions,) = in_order
     assert instructions[: instructions.index("MUFU")].count("LDG") >= tokens * loads + 4
-    # With overlap, three CTAs of 512 fp32 channels fit on an SM.
+    # With overlap, 512 channels and fp32 projections, three CTAs of 256 threads fit on an SM.
     assert sass.registers <= (80 if (dtype, channels) == ("float32", 512) and overlap else 168)

@@ -4,12 +4,13 @@ from dsa.kernels.cache import kv_cache_sm90 as kernels
 from dsa.kernels.cache.limits import FLOAT_DTYPES
 from tests.kernels.variants import assert_counts, sass_of, shipped
 
-SLOT = 2  # load instructions in the code for a slot: its low word, and its high word, which int32 slots do not have
+SLOT = 2  # load instructions for a slot: its low word, and its high word, which only int64 slots have
 REGISTERS = 64  # allows 1024 threads per SM; fewer threads do not hide the latency of memory
 
 
 def steps(dtype):
-    """Return the number of 16-byte loads or stores for a lane's part of the channels before rope."""
+    """Return the number of 16-byte loads or stores of a lane's channels before the RoPE channels, for rows of this
+    dtype."""
     return 4 if dtype == "float32" else 2
 
 
@@ -18,7 +19,8 @@ def test_write(sass, arguments):
     dtype, layout, _ = arguments
     loads, stores = kernels.UNROLL, kernels.UNROLL
     if layout not in FLOAT_DTYPES:
-        # Each step stores values and a scale. One more store is for the lane's pair of rope channels.
+        # Each step loads 16 bytes, and stores values and a scale. One more load and one more store are for the lane's
+        # pair of RoPE channels.
         loads, stores = steps(dtype) + 1, 2 * steps(dtype) + 1
     assert_counts(sass, LDG=loads + SLOT, STG=stores)
     assert sass.registers <= REGISTERS
@@ -42,17 +44,18 @@ def test_write_of_the_projection(sass, arguments):
         stores = 2 * steps(dtype)
     else:
         stores = steps(dtype) * (2 if layout == "float32" and dtype != "float32" else 1)
-    # A lane loads its 16 norm weights with 4 loads. If the norm covers the rope channels (channels == 512), one more
-    # load is for the weights of the lane's rope pair.
+    # A lane loads its 16 fp32 norm weights with 4 loads. If the norm covers the RoPE channels (channels == 512), one
+    # more load is for the weights of the lane's RoPE pair. `angles`: an interleaved pair has one cosine and one sine,
+    # but in RoPE on halves each of a lane's two channels has a cosine and a sine.
     assert_counts(sass, LDG=row + 4 + (channels == 512) + angles + SLOT, STG=row + stores + 1)
-    # 72 registers allow 768 threads per SM. One combination needs them: the norm covers rope channels, whose two halves
-    # are then rotated.
+    # 72 registers allow 896 threads per SM. Only one combination needs them: V4's layout, with a norm that covers the
+    # RoPE channels, and RoPE on halves.
     assert sass.registers <= (72 if layout == "v4" and channels == 512 and not interleaved else REGISTERS)
 
 
 def test_quantisation_is_in_hardware():
     write = sass_of(kernels.compile_write_kv_cache, "bfloat16", "v32", True)
-    # Each F2FP converts two of a lane's 16 channels. A group of 128 channels is in 16 lanes, so 4 shuffles find its
-    # largest magnitude. A lane has channels of two groups.
+    # Each F2FP converts two of a lane's 16 channels. A lane has 8 channels in each of two groups of 128. A group's
+    # channels are in 16 lanes, so 4 shuffles find its largest magnitude.
     assert_counts(write, F2FP=8, SHFL=8)
     assert_counts(sass_of(kernels.compile_read_kv_cache, "v32", "float32"), F2FP=8)

@@ -10,8 +10,8 @@ from tests.kernels.variants import assert_counts, shipped
 def test_no_load_waits_for_another(sass, in_order, arguments):
     at_once = min(*arguments, kernels.AT_ONCE)
     assert_counts(sass, LDG=at_once * (5 + 5), LDGSTS=3 * kernels.OWN_OUTPUTS, STG=at_once + 2)
-    # A warp multiplies 4 blocks of 64 channels at a time, in 4 steps of 16 channels each, with three parts of the
-    # matrix.
+    # A warp multiplies 4 blocks of 64 channels at a time, in 4 steps of 16 channels each, with each of the three bf16
+    # parts of the matrix (high, middle, low).
     assert_counts(sass, HMMA=4 * 4 * 3)
     # A thread sends its partial sums to another CTA by st.async (STAS), whose bytes the receiver's mbarrier counts. A
     # cluster barrier would need a fence (MEMBAR), which also waits for the stores of the new streams.
@@ -23,6 +23,6 @@ def test_no_load_waits_for_another(sass, in_order, arguments):
 
 
 def test_the_slices_are_those_of_the_projection():
-    """The channels are divided into slices as in hyper_mix_few_tokens, one per warp of a cluster. So sums are added in
-    the same order and have the same bits."""
+    """The channels are divided into slices as in hyper_mix_few_tokens, one slice per warp of a cluster. So sums are
+    added in the same order and have the same bits."""
     assert kernels.THREADS == hyper_mix_few_tokens_sm90.THREADS and kernels.CTAS == hyper_mix_few_tokens_sm90.CTAS

@@ -12,7 +12,7 @@ by_dtype = pytest.mark.parametrize("dtype", limits.DTYPES)
 
 
 def halves(dtype):
-    """Return the number of 16-byte vectors of fp32 values, such as weights and angles, per vector of this dtype."""
+    """Return the number of 16-byte vectors of fp32 weights per vector of this dtype."""
     return 1 if dtype == "float32" else 2
 
 

@@ -15,7 +15,7 @@ def test_sass(sass, arguments):
     _, config = arguments
     steps = kernels.BLOCKS * kernels.STEPS
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
-    # One multiply-add per accumulator: the compiler has neither split nor dropped any.
+    # One multiply-add per accumulator of a stage's four blocks: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
     # WARPGROUP instructions per stage: one start per block's wgmma, and a wait before each reuse of a buffer of widened
     # weights and at the end of the stage. More would mean that the compiler has serialised the wgmma.
@@ -30,8 +30,8 @@ def test_sass(sass, arguments):
 
 
 def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
-    """A step of 32 channels has 8 words. wgmma expects words q and 4 + q in lane q of four. In the stored order, these
-    two words are the adjacent channels 8 q to 8 q + 7 (see fp4_operand.py)."""
+    """A step of 32 channels has 8 words of four channels. wgmma expects words q and 4 + q in lane q of four. In the
+    stored order, these two words are the adjacent channels 8 q to 8 q + 7 (see fp4_operand.py)."""
     places = [ordered_place(word) for word in range(32)]
     assert places == [8 * step + word for step in range(4) for q in range(4) for word in (q, 4 + q)]
 

@@ -31,7 +31,7 @@ def test_sass_of_one_matrix(sass, arguments):
 def test_sass(sass, arguments):
     dtype, config, gathered, _, dynamic = arguments
     check_mainloop(sass, config, gathered, dynamic, parts=1)
-    # One multiply-add per accumulator: the compiler has neither split nor dropped any.
+    # One multiply-add per accumulator of each block of channels: the compiler has neither split nor dropped any.
     columns = products(config) * config.columns + sum(swapped_counts(config, dynamic))
     assert_counts(sass, FFMA=columns * configs.SCALES // 2)
     # Results of 16 bits are stored by TMA if a warp has shared memory for the chunks (64 columns each) of all waves.
@@ -72,8 +72,8 @@ def check_mainloop(sass, config, gathered, dynamic, parts):
     # compiler has serialised the wgmma.
     assert_counts(sass, QGMMA=groups * GROUP // 32, WARPGROUP=2 * groups, ATOMG=int(dynamic))
     # Loads per four blocks of channels: each part of b, b's scales for two blocks of rows, a, and a's scales. If a is
-    # gathered, two warp roles of the producer warpgroup gather it. The code of each role has one copy for every 16 rows
-    # of a block, and one for the scales.
+    # gathered, the code that gathers it exists twice: for the first producer warp, and for the other three. It has one
+    # copy for every 16 rows of a block, and one for the scales.
     boxes = config.rows // kernels.BOX_ROWS if swapped else 1
     copies_of_a = 0 if gathered else configs.SCALES * boxes + 1
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0
@@ -116,7 +116,7 @@ def test_few_rows_per_matrix_get_low_tiles(matrices, among):
     """Tiles of 128 rows or more would spend time on rows that do not exist."""
     for rows, columns in itertools.product((matrices, 8 * matrices, 64 * matrices), (128, 4096, 24576)):
         assert configs.choose_config(rows, columns, 7168, matrices, 132, among).rows == 64
-    # With fewer rows than matrices, some matrices have one row and the others none.
+    # With 3 rows in all, no matrix has more than 3 rows.
     assert configs.choose_config(3, 4096, 7168, matrices, 132, among).rows == 64
 
 

@@ -29,7 +29,7 @@ def sizes_of(name):
     [
         ([*itertools.product((1, 31, 32), SHAPES)], FewRowsConfig),
         ([*itertools.product((choice.MAX_ROWS + 1, 16384, 2**27), SHAPES)], Fp8GemmConfig),
-        # For 33 to MAX_ROWS rows, the number of work tiles decides.
+        # For 33 to MAX_ROWS rows, the kernel depends on the number of work tiles, too.
         ([(64, (4096, 8192)), (128, (2112, 7168))], FewRowsConfig),
         ([(64, (12288, 6144)), (128, (4096, 2048)), (256, (4096, 8192)), (512, (24576, 1536))], Fp8GemmConfig),
     ],
@@ -47,8 +47,8 @@ def test_every_shape_gets_an_existing_tile(sms):
 @pytest.mark.parametrize(
     ("name", "tile", "winning", "losing"),
     [
-        # A measured winner applies to its number of rows, and to fewer rows down to the next smaller number in ROWS.
-        # Any other number of SMs, columns or rows gets the models' tile.
+        # A measured winner applies to its number of rows, and to all smaller numbers that exceed the next smaller
+        # number in ROWS. Any other number of SMs, columns or rows gets the models' tile.
         (
             "128 x 4096 x 2048",
             Fp8GemmConfig(1, 1, 192, 5, 3),
@@ -56,7 +56,7 @@ def test_every_shape_gets_an_existing_tile(sms):
             [(128, 4096, 2048, 114), (128, 4104, 2048, 132), (96, 4096, 2048, 132), (16385, 4096, 2048, 132)],
         ),
         # This tile has 128 rows for two warpgroups. If the last work tile has at most 64 rows, one of its warpgroups
-        # idles, so the model's tile is used instead.
+        # idles, so the models' tile is used instead.
         (
             "1024 x 576 x 7168",
             Fp8GemmConfig(2, 1, 64, 7, 1),
@@ -113,10 +113,10 @@ def test_a_tile_on_trial_is_taken(config):
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        # K has 128 blocks of channels, more than MAX_SPLIT_BLOCKS
+        # K has 128 blocks of channels, more than the MAX_SPLIT_BLOCKS that a cluster of CTAs can divide
         ((8, 2112, 16384), FewRowsConfig(8, 5, 8)),
-        ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 64 rows more than the matrix
-        ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # too many tiles
+        ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 256 rows, more than twice those of the matrix
+        ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # 1.9 times the modelled time of the models' tile
         ((1024, 512, 7168), FewRowsConfig(64, 3)),
     ],
 )

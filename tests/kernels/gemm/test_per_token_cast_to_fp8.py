@@ -10,7 +10,7 @@ from tests.kernels.variants import assert_counts, shipped
 def test_sass(sass, arguments):
     dtype, *_, config, scattered = arguments
     bytes_per_thread = config.channels * config.groups * (4 if dtype == "float32" else 2)
-    # A scattered row needs one more load, of its target row.
+    # With `scattered`, each group also needs one load of the target row's index.
     assert_counts(sass, LDG=bytes_per_thread // 16 + scattered * config.groups)
     assert sass.instructions["F2FP"] >= config.channels * config.groups // 2
     assert sass.registers <= 64  # allows 1024 threads per SM; fewer threads do not hide the latency of memory

@@ -4,7 +4,8 @@ from tests.kernels.variants import assert_counts
 
 
 def check_products(sass, dim, columns, half):
-    """Check the number of wgmma, and of the instructions that process a score tile's accumulators.
+    """Check the number of wgmma, and of the instructions that process a score tile's accumulators: 64 keys x `columns`,
+    where a column is a (query, head) pair.
 
     fp32: one multiply-add per accumulator. fp16 accumulation (half): one multiply-add and one maximum for every two
     accumulators. Other counts would mean that the compiler has split or dropped some.

@@ -19,8 +19,8 @@ def test_scores(sass, arguments):
     heads, dim, sample, half, config = arguments
     check_products(sass, dim, config.columns, half)
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
-    # A lane counts candidates with one shared-memory atomic per query for which it has scores. The code contains it
-    # twice, in the loop and after it.
+    # A lane appends candidates with one shared-memory atomic per query for which it has scores, which are a quarter of
+    # the tile's queries. The code contains the atomic twice, in the loop over key tiles and after it.
     assert_counts(sass, ATOMS=0 if sample else config.columns // heads // 2)
 
 
@@ -52,7 +52,7 @@ def test_passes_read_all_tiles_once(keys):
 @pytest.mark.parametrize("k", [1, 64, 512, MAX_SELECTED])
 def test_bounds_leave_enough_and_not_too_many(k, keys):
     """If scores are independent, the bound of a pass leaves at least k keys, and the keys that it leaves fit the lists
-    of the next pass, unless a count of keys is 5 standard deviations from its mean."""
+    of the next pass, unless a count of keys is more than 5 standard deviations from its mean."""
     strides = candidate_lists.pass_strides(keys)
     ranks = candidate_lists.bound_ranks(k, strides)
     for rank, (stride, following) in zip(ranks, itertools.pairwise(strides), strict=True):

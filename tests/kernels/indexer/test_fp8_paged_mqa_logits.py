@@ -1,4 +1,4 @@
-"""SASS of the paged index scores and of their plan: FP8 wgmma, TMA and bulk copies."""
+"""SASS of the paged index scores and of their plan (the division of keys among SMs): FP8 wgmma, TMA and bulk copies."""
 
 from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernels
 from dsa.kernels.indexer import paged_mqa_logits_metadata_sm90 as metadata

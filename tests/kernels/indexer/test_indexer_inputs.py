@@ -21,7 +21,7 @@ def test_queries(sass, arguments):
 @shipped(kernels.compile_write_indexer_keys)
 def test_keys(sass, arguments):
     dtype, _, _, interleaved, *_ = arguments
-    # The norm's weight and bias need 4 loads each; a 64-bit slot needs one or two loads.
+    # The norm's weight and bias need 4 loads each. The slot needs one load, or up to two if it is int64.
     assert sass.instructions["LDG"] - loads_of(dtype, interleaved) - 8 in (1, 2)
     assert_counts(sass, STG=2)
     assert sass.instructions["F2FP"] >= 8 and sass.registers <= 64

@@ -14,11 +14,11 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_topk_indices)
 def test_sass(sass, arguments):
     _, config = arguments
-    # Bulk copies (UBLKCP) load the row, and cp.async (LDGSTS) the sample's vectors. Atomics in shared memory (ATOMS)
-    # count the scores per digit (a range of scores, see radix_select.py).
+    # Bulk copies (UBLKCP) load the row. If rows are processed in tiles, cp.async (LDGSTS) loads the sample's vectors.
+    # Atomics in shared memory (ATOMS) count the scores per digit (a range of scores, see radix_select.py).
     assert_counts(sass, LDGSTS=1 if config.tile else 0, ATOMG=0)
     assert sass.instructions["UBLKCP"] >= 1 and sass.instructions["ATOMS"] >= 8
-    # A cluster of one CTA needs no barrier.
+    # Only clusters of several CTAs have a cluster barrier.
     assert bool(sass.instructions["UCGABAR_ARV"]) == bool(sass.instructions["UCGABAR_WAIT"]) == (config.cluster > 1)
 
 
@@ -41,7 +41,7 @@ def test_variants_keep_the_rules_of_the_algorithm(width, dtype, config):
     # A thread marks its elements of a row, a list or a tile in a mask of 32 bits.
     assert config.resident_vectors(width) * (128 // width) <= 32 * config.threads
     assert config.capacity <= 32 * config.threads and config.tile <= 32 and config.tile % (128 // width) == 0
-    # The sort uses the list's memory.
+    # The sort of a row's selected keys uses the list's memory.
     largest = max(k for k in (512, 1024, 2048, 4096) if config.takes(k))
     assert 2 * largest <= 2 * config.capacity
     if config.tile:

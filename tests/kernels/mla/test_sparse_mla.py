@@ -67,8 +67,8 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
     dtype, head_dim, size = arguments
     single = sass_of(kernels.compile_sparse_mla, dtype, head_dim, 1, True)
     assert_counts(sass, **counts_of(single, "HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"))
-    # One vote per query of the group decides which of the warp's keys it selects. One more vote decides whether all
-    # sums are finite.
+    # One vote per query of the group decides which of the warp's keys that query selects. One more vote decides whether
+    # all sums are finite.
     assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
     # If a sum is not finite, two atomics mark the group and add it to the queue of the kernel that computes its queries
     # one by one (sparse_mla_queued_sm90.py).
@@ -77,7 +77,8 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
 
 @shipped(queued.compile_sparse_mla_queued)
 def test_a_queue_adds_three_loads(sass, arguments):
-    """The additional loads: the length of the queue, the first query, and each following query."""
+    """Compared with the swap-A/B kernel for 16 heads, there are three more loads: the length of the queue, the first
+    query, and each following query."""
     dtype, head_dim = arguments
     whole = sass_of(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True)
     same = counts_of(whole, "HGMMA", "WARPGROUP", "LDGSTS", "VOTE")
@@ -98,7 +99,8 @@ def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
     # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
-    # Bulk copies load keys and rows of Q. Only the layout with 512 channels, whose scales are separate from the rows,
-    # needs cp.async for the scales.
+    # Bulk copies load keys, and rows of Q: one copy in the code for keys, and one per stage that Q's rows occupy, which
+    # is two stages with 64 heads. Only the layout with 512 channels, whose scales are separate from the rows, needs
+    # cp.async for the scales.
     assert_counts(sass, UBLKCP=3 if head_tile == 64 else 2, LDGSTS=0 if head_dim == HEAD_DIM else 1)
     check_roles(sass, fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile])

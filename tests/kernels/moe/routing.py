@@ -16,8 +16,8 @@ def check_router(sass, tokens, loads, reductions):
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
-    # One store sends partial sums to another CTA. Unless there are only a few tokens, a cluster of 8 CTAs sorts the
-    # entries, and a store sends the sort keys to each of them (entry_order.py).
+    # One store sends partial sums to another CTA. With more than FEW_TOKENS tokens, for which the tile has TILE_TOKENS,
+    # a cluster of 8 CTAs sorts the entries. A store then sends the sort keys to each of them (entry_order.py).
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 

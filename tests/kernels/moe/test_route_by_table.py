@@ -1,4 +1,4 @@
-"""SASS of the router and the sort by a table of experts."""
+"""SASS of router and sort in one kernel, in which a table gives the experts of each token ID."""
 
 from dsa.kernels.moe import route_by_table_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import MAX_EXPERTS, TILE_TOKENS

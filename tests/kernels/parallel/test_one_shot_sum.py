@@ -38,6 +38,7 @@ def test_all_ctas_run_at_once(parts, ctas):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_parts_fit_the_memory(ranks):
-    """The receive memory has two buffers, each with a part from every rank. A part needs twice its bytes there."""
+    """The receive memory has two buffers, each with a part from every rank. A part needs twice its bytes there, because
+    half of each packet is the number of the sum."""
     most = most_bytes(ranks)
     assert most % PART == 0 and MEMORY - 4096 < 2 * 2 * ranks * most <= MEMORY

@@ -20,7 +20,7 @@ def test_target_sass(sass, arguments):
     # for the mbarriers.
     assert_counts(sass, HGMMA=(channels + index_channels) // K16, LDGSTS=gathered * LANE_ROWS, FENCE=chunks + 1 + 2)
     # WARPGROUP: a start per chunk, because the kernel waits for each chunk's data before its wgmma; a wait per group of
-    # chunks.
+    # chunks. The limit leaves room for four more, such as the start and the wait of the index product.
     groups = -(-chunks // target.RELEASE_GROUP)
     assert sass.instructions["WARPGROUP"] <= chunks + 1 + groups + 3
     assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.PRODUCER_REGISTERS <= PER_THREAD

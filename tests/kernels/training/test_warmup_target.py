@@ -1,4 +1,4 @@
-"""SASS of the warm-up's kernels: wgmma in groups without additional waits, and TMA loads."""
+"""SASS of the warm-up's kernels: wgmma in groups, to which the compiler adds no waits, and TMA loads."""
 
 from dsa.kernels.training import q_tile_plan_sm90, warmup_rows_sm90
 from dsa.kernels.training import warmup_target_sm90 as kernels
@@ -9,7 +9,7 @@ from tests.kernels.variants import assert_counts, shipped
 def test_target(sass, arguments):
     _, dim = arguments
     channels, query_stages, key_stages = kernels.STAGES[dim]
-    heads_at_a_time = 1 if dim > channels else 4  # the first product, two in the loop, the last
+    heads_at_a_time = 1 if dim > channels else 4  # products in the code: one before the loop, two in it, one after it
     # One start and one wait (WARPGROUP) per group of wgmma, as in the source. More would mean that the compiler waits
     # after every wgmma.
     groups = dim // channels if dim > channels else heads_at_a_time

@@ -1,4 +1,5 @@
-"""Launches of the compressor: projections are not copied, and the launch also happens for a cache without pages."""
+"""Launches of the compressor: projections are not copied, and a cache without pages does not prevent the launch,
+because the kernel also updates the state."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Collapse, norm and cast in one op: the number of channels chooses the kernel's tile."""
+"""Collapse, norm and cast in one op: the number of channels determines the kernel's tile, an entry of
+HYPER_NORM_TILES."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The hyper-connections: the number of channels chooses the kernel's tile."""
+"""`hyper_collapse`: the bytes of one stream of a token determine the kernel's tile (threads, 16-byte vectors per thread
+and stream)."""
 
 import pytest
 import torch

@@ -12,8 +12,8 @@ from dsa.ops.elementwise import hyper_expand_mix
     ("tokens", "kernel"), [(5, "hyper_mix_few_tokens"), (64, "hyper_mix_few_tokens"), (300, "hyper_mix")]
 )
 def test_more_tokens(named_launches, tokens, kernel):
-    """With more than 4 tokens the kernels of the two separate ops run. The second kernel reads what the first one
-    writes."""
+    """With more than 4 tokens, the op launches the kernels of `hyper_expand` and `hyper_mix`. The second kernel reads
+    the new streams that the first one writes."""
     new, mix = CASE.run(CASE.arguments(tokens=tokens, channels=64))
     (expand, _, expanded), (name, _, mixed) = named_launches
     assert (expand, name) == ("hyper_expand", kernel) and expanded[-1] is new and mixed[-1] is mix
@@ -21,7 +21,8 @@ def test_more_tokens(named_launches, tokens, kernel):
 
 
 def test_more_outputs_than_a_grid_has(named_launches, monkeypatch):
-    """With more outputs than the fused kernel accepts, the kernels of the two separate ops run for few tokens, too."""
+    """With more outputs (rows of the projection's matrix) than the fused kernel accepts, the op launches the kernels of
+    `hyper_expand` and `hyper_mix` also for few tokens."""
     monkeypatch.setattr(hyper_expand_mix, "MAX_EXPAND_MIX_OUTPUTS", 23)
     CASE.run(CASE.arguments())
     assert [name for name, *_ in named_launches] == ["hyper_expand", "hyper_mix_few_tokens"]

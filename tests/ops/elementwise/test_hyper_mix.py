@@ -38,8 +38,8 @@ def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows)
 
 def test_streams_with_gaps(named_launches):
     """The first tensor has gaps between tokens, which the TMA kernel accepts. The second also has gaps between streams,
-    which a TMA box of a token cannot skip. The third has a token stride of 0. The second and the third tensor run the
-    kernel for few tokens."""
+    which a TMA box of a token cannot skip. The third has a token stride of 0. So the second and the third tensor need
+    the kernel for few tokens, although they have 300 tokens."""
     wide = torch.randn(300, 6, 128).bfloat16()
     for streams in (wide[:, :4], wide[:, :4, :64]):
         dsa.hyper_mix(streams, torch.randn(3, 24, 4 * streams.shape[2]).bfloat16())

@@ -1,4 +1,4 @@
-"""The ops of the norm on a CPU: gradients, and the rows that kernels get."""
+"""`rms_norm` on a CPU: gradients, and the rows that kernels get."""
 
 import pytest
 import torch

@@ -68,7 +68,8 @@ def test_expected_rows_change_no_result(name):
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
-    """Their results are undefined in eager calls and in compiled graphs; all other rows have the right results."""
+    """Rows after the last end have undefined results, in eager calls and in compiled graphs. All other rows have the
+    right results."""
     a, b = operands(name)
     numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     rows = torch.cat((ROWS[:used], torch.full((4 - used,), -1, dtype=torch.int32)))
@@ -89,9 +90,9 @@ def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
 @pytest.mark.parametrize(("begin", "end"), [(0, 2), (2, 5), (5, 6), (6, 8)])
 @pytest.mark.parametrize("fp4", [False, True])
 def test_a_process_with_some_of_the_experts(fp4, begin, end):
-    """A process with only some of 6 experts computes the same rows as a process with all experts. Rows of other experts
-    are NaN in the reference, and no token uses them. All rows are NaN if no token has chosen an expert of the
-    process."""
+    """Tokens choose among experts 0 to 5. A process with the experts `begin` to `end` - 1 computes the same rows for
+    them as a process with experts 0 to 5. Rows of other experts are NaN in the reference, and no token uses them. If no
+    token has chosen an expert of the process, all rows are NaN."""
     chosen = torch.rand(11, 6).argsort(-1)[:, :3]
     x = torch.randn(11, 256).bfloat16()
     first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"
@@ -131,8 +132,8 @@ def bytes_of(q):
 
 
 def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
-    """The kernel gathers up to 4096 rows. More rows are copied first and, because there are two matrices, scheduled
-    dynamically."""
+    """For up to 4096 rows, the kernel gathers the rows. For more, the op copies them before the launch. Copied rows
+    allow dynamic scheduling, which is used here because there are two matrices with many rows."""
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
@@ -161,8 +162,8 @@ def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
     ],
 )
 def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
-    """The expected rows also decide whether rows are gathered and whether scheduling is dynamic. The kernel gets all
-    rows."""
+    """`expected_rows` determines the kernel and its tile, and also whether rows are gathered and whether scheduling is
+    dynamic. The kernel gets all 5000 rows."""
     a, b = operands("fp8", matrices=2)
     rows, ends = many(5000, 2)
     if not gathered:
@@ -183,7 +184,7 @@ def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, na
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (48, 48), (49, 49)])
 def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for, named_launches):
-    """The small-M kernel runs for up to 24 rows per weight, which is 48 rows for two weights."""
+    """The small-M kernel runs for up to 24 expected rows per weight matrix, which is 48 rows for two matrices."""
     a, b = operands("fp4", matrices=2)
     rows, ends = many(5000, 2)
     dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)

@@ -51,8 +51,8 @@ def test_what_the_kernel_gets(tokens, rows, channels, config, dtype, launches):
 
 
 def test_only_shipped_variants_are_chosen():
-    """Calls with few tiles run in clusters of 8 CTAs. A single CTA runs only if there are enough channels for all of
-    its slices."""
+    """A single CTA computes a tile only if the call has more than CLUSTERS tiles, and enough channels that none of the
+    CTA's slices is empty. Otherwise a cluster of 8 CTAs computes a tile."""
     assert {tile for _, tile in ROUND} == set(TILE_TOKENS) and {ctas for ctas, _ in ROUND} == {1, 8}
     assert ROWS == small_m_product.ROWS
     assert LEAST_CHANNELS == slices.SLICES * small_m_product.STEP  # no slice is empty

@@ -1,5 +1,5 @@
-"""What `fp8_paged_mqa_logits` passes to its kernels, recorded on a CPU without running them: results on meta tensors,
-the kernels' arguments, and when fp16 accumulation is chosen."""
+"""`fp8_paged_mqa_logits` on a CPU, where launches are recorded and no kernel runs: the layout of fake results, the
+kernels' arguments, and when fp16 accumulation is chosen."""
 
 import pytest
 import torch

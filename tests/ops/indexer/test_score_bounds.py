@@ -22,14 +22,15 @@ def _case(heads, dim):
 
 
 def _cut(x, bits, of=None):
-    """Truncate x to multiples of 2^-bits times the leading bit of `of`, or of x itself."""
+    """Truncate x to multiples of 2^-bits times the largest power of two that is at most |x|, or at most `of` if that is
+    given."""
     step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
     return (x / step).trunc() * step
 
 
 def _on_hopper(q, k, scale, weights, half):
-    """Return scores with the rounding of Hopper. Here fp16 values are truncated, while the hardware rounds them to
-    nearest, with half the error."""
+    """Return scores with rounding like Hopper's. But fp16 values are truncated here, while the hardware rounds them to
+    nearest, so the errors here can be twice as large."""
     q, k = q.double(), k.double()
     products = q.new_zeros(*q.shape[:2], KEYS)
     for chunk_q, chunk_k in zip(q.split(32, 2), k.split(32, 1)):
@@ -60,8 +61,8 @@ def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
 @pytest.mark.parametrize("accumulators", OF_TERMS)
 @pytest.mark.parametrize(("heads", "dim"), SIZES)
 def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
-    """Either one score of typical magnitude is wrong, in a matrix so large that calc_diff does not notice, or one key
-    has a finite score although its query does not see the key."""
+    """Either one score of typical magnitude is wrong, or one key has a finite score although its query does not see the
+    key. The matrix is so large that calc_diff is at most 5e-6 if the wrong score is finite."""
     _, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
     at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()

@@ -1,7 +1,8 @@
-"""Calls that kernels refuse although the reference accepts them, and wrong combinations of an op's arguments.
+"""Calls that an op refuses if its kernels would run, although the reference accepts them, and wrong combinations of an
+op's arguments.
 
-Each family has a module with a list LIMITS. An entry is (name of a valid call, function that returns the changed
-arguments, error message).
+Each family has a module with a list LIMITS. An entry is (name of a valid call, function of the call's arguments that
+returns the changed ones, regular expression of the error message).
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Tensors for tests of limits. A large tensor is a view of a single number."""
+"""Tensors for tests of limits. Large tensors are views of a few numbers, so they need no memory."""
 
 import math
 
@@ -9,7 +9,8 @@ BYTES = torch.uint8
 
 
 def zeros(*shape, dtype=F32, device="cpu"):
-    """Return a tensor of zeros. A large tensor is a single number with strides of 0."""
+    """Return a tensor of zeros. If it has more than 2^20 elements, it is a view of a single number, with strides of
+    0."""
     whole = (1,) * len(shape) if math.prod(shape) > 2**20 else shape
     return torch.zeros(whole, device=device).to(dtype).expand(shape)
 

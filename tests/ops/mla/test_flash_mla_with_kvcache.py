@@ -77,8 +77,8 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
-    """The contents of a plan made during capture are valid only when the graph is replayed. So calls outside this graph
-    need another plan."""
+    """A plan that is made during a capture has contents only when the graph is replayed. So calls outside this capture,
+    and in other captures, need another plan. A plan that is made outside of captures serves all calls."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
@@ -93,7 +93,7 @@ SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 1
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
 def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
-    """The block table has room for sequences so long that all CTAs are needed."""
+    """The block table has 1000 pages of 16 keys per sequence. This is enough work for all CTAs."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
@@ -104,7 +104,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
     old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
     assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
-    # The size of the workspace depends on the given plan.
+    # With a given plan, the workspace has room for two partial results per part of that plan, which has 7 parts here.
     decoded(*arguments, *ANY_PLAN)
     assert named_launches[-2][2][8].shape == (14, h_k, rows, D_V)
 
@@ -124,17 +124,18 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
     assert whole == (-(-batch // parts) <= most // each)
 
 
-# (pages of 16 keys per sequence in the table, parts of the plan, fixed cost per sequence, whether a part has few
-# tiles), for three sequences, 132 SMs and two tiles of rows.
+# (pages of 16 keys per sequence in the block table, parts of the plan, fixed cost per sequence in key tiles, whether a
+# part has few tiles), for three sequences, 132 SMs and 128 rows (queries x heads), which are two row tiles.
 SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
 SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The capacity of the block table, in key tiles, determines the number of parts. Up to HALVED tiles for each of 66
-    possible parts, there is a part per tile, but at most 33 parts. Above that, there are 66 parts. Clusters are not
-    used if a part has few tiles. A plan for unknown lengths has 66 parts."""
+    """The number of key tiles for which the block table has room determines the number of parts. Two row tiles leave 66
+    parts for 132 SMs. Up to HALVED * 66 key tiles, there is a part per tile, but at most 33 parts. Above that, there
+    are 66 parts. If a part has few tiles, CTAs do not form clusters. A plan from get_mla_metadata(lengths, ...), which
+    does not know the block table, has 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
@@ -193,7 +194,8 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
-    # If the caller gives no plan with contents, the call may make one, which later calls can use.
+    # A call without a plan, or with a plan that is still empty, may make a plan although it attends to nothing. Later
+    # calls can use it.
     assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 
@@ -254,7 +256,7 @@ def test_which_plans_the_kernel_makes(named_launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
     assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
-    # For selected keys the reference makes the plan, without a kernel.
+    # For selected keys (topk is given), the reference makes the plan, without a kernel.
     arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
     assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))
     many = torch.zeros(32769, dtype=torch.int32)
@@ -272,7 +274,7 @@ def test_queries_are_copied_only_if_their_rows_are_not_aligned(named_launches):
         decoded(wrong, cache, table, lengths)
         got = named_launches[-2][2][0]
         assert layout(got) == layout(q) and torch.equal(got, q) and got.data_ptr() % 16 == 0
-    # Slices of larger tensors are not copied.
+    # Slices and strided views are not copied if the rows of q start at multiples of 16 bytes.
     keys, rows, apart = wider(cache, 8, 56), wider(table, 1, 4), torch.stack((lengths, lengths), 1)[:, 1]
     for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
         decoded(right, keys, rows, apart)

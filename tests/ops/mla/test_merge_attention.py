@@ -13,7 +13,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def branches(count=2, shape=(3, 4, 16), dtype=torch.bfloat16):
-    """Return outs and lses. The first row of the first branch is empty."""
+    """Return outs and lses. The first row of the first branch has no keys: its LSE is infinite."""
     outs = [torch.randn(shape).to(dtype) for _ in range(count)]
     lses = [torch.randn(shape[:-1]) for _ in range(count)]
     lses[0].view(-1)[:1] = math.inf

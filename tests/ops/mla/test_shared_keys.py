@@ -35,7 +35,7 @@ def test_queries_of_a_group(heads, size):
         (2047, 16, 2048, 40, False),  # too few indices
         (2048, 17, 2048, 40, False),
         (528, 16, 8192, 40, True),
-        (527, 16, 8192, 40, False),  # fewer groups than SMs
+        (527, 16, 8192, 40, False),  # fewer full groups than SMs
         (1055, 8, 4096, 40, False),
         (2048, 16, 2048, 2**21, True),
         (2048, 8, 2048, 2**21, True),
@@ -71,8 +71,8 @@ def test_what_is_launched(named_launches):
     assert (of_union, of_groups, of_queued) == ((4,), ("bfloat16", 576, 4), ("bfloat16", 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
-    # A list has room for all keys, but for at most 7/10 of the indices of four queries. The last call below reaches
-    # this limit.
+    # A list has room for all 5000 keys of the cache, or for 7/10 of the indices of the group's four queries if that is
+    # less, as in the last call below.
     assert lists.shape == (513, 1, 5000) and found.shape == group_queue.shape == (513,)
     assert query_queue.shape == (2050,) and numbers.tolist() == [0, 0]
     assert groups[2] is lists and groups[3] is found and groups[-4:] == (132, numbers, group_queue, query_queue)

@@ -65,7 +65,7 @@ SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # up to this window, CTAs for a
 
 @pytest.mark.parametrize("window", [1, 64, 128, SHORT_WINDOW])
 def test_queries_with_short_windows_are_not_split(window):
-    """If queries were split, a result of decoding would depend on the number of queries."""
+    """If queries were split, the rounding of a query's result would depend on the number of queries in the call."""
     for queries in range(1, 300):
         for head_tiles in (1, 2):
             assert launch.stream_k(queries, head_tiles, -(-window // TILE_N), 132, may_split=True)[2] == 0

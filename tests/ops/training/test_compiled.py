@@ -25,7 +25,8 @@ Function = Callable[..., Any]
 
 
 def trained(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return the arguments of a call. Arguments that get gradients are leaves."""
+    """Return the arguments of a call, with bf16 tensors converted to `dtype`. The arguments that get gradients are
+    leaves."""
     given = {
         key: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x
         for key, x in CALL[name].arguments().items()
@@ -84,7 +85,7 @@ def test_one_graph_of_the_sparse_stage():
 
 
 def test_a_dtype_without_kernels_breaks_no_graph():
-    """The kernels of `indexer_topk` accept bf16 only, so the graph contains the reference."""
+    """The kernels of `indexer_topk` accept only bf16, so for fp32 the graph contains the operators of the reference."""
     torch._dynamo.reset()
     given = CALL["indexer_topk"].arguments()
     given |= {name: x.float() for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
@@ -124,7 +125,7 @@ class Called(TorchDispatchMode):
 
 
 def called(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, Any]]:
-    """Return the registered ops that run in a call and in its backward pass."""
+    """Return (op, arguments, results) of the registered ops that run in a call and in the call's backward pass."""
     with monkeypatch.context() as patch, Called() as mode:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         with_gradients(CALL[name].function(), name, given)
@@ -148,7 +149,8 @@ ABSORBED = LIKE_V32 | {"dims": (576, 512), "key_heads": 1}
     ("name", "sizes"), [*((name, {}) for name in GRADIENTS), (WARMUP, LIKE_V32), (WARMUP, ABSORBED)]
 )
 def test_kernels_return_the_strides_that_torch_expects(name, sizes, launches, monkeypatch):
-    """The code that torch.compile generates relies on these strides."""
+    """Kernels return results with the strides of the fake results, because the code that torch.compile generates relies
+    on them."""
 
     def flash(grad, q, k, v, *_, **__):
         return tuple(map(torch.empty_like, (q, k, v)))

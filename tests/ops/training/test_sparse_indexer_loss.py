@@ -22,7 +22,8 @@ def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtyp
 @pytest.fixture
 def launches(kernel_path, monkeypatch):
     """Return the list of the op's launches, (arguments of the compile function, arguments of the kernel) each.
-    Stand-ins for the kernels write a loss of 1 and gradients of 1."""
+    Stand-ins for the kernels write a loss of 1, d_scores of 0.5, and gradients of 1; the sums for k's gradient are 2^40
+    if they are integers."""
     found = []
 
     def stand_in(variant):
@@ -48,8 +49,8 @@ def launches(kernel_path, monkeypatch):
 
 
 def test_the_kernels_ship_all_that_the_op_takes(launches):
-    """The sizes are those of the public docstring. Every promised size has a shipped variant, and every shipped variant
-    is used."""
+    """The sizes include the smallest and the largest of the public docstring. Every size that it promises has a shipped
+    variant, and every shipped variant is used."""
     asked = {"forward": set(), "backward": set()}
     for d, heads, di, index_heads, k, deterministic in itertools.product(
         (512, 576), (1, 64, 65, 128), (64, 128), (1, 64), (1, 2048), (False, True)
@@ -79,8 +80,8 @@ def test_gradients(launches, deterministic, w_dtype):
         assert x.dtype == y.dtype and (x == 1).all()
     assert k_idx.grad.dtype == torch.bfloat16
     if deterministic:
-        # 350 terms (the number of indices) of the largest possible magnitude fit in 62 bits, and the scale is not
-        # needlessly small.
+        # bound: the largest possible magnitude of a term, with upstream gradients of at most 4. A sum of 350 terms, one
+        # per index, fits in 62 bits, and the scale is not needlessly small.
         scale, bound = arguments[6].item(), 4 * w.abs().sum(1).max().item() * q_idx.abs().max().item()
         assert 2**58 <= 350 * bound * scale < 2**62
         assert torch.allclose(k_idx.grad.float(), torch.full_like(k_idx, 2**40 / scale).float(), rtol=2**-8)

@@ -49,7 +49,7 @@ def test_what_is_launched(launches, d, sink):
     assert main[:2] == ("sparse_mla_backward", ("bfloat16", d, False))
     *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
     assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
-    # After the keys' rows there is one row per CTA.
+    # After the keys' rows there is one row per CTA, for the gradients of invalid indices.
     assert sums.shape == (7 + 3, d) and sums.eq(0).all()
     assert (counter.shape, counter.dtype) == ((1,), torch.int32) and counter.eq(0).all()
 

@@ -1,4 +1,4 @@
-"""Tests of the view as int32 words in which the kernel for uncovered rows gets a result."""
+"""The arguments of the kernel that fills rows of no sequence: results as views in int32 words, and the fill values."""
 
 import math
 
