@@ -8,13 +8,15 @@ import dsa
 from dsa.reference.training import indexer_topk as reference
 from dsa_bench.harness.case import Case
 
-# sequences, their length, index heads, di, selected keys: V3.2's, a long one, and a small model's
+# sequences, tokens per sequence, index heads, channels per head, selected keys: three shapes with V3.2's heads, and one
+# of a small model
 SHAPES = [(4, 2048, 64, 128, 512), (1, 16384, 64, 128, 2048), (16, 2048, 64, 128, 512), (8, 2048, 8, 128, 128)]
 
 
 def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     tokens = batch * length
-    # Small integers: scores are exact, so the indices must be equal.
+    # Small integers, and weights that are multiples of 1/8: scores are exact, so our indices and the formula's must be
+    # equal.
     q, k = (torch.randint(-1, 2, shape, device="cuda").bfloat16() for shape in ((tokens, heads, dim), (tokens, dim)))
     w = torch.randint(-4, 5, (tokens, heads), device="cuda") / 8
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
