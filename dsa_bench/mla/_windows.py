@@ -20,7 +20,7 @@ class Prompt(NamedTuple):
     compressed  the compressed entries; None without selection
     indices     the entries that each token selects; None without selection
     listed      (q, keys, lists, scale), arguments of the same attention for FlashMLA
-    pairs number of (query, key) pairs per head, for the FLOP
+    pairs       number of (query, key) pairs per head, from which the FLOP follow
     """
 
     packed: tuple
