@@ -91,7 +91,7 @@ def published_layers(name: str) -> int:
 
 
 def with_layers(name: str, layers: int) -> dict[str, Any]:
-    """Return the fields of a stack with `layers` layers.
+    """Return the configuration fields that give a stack `layers` layers.
 
     The kinds of layers have the published model's proportions, with at least one layer of each kind. With as many
     layers as the published model, the fields are the published ones.

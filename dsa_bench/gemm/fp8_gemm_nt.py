@@ -32,7 +32,7 @@ SHAPES = [
     *((rows, 7168, 16384, None, None) for rows in (4096, 128, 1)),
     *((rows, 24576, 1536, None, None) for rows in (1, 128, 4096)),
     *((rows, 2112, 7168, None, None) for rows in (1, 128, 4096)),
-    # Some of the other linear layers (all: `dsa bench linear_layers`): V3.2
+    # Some other linear layers of V3.2 (`dsa bench linear_layers` times all layers of all models)
     *((rows, 1536, 7168, None, None) for rows in (1, 64)),
     *((rows, 576, 7168, None, None) for rows in (2, 8192)),
     (16, 128, 7168, None, None),

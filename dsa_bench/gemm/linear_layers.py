@@ -31,7 +31,7 @@ def shapes() -> list[tuple[int, int, int]]:
 
 
 def __getattr__(name: str) -> Any:
-    """Make SHAPES when it is first needed, because it needs the models."""
+    """Make SHAPES at its first use, because the models must be built to find their layers."""
     if name == "SHAPES":
         return shapes()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not accept are padded outside the
-timing. Selections are random. With 8 and 16 heads there are also shapes whose selections overlap like those of adjacent
-tokens. With up to 16 heads our op may attend for groups of queries, and our kernel that attends per query is a
-yardstick."""
+timing. Selections are random and independent; shapes with 8 and 16 heads are also timed with selections that overlap
+like those of adjacent tokens. With up to 16 heads our op may attend for groups of queries, and our kernel that attends
+per query is a yardstick."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The gate, compared with PyTorch's formula, and the sort by expert, which is compared with nothing."""
+"""The gate of the experts, compared with the formula in PyTorch, and the sort by expert, without a comparison."""
 
 from functools import partial
 

@@ -35,7 +35,7 @@ ALIGNMENT = 128  # the index of a group's first row is a multiple of this
 _PROCESSES = 16
 # fraction of the GPU's free memory for the compiling processes, each of which allocates the weights of all groups
 _MEMORY = 0.8
-_ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
+_ROWS_MEMORY = 5 << 30  # bytes for padded rows per compiling process, in addition to its weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 

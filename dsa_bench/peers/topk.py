@@ -101,7 +101,7 @@ def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: tor
 
 def select_scored(q, kv, weights, starts, ends, k: int) -> Peers:
     """Return calls, one peer per top-k, that compute the indices int32 [queries, k] of all queries, in any order. A
-    call computes DeepGEMM 2.8.1's scores of at most SCORES bytes of queries at a time and selects from them. starts
+    call computes DeepGEMM 2.8.1's scores of some queries at a time, at most SCORES bytes, and selects from them. starts
     must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in those_for(min(len(q), _queries(kv)), k).items():

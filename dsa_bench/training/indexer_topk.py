@@ -1,4 +1,5 @@
-"""Training's selection: unquantised scores and top-k, compared with PyTorch one sequence at a time."""
+"""Training's selection: unquantised scores and top-k. Shapes with few scores are compared with the formula in PyTorch,
+which computes one sequence at a time."""
 
 from functools import partial
 
@@ -22,7 +23,7 @@ def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
     arguments = q, k, w, top_k, bounds, bounds, length, length
     calls, flops = {"dsa": [partial(dsa.indexer_topk, *arguments)]}, tokens * (length + 1) * heads * dim
-    if heads * length <= 64 * 2048:  # the formula's scores of all heads would not fit in memory otherwise
+    if heads * length <= 64 * 2048:  # above this, the formula's scores of all heads would not fit in memory
         calls["formula"] = [partial(reference.indexer_topk, *arguments)]
 
     return Case(
