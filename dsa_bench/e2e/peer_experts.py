@@ -161,7 +161,8 @@ def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: to
 
 
 def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute the experts like `_contiguous`, but with the masked product."""
+    """Compute the experts with the masked product. Return (outputs [E * MOST_MASKED, hidden], the indices of each
+    token's rows int32 [T, k])."""
     slots = Slots.of(experts, len(layer.down_proj))
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 
