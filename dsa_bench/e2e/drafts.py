@@ -88,7 +88,7 @@ class DraftedDecoding:
 
 
 class _Repeated(CapturedStep[Any]):
-    """A step that keeps the inputs of its last pass. `again` launches that pass again, without the host's work that
+    """A step that keeps the inputs of the last pass. `again` launches that pass again, without the host's work that
     makes the inputs."""
 
     def _run(self, inputs: Any) -> Any:

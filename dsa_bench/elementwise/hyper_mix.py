@@ -24,7 +24,7 @@ def product(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def matrix(parts: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 matrix [OUTPUTS, 4 D], the sum of its bf16 parts [3, OUTPUTS, 4 D]."""
+    """Return the fp32 matrix [OUTPUTS, 4 D], the sum of the bf16 parts [3, OUTPUTS, 4 D]."""
     return parts.float().sum(0)
 
 

@@ -20,7 +20,7 @@ def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an exception's message, cut to _LINE characters, or the name of its type if it has no
+    """Return the first line of an exception's message, cut to _LINE characters, or the exception's type if there is no
     message."""
     lines = str(error).strip().splitlines()
     return lines[0][:_LINE] if lines else type(error).__name__

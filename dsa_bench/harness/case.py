@@ -94,8 +94,7 @@ copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(
 
 
 def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
-    """Return how many inputs of `size` bytes the calls of a case, or of its graph, read in turn: from `least` to
-    `most`.
+    """Return how many inputs of `size` bytes the calls of a case, or of a graph, read in turn: from `least` to `most`.
 
     Within these bounds the inputs together have about `total` bytes, so that no call finds its input in the L2 cache.
     If `most` inputs have fewer bytes than the cache, calls do find them there.
@@ -184,7 +183,7 @@ class Case:
     baselines  names of calls of the same function in plain PyTorch, of which our ops may do a part: a cast, a rotation,
                a sort, a write
     yardsticks names of calls whose times are shown for scale, and whose results are not compared with ours: our
-               separate kernels, our op with other options, a part of its work, or attention of other sizes
+               separate kernels, our op with other options, a part of the work, or attention of other sizes
     flops      {name: FLOP of a call} of yardsticks that have other FLOP than ours; the table then shows their rate
     agree      agree(theirs, ours) raises AssertionError if the first results of a peer or baseline and of ours differ
     reference  whether the backend "reference" can run our first call; else `peers.probe` compares with our result

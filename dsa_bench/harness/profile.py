@@ -13,7 +13,7 @@ import torch
 from dsa_bench.harness.case import Case, load
 
 CALLS = 3
-# {ncu's metric: label}: how busy a possible bottleneck is, in percent of its peak.
+# {ncu's metric: label}: how busy a possible bottleneck is, in percent of the peak.
 METRICS = {
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
@@ -48,7 +48,7 @@ def _call(case: Case) -> None:
 
 def ncu_table(op: str) -> str:
     """Return `ncu_report` of the CuTe DSL kernels that the op launches (their names contain "cutlass"), or a line that
-    says why there is no report."""
+    says why the report is missing."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"
@@ -64,7 +64,7 @@ def ncu_table(op: str) -> str:
 
 
 def ncu_report(rows: list[dict[str, str]]) -> str:
-    """Return a line per kernel: microseconds and METRICS of its last launch, without the metrics that this GPU
+    """Return a line per kernel: microseconds and METRICS of the last launch, without the metrics that this GPU
     lacks."""
     last = {row["Kernel Name"]: row for row in rows if row["Kernel Name"]}
     lines = []

@@ -12,7 +12,7 @@ Facts, for T tokens with k of E experts each:
   reads them. A scale of 2^-127 counts as 0
 - moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size. The block
   size is the smallest of 8, 16, 32, 48 and 64 for which (mean rows per expert) / size is below 0.9, or else 64. An
-  entry of its result is a row's index among the T k rows, or T k for padding. Entries after the last block are
+  entry of the result is a row's index among the T k rows, or T k for padding. Entries after the last block are
   ignored. The result's sizes depend only on T, k and E
 - moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
   order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer, `_E2M1`, encodes the
