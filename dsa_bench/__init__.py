@@ -5,6 +5,6 @@ the inputs and the calls to time. A module whose kernel has tile configurations 
 configurations that `dsa tune` searches.
 
 A module that compares with peers (other libraries' kernels for the same function) also has PROBED: small shapes that
-together reach every peer function and every kind of argument. `python -m dsa_bench.peers` runs each peer once on these
-shapes.
+together reach every peer function and every kind of argument. `python -m dsa_bench.peers` checks the peers on these
+shapes. Only mha_varlen_fwd, whose peer comes with torch, has no PROBED.
 """

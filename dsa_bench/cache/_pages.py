@@ -14,7 +14,7 @@ BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 
 
 def empty_pages(tokens: int, layout: str) -> torch.Tensor:
-    """Return zeroed pages for `tokens` tokens."""
+    """Return zeroed pages of PAGE slots for `tokens` tokens, in the shape of the layout."""
     pages = -(-tokens // PAGE)
     if layout == "V4":
         return dsa.make_v4_cache(pages, PAGE, "cuda")
@@ -28,11 +28,13 @@ def empty_bytes(pages: int, per_token: int) -> torch.Tensor:
 
 
 def shuffled_slots(tokens: int) -> torch.Tensor:
-    """Return slots as in a serving cache: pages in random order, tokens within a page in consecutive slots."""
+    """Return int64 [tokens] slots as in a serving cache: pages in random order, tokens within a page in consecutive
+    slots."""
     order = torch.randperm(-(-tokens // PAGE), device="cuda")
     return (order[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[:tokens]
 
 
 def same_contents(read: Callable[..., object], slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return a function (theirs, ours) that compares what `read` returns for these slots of the two caches."""
+    """Return a function (theirs, ours) that compares what `read(cache, slots)` returns for these two caches
+    (`agree`)."""
     return lambda theirs, ours: agree(*(read(pages, slots) for pages in (theirs, ours)))

@@ -9,7 +9,7 @@ import dsa
 from dsa_bench.cache._pages import PAGE, empty_bytes, same_contents
 from dsa_bench.harness.case import Call, Case, angles, bytes_rate, f32, fresh_calls, into
 
-# new tokens per sequence, sequences; channels, tokens per block, the cache's layout
+# new tokens per sequence, sequences; channels, tokens per block, layout of the cache of entries ("index": index keys)
 SHAPES = [
     (16384, 1, 512, 4, "v4"),
     (16384, 1, 512, 128, "v4"),
@@ -73,8 +73,8 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
     read = tokens * sequences * 2 * c * 4 if tokens > 1 else sequences * (2 * m if m == 4 else m) * 2 * d * 4
     size = read + tokens * sequences // (m if tokens > 1 else 1) * (584 if layout == "v4" else d + 4)
 
-    # A prompt's first entry has no earlier block. The separate operations use the last block as its earlier block, so
-    # this entry is not compared.
+    # With 4 tokens per block an entry also reads the block before its own. A prompt's first block has none before it,
+    # and the separate operations use the last block instead, so a prompt's first entry is not compared.
     first, entries = (1, sequences * tokens // m) if tokens > 1 else (0, sequences)
     read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
     return Case(

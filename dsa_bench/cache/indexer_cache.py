@@ -8,7 +8,7 @@ import dsa
 from dsa_bench.cache._pages import PAGE, shuffled_slots
 from dsa_bench.harness.case import Call, Case, bytes_rate, e4m3, fresh
 
-# tokens; direction
+# tokens; direction: from pages to rows ("read") or from rows to pages
 SHAPES = [(131072, "read"), (8192, "read"), (131072, "write"), (8192, "write")]
 DIM = 128
 

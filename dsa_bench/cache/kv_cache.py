@@ -18,7 +18,8 @@ SHAPES = [
 
 
 def _parts(kv: torch.Tensor, nope: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (bytes of the FP8 values, bytes of the rope channels, scales) of the rows kv."""
+    """Return the parts of the rows kv: the first `nope` channels in FP8, as bytes; the rope channels, as bytes; the
+    fp32 scales, one per row and `group` FP8 channels."""
     values, scale = per_token_cast_to_fp8(kv[:, :nope], True, group)
     return values.view(torch.uint8), kv[:, nope:].contiguous().view(torch.uint8), scale
 

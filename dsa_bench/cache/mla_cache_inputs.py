@@ -1,5 +1,5 @@
-"""Norm, rotation and cache write of attention's latent projection in one kernel, compared with separate operations:
-the norm in torch, then our rotation and write."""
+"""Norm, rotation and cache write of attention's latent projection in one kernel, compared with separate operations: the
+norm in torch, then our rotation and write and, if rows are kept, our read of the written rows."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import dsa
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
 from dsa_bench.harness.case import Call, Case, agree, angles, bf16, bytes_rate, f32, fresh_calls, into
 
-# tokens; the cache's layout; whether the rows are also returned
+# tokens; the cache's layout; whether the rows, as the cache stores them, are also returned ("rows kept")
 SHAPES = [
     (16384, "V3.2", True),
     (16384, "V3.2", False),
@@ -54,6 +54,6 @@ def case(tokens: int, layout: str, keep: bool) -> Case:
 
 
 def _agree(theirs: Results, ours: Results) -> None:
-    """Compare the contents of the caches, and the rows if they are returned."""
+    """Compare the contents of the caches and, if rows are kept, the returned rows."""
     slots = torch.arange(ours[0].shape[0] * PAGE, device=ours[0].device)
     agree(*((dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16), rows) for cache, rows in (theirs, ours)))

@@ -47,8 +47,8 @@ def rows(
     way    "eager", "dsa" or "dsa, FP8 index scores"
     run    "prompt" or "step"
     tokens number of tokens of the prompt, or of the context before the steps
-    ms     the median, or None if memory did not suffice
-    gib    peak memory beyond the memory that is allocated before the run, such as that of the model's weights
+    ms     median milliseconds of REPEATS prompts or of STEPS steps, or None if memory did not suffice
+    gib    peak GiB of tensors, without those that exist before the run, such as the model's weights
     ratio  eager attention's ms / ms; None if either is None
 
     changes: fields of the model's configuration. Raises ValueError without transformers.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dsa_layers.parallel.ranks import Ranks
 
-_L2_BYTES = 256 << 20  # larger than the L2 cache
+_L2_BYTES = 256 << 20  # size of the fill that evicts the L2 cache, which is smaller
 
 
 class Clock:
@@ -56,12 +56,12 @@ class Clock:
         return begin.elapsed_time(end)
 
     def align(self) -> None:
-        """Let the GPUs wait for each other, with a collective."""
+        """Let the GPUs wait for each other, with a collective. With one rank, do nothing."""
         if self._ranks.size > 1:
             dist.all_reduce(self._aligned, group=self._ranks.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
+        """Return the values of all ranks, in the order of the ranks."""
         if self._ranks.size == 1:
             return [value]
         found: list[Any] = [None] * self._ranks.size
@@ -76,9 +76,11 @@ class Clock:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
-        """Return the peak bytes of tensors since `forget_peak`. With several ranks, the largest peak counts."""
+        """Return the peak bytes of tensors since `forget_peak`, without the clock's scratch. With several ranks, the
+        largest peak counts."""
         return max(self.gather(torch.cuda.max_memory_allocated(self.device) - self._scratch_bytes))
 
     def free(self) -> int:
-        """Return the free bytes of the GPU. With several ranks, the smallest number counts."""
+        """Return the free bytes of the GPU, without memory that torch has cached. With several ranks, the smallest
+        number counts."""
         return min(self.gather(torch.cuda.mem_get_info(self.device)[0]))

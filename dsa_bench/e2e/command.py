@@ -54,12 +54,13 @@ def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
 
 
 def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
-    """Compile the variants that are not in the compile cache yet. Without a cache directory, do nothing."""
+    """Compile those of the variants that `asked` returns which are not in the compile cache yet. Without a cache
+    directory, do nothing."""
     from dsa.runtime.compile_cache import cache_dir, private_folder  # needs the DSL, which only runs on Linux
 
     directory = cache_dir()
     if directory is None:
-        return  # each process compiles its kernels
+        return  # each process compiles its kernels itself, so compiling ahead would gain nothing
     variants = asked()
     new = sum(is_new for _, is_new in build(variants, private_folder(directory), len(os.sched_getaffinity(0))))
     tell(f"{new} kernels compiled, {len(variants) - new} were there")
@@ -71,7 +72,7 @@ def asked_of(
     steps: Iterable[tuple[int, ...]],
     arch: str = "sm_90",
 ) -> set[Variant]:
-    """Return the kernels that passes of a model on the meta device need.
+    """Return the kernels that passes of a model need. The model is on the meta device, so its passes compute nothing.
 
     prompts: per pass, the (new, earlier) tokens of each of its prompts. steps: per decoding step (sequences, tokens of
     each sequence), or (sequences, tokens of each sequence, drafts of each sequence).
@@ -134,7 +135,7 @@ def by_stack(
 
 
 def pass_row(model: str, run: str, tokens: int, ms: float) -> Row:
-    """Return {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure"} of a pass."""
+    """Return {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure"} of a run that computes `tokens` tokens."""
     rate = tokens / ms * 1e3
     return {
         "shape": f"{model} {run}",

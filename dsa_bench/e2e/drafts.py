@@ -26,7 +26,8 @@ from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draft_step import DraftStep
 
-# Probability that a draft is accepted if all drafts before it are. The papers report 85 to 90% for first drafts.
+# Probability that a draft is accepted if all drafts before it are. DeepSeek-V3's report gives 85 to 90% for the first
+# draft.
 ACCEPTANCE = 0.85
 SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
@@ -71,13 +72,13 @@ class DraftedDecoding:
         self._states = results[1] if drafts else None
 
     def pass_ms(self, layers: int) -> float:
-        """Time a pass of the first `layers` layers over each sequence's last token and drafts."""
+        """Return the milliseconds of a pass of the first `layers` layers over each sequence's last token and drafts."""
         with first_layers(self._model, layers):
             return _graph_ms(self._step.again)
 
     def drafting_ms(self) -> float:
-        """Time the drafter's passes that follow a pass in which all drafts and one more token were accepted. They
-        compute the drafter's layer and the head once per new draft."""
+        """Return the milliseconds of the drafter's passes in a round, after a pass in which all drafts and one more
+        token were accepted. The passes compute the drafter's layer and the head once per new draft."""
         step = _RepeatedDraft(
             self._model.drafter, self._cache, self._drafts, self._step.padding, self._device, capture=False
         )
@@ -87,7 +88,8 @@ class DraftedDecoding:
 
 
 class _Repeated(CapturedStep[Any]):
-    """A step that keeps the inputs of a pass. `again` repeats the pass without the host's work before it."""
+    """A step that keeps the inputs of the last pass. `again` launches that pass again, without the host's work that
+    makes the inputs."""
 
     def _run(self, inputs: Any) -> Any:
         self._inputs = inputs
@@ -144,7 +146,8 @@ def rows(
         return [run for run in runs if f"{name} {run_of(*run)}" not in done]
 
     def make(name: str) -> CheckpointModel:
-        tell(f"a copy: {copy() / 1e9:.0f} GB/s")  # the first call measures, before a model fills the memory
+        # The first call of `copy` measures and needs 4 GiB, so it comes before a model fills the memory.
+        tell(f"a copy: {copy() / 1e9:.0f} GB/s")
         free()
         return stack(name, device, drafter=True)
 

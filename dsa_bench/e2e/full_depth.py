@@ -110,7 +110,7 @@ def cached_bytes(model: CheckpointModel, count: int, context: int) -> list[int]:
 
 
 def _held(part: Any) -> int:
-    """Return the bytes of the tensors of a layer's cache or of a part of it."""
+    """Return the bytes of all tensors of a layer's cache or of a part of it, also of nested parts."""
     if isinstance(part, torch.Tensor):
         return part.nbytes
     return 0 if part is None else sum(map(_held, vars(part).values()))

@@ -1,7 +1,7 @@
 """The time between tokens of decoding sequences while the engine prefills a long prompt.
 
-There is a row per model and chunk size. Each is measured twice and the second measurement counts, because in the first
-the engine captures its decoding passes.
+There is a row per model and chunk size. The workload runs twice and the second run counts, because in the first the
+engine captures its decoding passes.
 """
 
 import statistics
@@ -41,7 +41,7 @@ class Sizes:
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Return (generator, prompts, sampling parameters). The long prompt is the last one and generates one token. The
-    other sequences may generate enough tokens to decode in all passes."""
+    other sequences' max_tokens is so large that they decode until the timing ends."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
@@ -95,7 +95,7 @@ def asked(
     for chunk in chunks:
         different = list(dict.fromkeys(_work(chunk, sizes)))
         # The kernels of a pass change little with the number of earlier tokens, so a geometric sample of the passes
-        # needs all of them.
+        # needs the kernels of all passes.
         prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
     counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
     steps = [(count, context) for count in counts for context in (sizes.context, most)]

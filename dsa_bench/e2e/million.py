@@ -20,9 +20,9 @@ LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 OPTIONS = of_models(LONG_STACKS)
 STEP_REPEATS = 20
-SHORT = 2  # The second pass is the first that selects keys. It has few keys, so its memory is activations.
+SHORT = 2  # number of the pass whose peak memory counts as that of activations, because it selects among few keys
 RESERVE = 4 << 30  # bytes: more than a step needs besides weights and caches
-WARM = 8  # Every eighth pass runs once before the timing, which loads the kernels of all lengths.
+WARM = 8  # every WARM-th pass runs once before the timing, which loads the kernels of all lengths
 
 
 def rows(

@@ -211,7 +211,7 @@ def part_rows(
 
 
 def _case(name: str, case: Case, gpus: int, layers: int, one: bool = False) -> Row:
-    """Return the fields of a row that describe its case."""
+    """Return the fields of a row that describe its case and model."""
     return {
         "shape": shape(name, case.name, gpus, one),
         "model": name,
@@ -329,7 +329,7 @@ def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock) ->
 
 def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
     clock.forget_peak()
-    torch.manual_seed(0)  # the caches of all ranks start with the same bytes
+    torch.manual_seed(0)  # so that the caches of all ranks start with the same bytes
     run, logits = case.make(model), []
 
     def call() -> None:
@@ -378,7 +378,8 @@ def rows(
 
 
 def _printed(call: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows that a command prints."""
+    """Yield the rows that a command prints as lines of JSON. Raise RuntimeError after the last row if the command
+    fails."""
     with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:

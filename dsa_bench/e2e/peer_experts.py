@@ -1,15 +1,17 @@
 """The routed experts of a pass on DeepGEMM's grouped products and on vLLM's Marlin, as engines run them.
 
-In a prompt's pass, and in a step of fewer than LEAST_MASKED tokens, DeepGEMM's contiguous product runs: tokens are
+A pass of at least LEAST_TOKENS tokens counts as a prompt's, a smaller pass as a decoding step. FP8 experts run on
+DeepGEMM. In a prompt's pass, and in a step of fewer than LEAST_MASKED tokens, the contiguous product runs: tokens are
 quantised once and gathered, and each expert's rows begin at a multiple of 128, with padding rows before the next
-expert's rows and padding tiles at the end. In a step of more tokens the masked product runs: each expert has a fixed
-number of rows and a count. Steps of more than MOST_MASKED tokens run on our kernels. On Hopper DeepGEMM multiplies no
-FP4, so a prompt's pass widens FP4 weights to FP8 without loss at their first use.
+expert's rows and padding tiles at the end. In a step of LEAST_MASKED to MOST_MASKED tokens the masked product runs:
+each expert has a fixed number of rows and a count. Only steps of more than MOST_MASKED tokens run on our kernels.
 
-FP4 experts of a decoding step run on Marlin, as in engines that run DeepSeek-V4-Flash on Hopper. Marlin multiplies bf16
-activations by FP4 weights. The weights in Marlin's layout are a second copy of 3.4 GB per layer of V4-Flash, made at
-the first use. The weights widened to FP8, 6.4 GB per layer, are then freed, because five layers with all three copies
-need 66 GB. Later prompts widen them again. A separate kernel adds the shared expert's output, as in vLLM.
+FP4 experts run on DeepGEMM only in a prompt's pass. On Hopper DeepGEMM multiplies no FP4, so the first such pass widens
+the weights to FP8 without loss. In a decoding step FP4 experts run on Marlin, as in engines that run DeepSeek-V4-Flash
+on Hopper. Marlin multiplies bf16 activations by FP4 weights. The weights in Marlin's layout are a second copy of 3.4 GB
+per layer of V4-Flash, made at the first use. The weights widened to FP8, 6.4 GB per layer, are then freed, because five
+layers with all three copies need 66 GB. Later prompts widen them again. A separate kernel adds the shared expert's
+output, as in vLLM.
 """
 
 import weakref
@@ -26,9 +28,10 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-# A pass with at least so many tokens counts as a prompt's, and runs on DeepGEMM with FP4 weights widened to FP8.
-# Engines run prompts on Marlin too, with bf16 products. FP8 products have twice the rate, which matters for a prompt,
-# whose experts have many rows. A step spends its time reading weights, so the rate of its products matters little.
+# A pass with at least so many tokens counts as a prompt's, and runs on DeepGEMM, with FP4 weights widened to FP8.
+# Engines run FP4 experts of prompts on Marlin too, with bf16 products. FP8 products have twice the rate of bf16, which
+# matters for a prompt, whose experts have many rows. A step spends its time reading weights, so the rate of its
+# products matters little.
 LEAST_TOKENS = 512
 # Steps of LEAST_MASKED to MOST_MASKED tokens use the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms
 # with the masked and 2.08 ms with the contiguous product; one token took 0.096 ms and 0.077 ms.
@@ -40,8 +43,9 @@ _widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.Weak
 
 
 class Layout(NamedTuple):
-    """Rows of the contiguous product. places int32 [T, k]: the indices of each token's rows. sources int64 [M]: the
-    token of each row, 0 for padding. groups int32 [M]: the expert of each row, -1 after the last expert's rows."""
+    """Rows of the contiguous product, M with padding, for T tokens with k experts each. places int32 [T, k]: the
+    indices of each token's rows. sources int64 [M]: the token of each row, 0 for padding. groups int32 [M]: the expert
+    of each row, -1 after the last expert's rows."""
 
     places: torch.Tensor
     sources: torch.Tensor
@@ -49,8 +53,8 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Return the layout for `experts` [T, k], the expert ids of each token, among `count` experts. M depends only on T,
-    k and `count`, so the host does not wait for the GPU."""
+    """Return the layout for `experts` [T, k], each token's expert ids below `count`. M, the most rows with padding,
+    depends only on T, k and `count`, so the host does not wait for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)
@@ -94,7 +98,8 @@ class Slots(NamedTuple):
 
 @torch.no_grad()
 def weight_of(experts: Experts, name: str) -> Scaled:
-    """Return (a projection's weights in FP8, their scales). FP4 weights are widened at the first call."""
+    """Return (a projection's weights in FP8, their scales). The first call for a layer widens the FP4 weights of both
+    projections."""
     if not experts.fp4:
         return _parameter(experts, name)
     if experts not in _widened:
@@ -136,7 +141,8 @@ def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
 
 
 def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute the experts with the contiguous product. Return (outputs [M, hidden], each token's rows int32 [T, k])."""
+    """Compute the experts with the contiguous product. Return (outputs [M, hidden], the indices of each token's rows
+    int32 [T, k]), two arguments of `combine_experts`."""
     layout = padded(experts, len(layer.down_proj))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
@@ -155,7 +161,8 @@ def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: to
 
 
 def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute the experts like `_contiguous`, but with the masked product."""
+    """Compute the experts with the masked product. Return (outputs [E * MOST_MASKED, hidden], the indices of each
+    token's rows int32 [T, k])."""
     slots = Slots.of(experts, len(layer.down_proj))
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 

@@ -3,9 +3,9 @@
 The peers are those of engines that run DeepSeek-V3.2, each in the newest installed build:
 - DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, and FlashMLA the attention to selected
   keys. FlashMLA has only the absorbed form of this attention.
-- Prompts that attend to all keys run in the multi-head form in PyTorch, with a third of the absorbed form's
-  multiply-adds. A pass whose prompts are whole and have one length runs on cuDNN's kernel, any other pass on
-  FlashAttention 2.
+- Prompts that attend to all keys run in the multi-head form in PyTorch, with 0.29 (V3.2) or 0.47 (GLM-5) of the
+  absorbed form's multiply-adds. A pass whose prompts are whole and have one length runs on cuDNN's kernel, any other
+  pass on FlashAttention 2.
 - In V4's prefill the window's keys and the compressed entries are copied into one tensor for FlashMLA. Engines keep
   both in one tensor from the start.
 - Experts run on DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin.
@@ -46,8 +46,8 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 
 @dataclass
 class Replaced:
-    """The peers that were found. ops: {replaced op: name of the peer's library}. failed: {library that could not be
-    imported: reason}. values: (owner, attribute, value) of all replacements."""
+    """The peers that were found. ops: {replaced op: name of the peer's library}. failed: {installed library that could
+    not be imported: reason}. values: (owner, attribute, value) of all replacements."""
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -223,7 +223,7 @@ def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
 
 
 def _prefill(peer: _Peer, *arguments, topk_length=None):
-    """Call FlashMLA without topk_length, because engines mark missing keys by -1 and have no counts."""
+    """Call FlashMLA's prefill without topk_length, because engines mark missing keys by -1 and pass no counts."""
     return peer.module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[peer.build])
 
 

@@ -8,7 +8,7 @@ from dsa_bench.e2e.command import Row
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.harness.plot import pyplot, save
 
-LONGEST = 2.5  # bars of `write_passes` are cut at this multiple of our time
+LONGEST = 2.5  # bars of `write_passes` are cut at this multiple of the time of our kernels
 COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: one GPU / all"}
 
 

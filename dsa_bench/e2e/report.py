@@ -108,8 +108,8 @@ def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
 
         try:
             with replaced.in_place():
-                theirs.launched()  # compiles, and lays out weights
-                theirs.timed()  # captures
+                theirs.launched()  # compiles kernels and lays out weights
+                theirs.timed()  # captures the graph of a decoding step
                 peer_parts = gpu_ms(model, lambda: logits.append(theirs.launched()))
         except torch.OutOfMemoryError:
             raise

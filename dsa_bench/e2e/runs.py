@@ -14,14 +14,17 @@ from dsa_layers.generation.decode_step import DecodeStep
 
 Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
-_TOKENS = 2**15  # tokens that are written to a cache at a time
-_STATE = 2**-8  # standard deviation of the projections of unfinished blocks; small compared with a token's projections
+_TOKENS = 2**15  # most tokens that `fill` writes at a time, to limit memory
+# Standard deviation of the random states of V4's compressors (projections of the tokens of unfinished blocks). It is
+# small compared with a new token's projections.
+_STATE = 2**-8
 SPARE = 4  # extra pages and extra state slots; each `DecodeStep` over a cache allocates one page and one slot
 
 
 @dataclass
 class Cached:
-    """A decoding sequence of `context` tokens, all of which except the last are in the cache."""
+    """A decoding sequence of `context` tokens, all of which except the last are in the cache. drafts: tokens after them
+    that the pass verifies."""
 
     pages: list[int]
     state_slot: int

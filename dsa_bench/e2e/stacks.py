@@ -91,7 +91,7 @@ def published_layers(name: str) -> int:
 
 
 def with_layers(name: str, layers: int) -> dict[str, Any]:
-    """Return the fields of a stack with `layers` layers.
+    """Return the configuration fields that give a stack `layers` layers.
 
     The kinds of layers have the published model's proportions, with at least one layer of each kind. With as many
     layers as the published model, the fields are the published ones.
@@ -150,11 +150,13 @@ def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator:
         # torch has no random FP8. These bytes have a random sign, a magnitude from 1/4 to below 1, and any mantissa.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
         bits.add_(bits & 0x10, alpha=7).add_(0x28)
-    elif values.dtype == torch.int8:  # two FP4 codes per byte; every code is a finite number
+    elif values.dtype == torch.int8:  # two e2m1 codes per byte; every code is a finite number
         values.view(torch.uint8).random_(0, 256, generator=generator)
     elif values.dtype == torch.float8_e8m0fnu:
         values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * columns))
     elif name.endswith("_block_scale"):
+        # FP4 scales are 2^6 times their block's scale, so that an FP4 weight divided by the block's scale, at most
+        # 6 * 2^6, is an e4m3 number.
         values.fill_(2.0 ** (_fp4_exponent(128 * columns) - 6))
     elif name.endswith("_scale_inv"):
         values.fill_(2.0 ** round(math.log2((128 * columns) ** -0.5 / 0.55)))

@@ -1,5 +1,5 @@
-"""The collapse of the streams with norm and cast in one kernel, compared with two of our kernels: the collapse, and the
-norm with a cast."""
+"""The collapse of the hyper-connections' streams with norm and cast in one kernel, compared with two of our kernels:
+the collapse, and the norm with a cast."""
 
 import torch
 

@@ -36,7 +36,7 @@ def _inputs(op: str, tokens: int, d: int) -> Inputs:
     return bf16(tokens, d), streams, *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
 
 
-_OPS = {  # ours, the formula in PyTorch, the peers
+_OPS = {  # op: (ours, the formula in PyTorch, the peers or None)
     "collapse": (dsa.hyper_collapse, reference.hyper_collapse, peers.collapse),
     "expand": (dsa.hyper_expand, reference.hyper_expand, peers.expand),
     "head": (dsa.hyper_head, reference.hyper_head, None),

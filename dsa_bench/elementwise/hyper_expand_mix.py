@@ -1,5 +1,5 @@
-"""Expansion and projection in one kernel, compared with our two separate kernels, and with tile-kernels' expansion
-followed by DeepGEMM's projection, which leaves partial sums."""
+"""Expansion of the streams and projection of the new streams in one op, compared with our two separate ops, and with
+tile-kernels' expansion followed by DeepGEMM's projection, which leaves partial sums over the channels."""
 
 import torch
 
@@ -8,7 +8,7 @@ from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
 from dsa_bench.harness.case import Case, agree, bf16, bytes_case
 from dsa_bench.peers import hyper_connections as peers
 
-# tokens, channels of a stream; with more than 4 tokens our op runs the two separate kernels
+# tokens, channels of a stream; up to 4 tokens our op is one kernel, with more it runs the two separate kernels
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 4, 2, 1)]
 PROBED = [(128, 4096)]
 Inputs = tuple[torch.Tensor, ...]

@@ -1,5 +1,5 @@
-"""The projection of the streams, compared with DeepGEMM's projection in TF32 and with cuBLAS. One cuBLAS product
-multiplies the streams by all three bf16 parts of the matrix, and its three results are then added.
+"""The projection of the hyper-connections' streams, compared with DeepGEMM's projection in TF32 and with cuBLAS. One
+cuBLAS product multiplies the streams by all three bf16 parts of the matrix, and its three results are then added.
 
 DeepGEMM rounds each weight to 11 bits and leaves partial sums over the channels to the next kernel. It also sums the
 streams' squares, which our collapse does.
@@ -14,7 +14,7 @@ from dsa_bench.peers import hyper_connections as peers
 # tokens, channels of a stream
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (16384, 8192, 2048, 512, 128, 16, 1)]
 PROBED = [(128, 4096)]
-OUTPUTS = 24  # of four streams
+OUTPUTS = 24  # with n = 4 streams: n (n + 2)
 Inputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,7 +24,7 @@ def product(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def matrix(parts: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 matrix [C, n D], the sum of its bf16 parts."""
+    """Return the fp32 matrix [OUTPUTS, 4 D], the sum of the bf16 parts [3, OUTPUTS, 4 D]."""
     return parts.float().sum(0)
 
 

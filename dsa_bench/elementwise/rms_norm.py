@@ -1,5 +1,5 @@
-"""The RMS norm: bytes per second and their share of the copy bandwidth, compared with PyTorch's norm and the
-formula."""
+"""The RMS norm: bytes per second and their share of the copy bandwidth, compared with PyTorch's `rms_norm` and with the
+formula in PyTorch operations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> C
 
     size = (5 if gradients else 2) * 2 * rows * channels + (4 * channels if weighted else 0)
     inputs = fresh(size, one)
-    # PyTorch's weights have the dtype of x.
+    # PyTorch's norm gets weights in the dtype of x; ours and the formula get fp32 weights.
     narrow = [
         (x, None if weight is None else weight.detach().to(x.dtype).requires_grad_(gradients)) for x, weight in inputs
     ]

@@ -1,4 +1,5 @@
-"""V4's norm of query heads followed by rope: bytes per second, compared with separate norm and rotation."""
+"""V4's norm of query heads and their rope in one kernel: bytes per second, compared with our separate norm and
+rotation."""
 
 import torch
 

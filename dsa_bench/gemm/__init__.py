@@ -1,1 +1,1 @@
-"""Benchmarks of FP8 products and casts."""
+"""Benchmarks of matrix products, most of them in FP8, and of FP8 casts."""

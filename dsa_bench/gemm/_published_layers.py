@@ -1,4 +1,4 @@
-"""The sizes of the published models' FP8 linear layers that are one matrix each, without those of grouped layers."""
+"""The sizes of the published models' FP8 linear layers, without routed experts and without V4's grouped `wo_a`."""
 
 from functools import cache
 
@@ -16,8 +16,9 @@ MODELS = {
 
 
 def linear_shapes(model: str) -> list[tuple[int, int]]:
-    """Return the sorted (columns, channels) of a model's FP8 layers that are one matrix each."""
-    # GLM-5's FP8 release quantises the same layers as DeepSeek-V3.2's.
+    """Return the sorted (columns, channels) of a model's FP8 linear layers, each size once."""
+    # FP8 is for GLM-5, whose pinned configuration is that of the bf16 release. Its FP8 release quantises the same
+    # layers as DeepSeek-V3.2's. The other configurations have their own quantization_config, which replaces FP8.
     modules = list(model_of({"quantization_config": FP8} | published_config(MODELS[model])).modules())
     grouped = {module.matrices for module in modules if isinstance(module, GroupedLinear)}
     layers = (module for module in modules if isinstance(module, BlockFP8Linear) and module not in grouped)
@@ -26,5 +27,5 @@ def linear_shapes(model: str) -> list[tuple[int, int]]:
 
 @cache
 def matrices() -> list[tuple[int, int]]:
-    """Return the (columns, channels) of all models' layers, sorted by channels."""
+    """Return the (columns, channels) of all models' layers, each size once, sorted by channels."""
     return sorted({shape for model in MODELS for shape in linear_shapes(model)}, key=lambda shape: shape[::-1])

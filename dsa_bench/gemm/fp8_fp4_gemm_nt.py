@@ -10,7 +10,8 @@ from dsa_bench.gemm.fp8_gemm_nt import agree_on_some
 from dsa_bench.harness.case import Case, activations, copy, plain_rate
 from dsa_bench.peers import deep_gemm
 
-# tokens, columns, channels, experts, experts per token: V4-Flash's gate and up, V4-Flash's down, V4-Pro's two products
+# tokens, columns, channels, experts, experts per token: V4-Flash's gate and up in one product, V4-Flash's down, then
+# V4-Pro's gate and up, and down
 SHAPES = [
     *((tokens, 4096, 4096, 256, 6) for tokens in (64, 1, 32, 128, 512, 1024, 8192)),
     *((tokens, 4096, 2048, 256, 6) for tokens in (32, 8192)),
@@ -34,7 +35,7 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     # Scales of 2^-6 to 2^-1 as E8M0 bytes. All e2m1 values times such a scale, divided by a block's scale of 2^-7, are
     # e4m3 numbers.
     exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
-    exponents[:, ::128, ::4] = 126  # every block has the same largest scale, so all blocks' FP8 scales are equal
+    exponents[:, ::128, ::4] = 126  # all 128 x 128 blocks have the same largest scale, so their FP8 scales are equal
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")
     b = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu), scale
     wide = _widened(packed, exponents), scale
@@ -56,7 +57,8 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
 
 
 def _widened(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the e2m1 codes [E, N, K / 2] times their scales, divided by a block's scale of 2^-7, as e4m3 [E, N, K].
+    """Return the e2m1 numbers of the codes [E, N, K / 2] times their scales 2^(exponents - 127), divided by a block's
+    scale of 2^-7, as e4m3 [E, N, K]. exponents: uint8 [E, N, K / 32].
 
     One expert is widened at a time to limit memory.
     """

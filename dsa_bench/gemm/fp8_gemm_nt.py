@@ -1,5 +1,5 @@
-"""FP8 products with one matrix and grouped products of experts: TFLOP/s and bytes, compared with DeepGEMM's builds and
-cuBLASLt."""
+"""FP8 products with one matrix, compared with DeepGEMM's builds and cuBLASLt, and grouped products of experts, compared
+with DeepGEMM's builds: TFLOP/s and TB/s."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,12 +26,13 @@ from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library
 
-# rows, columns, channels; experts and experts per row, or None. The status table shows the first shape.
+# rows, columns, channels; number of experts, and experts per row, both None for one matrix. The status table
+# (docs/reference/status.md) shows the first shape.
 SHAPES = [
     *((rows, 7168, 16384, None, None) for rows in (4096, 128, 1)),
     *((rows, 24576, 1536, None, None) for rows in (1, 128, 4096)),
     *((rows, 2112, 7168, None, None) for rows in (1, 128, 4096)),
-    # Some of the other linear layers (all: `dsa bench linear_layers`): V3.2
+    # Some other linear layers of V3.2 (`dsa bench linear_layers` times all layers of all models)
     *((rows, 1536, 7168, None, None) for rows in (1, 64)),
     *((rows, 576, 7168, None, None) for rows in (2, 8192)),
     (16, 128, 7168, None, None),
@@ -70,12 +71,12 @@ SHAPES = [
 FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa, which engines join
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
 SHORT = 512  # up to so many rows a product takes microseconds, so it is timed in a CUDA graph
-FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of a graph's matrices: bytes in all and largest number (`weights_like`)
+FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # a graph's matrices: bytes in all, largest number (`weights_like`)
 CUBLAS = Library("cuBLASLt", ("torch",))
 
 
 def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
-    """Return calls of torch's block-scaled product with each of the matrices."""
+    """Return calls of cuBLASLt's block-scaled product, by way of torch, with each of the matrices."""
 
     def make(module: ModuleType, a: Scaled, b: Scaled) -> Call:
         columns = a[1].t().contiguous().t()
@@ -90,7 +91,8 @@ def products(a: Scaled, matrices: Sequence[Scaled], builds: Sequence[Library] = 
 
 
 def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
-    """Compare some rows. A peer's result can be (padded rows, indices of our rows in them or None)."""
+    """Compare some rows. A peer's result is the rows, or (padded rows, indices of our rows among them), or (rows, None)
+    without padding."""
     out, rows = theirs if isinstance(theirs, tuple) else (theirs, None)
     compared = some(len(ours))
     close(out[compared] if rows is None else out[rows[compared]], ours[compared])
@@ -103,11 +105,11 @@ def prepare() -> None:
 
 
 def weights_like(b: Scaled, rows: int) -> list[Scaled]:
-    """Return b and, for at most SHORT rows, more matrices of that size. A graph's calls read them in turn, so that they
-    do not find their matrices in the L2 cache.
+    """Return b and, for at most SHORT rows, more matrices of that size. A graph's calls read the matrices in turn, so
+    that no call finds its matrix in the L2 cache.
 
-    MOST_WEIGHTS bounds the number of matrices, so small ones may all fit into the cache. A graph still needs several
-    calls, because one call with few rows is shorter than the start of a graph.
+    MOST_WEIGHTS bounds the number of matrices, so small matrices may all fit into the cache. A graph still needs
+    several calls, because one call with few rows is shorter than the start of a graph.
     """
     if rows > SHORT:
         return [b]
@@ -116,8 +118,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
 
 
 def tuning() -> Tuning:
-    """Return the search space of products with one matrix: the published models' linear layers at the numbers of rows
-    of `fp8_gemm_choice.ROWS`, for which the op can have data."""
+    """Return the search space of products with one matrix: FUSED and the published models' linear layers, at the
+    numbers of rows in `fp8_gemm_choice.ROWS`, for which the op can have data."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many

@@ -1,5 +1,6 @@
-"""Gate and up products of experts with fused SwiGLU and cast, compared with DeepGEMM's product followed by our cast,
-and with our three separate kernels."""
+"""Gate and up products of experts with a fused gather of rows, SwiGLU and cast. They are compared with DeepGEMM's
+product of rows gathered outside the timing, followed by our SwiGLU with cast, and with three separate steps: a gather
+in torch, our product, and our SwiGLU with cast."""
 
 from functools import partial
 
@@ -9,7 +10,7 @@ import dsa
 from dsa_bench.harness.case import Case, Scaled, activations, agree, plain_rate, some
 from dsa_bench.peers import deep_gemm
 
-# tokens, inner channels (half of the product's columns), channels, experts, experts per token, limit
+# tokens, inner channels (half of the product's columns), channels, experts, experts per token, limit of SwiGLU or None
 SHAPES = [
     *((tokens, 2048, 7168, 256, 8, None) for tokens in (4096, 1, 64, 1024, 8192, 16384)),
     *((tokens, 2048, 4096, 256, 6, 10.0) for tokens in (64, 8192)),
@@ -65,7 +66,7 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
 
 
 def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: Scaled) -> None:
-    """Compare some rows. The peer's third tensor contains the indices of our rows in its padded rows."""
+    """Compare some rows. The peer's third tensor contains the indices of our rows among its padded rows."""
     q, scale, places = theirs
     rows = some(len(ours[0]))
     values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # torch cannot gather rows of e4m3

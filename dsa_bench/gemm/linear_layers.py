@@ -1,10 +1,10 @@
-"""FP8 products of all linear layers of the published models at all numbers of rows, compared with DeepGEMM 2.8.1 and
-cuBLASLt.
+"""FP8 products of all linear layers of the published models, each with all numbers of rows in ROWS, compared with
+DeepGEMM 2.8.1 and cuBLASLt.
 
 The receipt (tests/gpu/receipt.json) has some of these shapes, as rows of the benchmark `fp8_gemm_nt`, but no rows of
-this benchmark. The sizes are those of the layers in the pinned configurations that the op `fp8_gemm_nt` multiplies.
-V4's `wo_a`, a grouped product, is not one of them. `kv_b_proj` of V3.2 and GLM-5 is one, because prompts expand their
-keys with it.
+this benchmark. The layers are those of the pinned configurations that the op `fp8_gemm_nt` computes. V4's `wo_a`, a
+grouped product, is not included. `kv_b_proj` of V3.2 and GLM-5 is, because prompts expand their latents to keys with
+it.
 """
 
 import statistics
@@ -25,12 +25,13 @@ _PEERS = (deep_gemm.NEW,)
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """Return all (rows, columns, channels), sorted by matrix."""
+    """Return all (rows, columns, channels), the shapes of a matrix one after the other, so that its cases share
+    `_operands`."""
     return [(rows, *shape) for shape in _published_layers.matrices() for rows in ROWS]
 
 
 def __getattr__(name: str) -> Any:
-    """Make SHAPES when it is first needed, because it needs the models."""
+    """Make SHAPES at its first use, because the models must be built to find their layers."""
     if name == "SHAPES":
         return shapes()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -56,8 +57,8 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 @lru_cache(1)
 def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
-    """Return (activations with the largest number of rows, matrices for the smallest number of rows), which all cases
-    of a matrix share."""
+    """Return (activations with the largest number of rows, as many equal-sized matrices as a case with one row needs).
+    The cases of a matrix share them: each uses the first of the rows and, above SHORT rows, only the first matrix."""
     return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 

@@ -1,4 +1,5 @@
-"""The FP8 cast: bytes per second and their share of the copy bandwidth, compared with vLLM's and SGLang's."""
+"""The FP8 cast: bytes per second and their share of the copy bandwidth. Without a Hadamard transform it is compared
+with vLLM's and SGLang's casts, which have none."""
 
 from functools import partial
 
@@ -6,8 +7,9 @@ import dsa
 from dsa_bench.harness.case import Case, Peers, bf16, bytes_rate, fresh
 from dsa_bench.peers import operators
 
-# tokens, channels, Hadamard, power-of-two scales: activations of V3.2's linears, a prefill chunk's index queries,
-# decode batches
+# tokens, channels, with a Hadamard transform, power-of-two scales. Without the transform: activations of V3.2's
+# linears. With it: 65536 tokens of the same size, and the index queries (64 per token) of a prefill chunk and of a
+# decode batch
 SHAPES = [
     (*shape, use_ue8m0)
     for shape in (

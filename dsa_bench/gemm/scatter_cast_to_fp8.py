@@ -1,5 +1,5 @@
-"""The FP8 cast of tokens, written to the rows of their experts: bytes per second, compared with our cast followed by a
-copy of the rows in PyTorch."""
+"""The FP8 cast of tokens, written to a row per token and expert: bytes per second, compared with our cast followed by a
+gather of the rows in PyTorch."""
 
 from functools import partial
 
@@ -8,7 +8,8 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, Scaled, bf16, bytes_rate
 
-# tokens, channels, experts per token: V3.2's and V4-Flash's MoE layers, prefill and decoding
+# tokens, channels, experts per token: MoE layers of V3.2 and, with 4096 channels, of V4-Flash, in prefill and in
+# decoding
 SHAPES = [(8192, 7168, 8), (8192, 4096, 6), (1024, 7168, 8), (128, 7168, 8), (1, 7168, 8)]
 COPIED = "cast and copy"
 _EXPERTS = 256

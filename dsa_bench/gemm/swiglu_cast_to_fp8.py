@@ -1,5 +1,5 @@
-"""SwiGLU with a cast: bytes per second and their share of the copy bandwidth, compared with PyTorch's formula followed
-by our cast."""
+"""SwiGLU with an FP8 cast: bytes per second and their share of the copy bandwidth, compared with the formula in PyTorch
+followed by our cast."""
 
 from functools import partial
 
@@ -8,8 +8,9 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, Scaled, bf16, bytes_case
 
-# rows, channels, power-of-two scales, limit. Rows are those of 4096, 128 and 1 tokens with V3.2's 8 or V4-Flash's 6
-# experts per token, of a shared expert, and of a dense layer.
+# rows, channels, power-of-two scales, limit of SwiGLU. The rows are those of 4096, 128 and 1 tokens in V3.2's experts
+# (8 per token) and in V4-Flash's (6 per token, with a limit), and of 4096 tokens in a shared expert and in a dense
+# layer (18432 channels).
 SHAPES = [
     (32768, 2048, True, None),
     (32768, 2048, False, None),

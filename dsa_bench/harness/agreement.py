@@ -1,4 +1,5 @@
-"""Loose comparison of a peer's result with ours. A kernel that computes something else is not a peer."""
+"""Loose comparisons of a peer's result with ours. They find kernels that compute something else, which are not
+timed."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,12 +11,12 @@ import dsa
 from dsa.testing import calc_diff
 
 ROWS = 64  # about this many rows are compared per result
-RECALL = 0.98  # least fraction of our selected keys that a peer must select, too
-TOLERANCE = 1e-3  # of `calc_diff`: rounding causes 1e-5, another key or scale 0.01 and more
+RECALL = 0.98  # default for the least fraction of a peer's selected keys that must be right (`agree_selected`)
+TOLERANCE = 1e-3  # limit of `calc_diff`: other rounding causes 1e-5, a wrong key or scale 0.01 and more
 
 
 def first(result: Any) -> torch.Tensor:
-    """Return a result's first tensor, the output."""
+    """Return the result if it is a tensor, or its first tensor, which is the output."""
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
@@ -25,11 +26,11 @@ def some(rows: int) -> slice:
 
 
 def agree(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless the tensors of both results, paired in order, agree on some of their rows. Tensors
-    that only one result has are ignored.
+    """Raise AssertionError unless the tensors of both results, paired in order, agree on some of their rows (`close`).
+    If one result has more tensors than the other, its last tensors are ignored.
 
     A peer's tensor may have padding at the end of any dimension. For e4m3 values that are followed by their scales, the
-    products of values and scales are compared, because a scale can round to another power of two.
+    products of values and scales are compared, because the peer can round a scale to another power of two.
     """
     pairs = [_rows(*pair) for pair in zip(_tensors(got), _tensors(ours))]
     if not pairs:
@@ -42,9 +43,9 @@ def agree(got: Any, ours: Any) -> None:
 
 
 def agree_attention(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless the outputs and the LSEs agree. The LSE is the last tensor of a result. LSEs are
-    compared only if the peer's LSE has as many dimensions as ours and no smaller size (it may be padded). The peer's
-    LSE may have base 2."""
+    """Raise AssertionError unless the outputs agree, which are the first tensors of the results, and the LSEs, which
+    are the last. LSEs are compared only if both results have one, and the peer's has as many dimensions as ours and no
+    smaller size (it may be padded). The peer's LSE may have base 2."""
     (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
     agree(out, our_out)
     if rest and our_rest and _covers(rest[-1], our_rest[-1]):
@@ -55,7 +56,7 @@ def agree_attention(got: Any, ours: Any) -> None:
 
 
 def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless calc_diff is below the tolerance; it is infinite if non-finite entries differ."""
+    """Raise AssertionError unless `calc_diff` is below the tolerance. It is infinite if non-finite entries differ."""
     if not (diff := calc_diff(got, ours)) < tolerance:
         raise AssertionError(f"differs by {diff:.2g}")
 
@@ -83,12 +84,12 @@ def as_reference(
 def agree_selected(
     got: Any, ours: torch.Tensor, keys: int, scores: torch.Tensor | None = None, least: float = RECALL
 ) -> None:
-    """Raise AssertionError unless each row of `got` has as many different keys as `ours`, all below `keys`, and enough
-    of them are right.
+    """Compare some rows of a peer's selection `got` with ours, int32 [rows, k]. Raise AssertionError unless each of
+    these rows has k different keys from 0 to `keys` - 1, and enough of them are right.
 
-    At least the fraction `least` of the keys must be ours, in any order. With `scores` [rows, keys], at least this
-    fraction must instead score as high as our lowest key of the row or higher, because peers break ties arbitrarily and
-    some compare fewer bits.
+    Without `scores`, at least the fraction `least` of the keys must also be in our selection, in any order. With
+    `scores` [rows, keys], at least this fraction must score at least as high as our lowest key of the row, whether we
+    select the key or not, because peers break ties arbitrarily and some compare fewer bits.
     """
     rows = some(len(ours))
     selected, expected = first(got)[rows].long(), ours[rows].long()
@@ -126,5 +127,6 @@ def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return values times scales, fp32 [*scales.shape, group]. A scale is for a group of adjacent channels."""
+    """Return values [..., channels] times scales [..., groups], fp32 [..., groups, channels / groups]. A scale is for a
+    group of adjacent channels."""
     return values.float().reshape(*scales.shape, -1) * scales.float()[..., None]

@@ -17,6 +17,6 @@ def benchmarks() -> dict[str, str]:
 
 
 def tunable() -> list[str]:
-    """Return the ops with tile configurations to search: those whose benchmark has `tuning`."""
+    """Return the ops with tile configurations to search: those whose benchmark module defines `tuning`."""
     files = {op: _HERE.parent.joinpath(*module.split(".")).with_suffix(".py") for op, module in benchmarks().items()}
     return [op for op, path in files.items() if re.search(r"^def tuning\(", path.read_text(encoding="utf-8"), re.M)]

@@ -10,17 +10,18 @@ from typing import Any, Protocol
 import torch
 
 Call = Callable[[], object]
-_LINE = 200  # characters of a reason
+_LINE = 200  # most characters of a `reason`
 
 
 def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]) -> dict[str, list[Call]]:
-    """Return {name: a call of the function for each of the inputs}."""
+    """Return {name: [a call of this function per input]}."""
     inputs = list(inputs)
     return {name: [partial(function, *one) for one in inputs] for name, function in functions.items()}
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if it has no message."""
+    """Return the first line of an exception's message, cut to _LINE characters, or the exception's type if there is no
+    message."""
     lines = str(error).strip().splitlines()
     return lines[0][:_LINE] if lines else type(error).__name__
 
@@ -61,10 +62,11 @@ class Peers:
         name: str = "{}",
         needs: Sequence[Loadable] = (),
     ) -> "Peers":
-        """Make a call, `make(module, *input)`, for every input and every installed library.
+        """Make a call, `make(module, *input)`, for every input and every installed library. If a library cannot be
+        imported, or its `make` raises, it gets an entry in `failed` instead of calls.
 
-        makes: {library: make}. name: of a peer, with {} for the library's name. needs: further libraries that must be
-        installed.
+        makes: {library: make}. name: the peer's name in tables, with {} for the library's name. needs: further
+        libraries, without which there are no calls.
         """
         found, inputs = cls(), list(inputs)
         for library, make in makes.items():

@@ -1,8 +1,8 @@
 """A benchmark case: our calls of one op at one shape, and the peers' calls over the same inputs.
 
-Benchmark modules import from here all that they share, also random inputs (`inputs`) and comparisons (`agreement`).
-`fresh` makes inputs that together exceed the L2 cache, `over` makes the calls over them, and `bytes_rate` and
-`flop_rate` return the function that writes the figure of a memory-bound or compute-bound case.
+Benchmark modules import their helpers from here, also random inputs (`inputs`) and comparisons (`agreement`). `fresh`
+makes so many inputs that a call does not find its input in the L2 cache, `over` makes the calls over them, and
+`bytes_rate` and `flop_rate` return the function that writes the figure of a memory-bound or compute-bound case.
 """
 
 import importlib
@@ -88,14 +88,16 @@ __all__ = [
 OURS = "dsa"
 Figure = Callable[[float], str]  # milliseconds -> text
 Input = TypeVar("Input")
-# These rates are measured once per process, at the first call.
+# The ceilings of the figures: bytes per second of a copy, FLOP per second of bf16 and of FP8 GEMM. Each is measured
+# once per process, at its first call.
 copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(fp8_gemm_rate)
 
 
 def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
-    """Return the number of inputs of `size` bytes that the calls of a graph read in turn, from `least` to `most`.
+    """Return how many inputs of `size` bytes the calls of a case, or of a graph, read in turn: from `least` to `most`.
 
     Within these bounds the inputs together have about `total` bytes, so that no call finds its input in the L2 cache.
+    If `most` inputs have fewer bytes than the cache, calls do find them there.
     """
     return min(most, max(least, int(total / size)))
 
@@ -112,12 +114,14 @@ def fresh_calls(size: float, make: Callable[[], dict[str, Call]], **bounds: floa
 
 
 def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
-    """Return [(bf16 matrix,)], the arguments of calls; together the matrices exceed the L2 cache."""
+    """Return [(matrix,), ...], the arguments of one call each. The matrices are bf16 [rows, columns] and together have
+    200 MB, more than the L2 cache."""
     return [(bf16(rows, columns) / 40,) for _ in range(int(200e6 / (2 * rows * columns)))]
 
 
 def bytes_rate(size: float, us: bool = True) -> Figure:
-    """Return a `Figure`: bytes per second and their share of the copy bandwidth. us: also microseconds."""
+    """Return a `Figure`: GB/s and their share of the copy bandwidth. size: bytes that a call reads and writes. us: the
+    text begins with the microseconds."""
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
@@ -127,7 +131,7 @@ def bytes_rate(size: float, us: bool = True) -> Figure:
 
 
 def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
-    """Return a `Figure`: FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
+    """Return a `Figure`: TFLOP/s and their share of the ceiling, `bf16_gemm` or `fp8_gemm`. flops: FLOP of a call."""
     name = "bf16" if ceiling is bf16_gemm else "FP8"
 
     def figure(ms: float) -> str:
@@ -148,7 +152,8 @@ def nearer_rate(size: float, flops: float) -> Figure:
 
 
 def plain_rate(size: float, flops: float = 0, of: str = "") -> Figure:
-    """Return a `Figure`: microseconds and GB/s, followed by `of`. With `flops`: microseconds, TFLOP/s and TB/s."""
+    """Return a `Figure` without shares of a ceiling: microseconds and GB/s, followed by the text `of`. With `flops`:
+    microseconds, TFLOP/s and TB/s."""
 
     def figure(ms: float) -> str:
         seconds = ms * 1e-3
@@ -175,13 +180,13 @@ class Case:
     peers      other libraries' kernels for the same function, some followed by our cast
     graph      whether CUDA graph replays are timed, for calls below 100 us
     repeats    how often each entry of `calls` is timed
-    baselines  names of calls of the same function in plain PyTorch, which may end in our ops: a cast, a rotation, a
-               sort, a write
-    yardsticks names of calls whose results are not compared with ours: a lower bound, or another way to the same
-               result, such as our separate kernels
-    flops      {name: FLOP of a call} of calls that have other FLOP than ours; the table then shows their rate
+    baselines  names of calls of the same function in plain PyTorch, of which our ops may do a part: a cast, a rotation,
+               a sort, a write
+    yardsticks names of calls whose times are shown for scale, and whose results are not compared with ours: our
+               separate kernels, our op with other options, a part of the work, or attention of other sizes
+    flops      {name: FLOP of a call} of yardsticks that have other FLOP than ours; the table then shows their rate
     agree      agree(theirs, ours) raises AssertionError if the first results of a peer or baseline and of ours differ
-    reference  whether the backend "reference" can run our first call
+    reference  whether the backend "reference" can run our first call; else `peers.probe` compares with our result
     check      check(ours) raises AssertionError if our first result is wrong; for the tuner
     """
 
@@ -210,7 +215,7 @@ class Case:
         return row(self.name, times, self.figure, failed, kinds, self.flops)
 
     def tried(self, expected: object = None) -> dict[str, str]:
-        """Return {name: reason} of the peers and baselines that cannot be compared with ours.
+        """Return {name: reason} of the peers and baselines that `row` does not time.
 
         These are peers without a call, peers and baselines whose call or graph capture raises (a capture is tried if
         graphs are timed), and those whose result does not agree with `expected`, by default our result.
@@ -277,10 +282,10 @@ def row(
     """Return {"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
     "baseline_ratio", "yardsticks", "failed"} from times, {name: milliseconds}.
 
-    peers, baselines, yardsticks: {name: {"ms", "ratio"}}. ratio is the name's ms / ours; above 1 ours is faster. Names
-    in `flops` also have "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None. baseline, baseline_ms,
-    baseline_ratio: of the fastest baseline, or None. failed: {name: reason} of installed peers and of baselines that
-    raise or compute something else.
+    kinds: {"baselines" or "yardsticks": names}; all other names except ours are peers. peers, baselines, yardsticks:
+    {name: {"ms", "ratio"}}. ratio is the name's ms / ours; above 1 ours is faster. Names in `flops` also have "tflops",
+    TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None. baseline, baseline_ms, baseline_ratio: of the fastest
+    baseline, or None. failed: {name: reason} of installed peers and of baselines that raise or compute something else.
     """
     ours = times[OURS]
     others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}

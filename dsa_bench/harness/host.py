@@ -19,16 +19,18 @@ from dsa_bench.harness.benchmarks import benchmarks
 from dsa_bench.harness.calls import Call, free
 from dsa_bench.harness.case import OURS, Case, load, microseconds, row
 
-CALLS, BLOCKS = 40, 15  # calls between two waits for the GPU, and timed blocks
+CALLS, BLOCKS = 40, 15  # calls per block, without a wait for the GPU; timed blocks
 
 
 def ops() -> list[str]:
-    """Return the benchmarks of an op or of a part of an op: those whose name is an op's or begins with one."""
+    """Return the benchmarks that are named after one op, also with a suffix such as `_sparse`. Other benchmarks, such
+    as `linear_layers` or those of several ops, are not timed by default."""
     return [name for name in benchmarks() if any(f"{name}_".startswith(f"{op}_") for op in op_modules())]
 
 
 def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield a row per op of `names`. By default, yield a row of PyTorch's addition and then a row of every op.
+    """Yield a row per benchmark in `names`. By default, yield a row of PyTorch's addition and then a row per benchmark
+    of `ops`.
 
     The fields are those of `case.row`, with the host's milliseconds. Baselines and yardsticks are not timed.
     """
@@ -50,7 +52,8 @@ def _row(name: str, case: Case) -> dict[str, Any]:
 
 
 def host_ms(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Return {name: median host milliseconds per call}. The calls are timed in turns, a block of CALLS at a time."""
+    """Return {name: median host milliseconds per call}. The names take turns, a block of CALLS calls at a time; each
+    name's first block is not counted."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(BLOCKS + 1):

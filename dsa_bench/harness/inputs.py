@@ -1,4 +1,4 @@
-"""Random tensors on the GPU for benchmarks. fp32 and bf16 numbers are Gaussian."""
+"""Random tensors on the GPU for benchmarks. Numbers are Gaussian with variance 1 unless the function says otherwise."""
 
 import torch
 
@@ -23,12 +23,12 @@ def scales(*shape: int) -> torch.Tensor:
 
 
 def activations(rows: int, channels: int) -> Scaled:
-    """Return FP8 rows with a scale per row and 128 channels."""
+    """Return e4m3 values [rows, channels] and fp32 scales, one per row and 128 channels."""
     return e4m3(rows, channels), scales(rows, -(-channels // 128))
 
 
 def weights(*shape: int) -> Scaled:
-    """Return FP8 matrices [..., columns, channels] with a scale per 128 x 128 block.
+    """Return e4m3 values [..., columns, channels], the sizes in `shape`, and fp32 scales, one per 128 x 128 block.
 
     The values are random bytes of non-negative finite numbers, because so many Gaussian numbers take long to generate.
     """
@@ -44,7 +44,8 @@ def angles(tokens: int, rotated: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def causal_ranges(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [queries] (starts, ends): query i sees keys 0 to keys - queries + i - 1."""
+    """Return int32 [queries] (starts, ends): query i sees keys 0 to keys - queries + i - 1. These are the keys before
+    its own: the queries belong to the last keys."""
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     return torch.zeros_like(ends), ends
 

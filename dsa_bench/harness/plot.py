@@ -1,4 +1,4 @@
-"""Draw rows of a benchmark: per shape, the milliseconds of our op and of all that is timed with it."""
+"""Draw rows of a benchmark: per shape, the milliseconds of our op and of the peers, baselines and yardsticks."""
 
 import importlib
 from pathlib import Path

@@ -13,7 +13,7 @@ import torch
 from dsa_bench.harness.case import Case, load
 
 CALLS = 3
-# Possible bottlenecks of a kernel, as percentages of peak.
+# {ncu's metric: label}: how busy a possible bottleneck is, in percent of the peak.
 METRICS = {
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
@@ -23,14 +23,14 @@ METRICS = {
 
 
 def both_tables(op: str) -> str:
-    """Return both tables of an op's first case."""
+    """Return both tables as text, for the first of the op's SHAPES."""
     module = load(op)
     first = module.case(*module.SHAPES[0])
     return f"{op}: {first.name}\n{torch_table(first)}\n{ncu_table(op)}"
 
 
 def torch_table(case: Case) -> str:
-    """Return the torch profiler's table of a few calls: kernels, copies and host."""
+    """Return the torch profiler's table of a few of our calls: kernels, copies and the host's operators."""
     case.calls["dsa"][0]()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -47,8 +47,8 @@ def _call(case: Case) -> None:
 
 
 def ncu_table(op: str) -> str:
-    """Return the percentages of peak of every CuTe DSL kernel (its name contains "cutlass") that the op launches, or a
-    line that says why there are none."""
+    """Return `ncu_report` of the CuTe DSL kernels that the op launches (their names contain "cutlass"), or a line that
+    says why the report is missing."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"
@@ -64,7 +64,8 @@ def ncu_table(op: str) -> str:
 
 
 def ncu_report(rows: list[dict[str, str]]) -> str:
-    """Report the last launch of each kernel, without the metrics that this GPU lacks."""
+    """Return a line per kernel: microseconds and METRICS of the last launch, without the metrics that this GPU
+    lacks."""
     last = {row["Kernel Name"]: row for row in rows if row["Kernel Name"]}
     lines = []
     for name, row in last.items():

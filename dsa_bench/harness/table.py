@@ -15,7 +15,7 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _others(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of peers, baselines, yardsticks, and failures."""
+    """Yield the row's texts of peers, of baselines, of yardsticks, and of each failure."""
     for kind, label in KINDS.items():
         if row[kind]:
             yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())
@@ -37,12 +37,12 @@ def everyone(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def of(row: dict[str, Any], name: str) -> dict[str, float]:
-    """Return the figures of a name, or {} if it was not timed."""
+    """Return the figures of a peer, baseline or yardstick, or {} if it was not timed."""
     return next((row[kind][name] for kind in KINDS if name in row[kind]), {})
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a line per shape, with two columns per peer, baseline and yardstick.
+    """Write a line per shape. Each peer, baseline and yardstick has two columns, ms and ratio.
 
     If a row lacks one of these names, the name's cells are empty. If a name failed, its first cell has the reason.
     """

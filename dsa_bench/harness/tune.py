@@ -19,7 +19,7 @@ from dsa.runtime.op import OPS, forget_calls
 from dsa.testing import bench
 from dsa_bench.harness.case import Call, Case, load
 
-WORTH = 1.01  # a winner is written if the modelled choice is slower by more than this factor
+WORTH = 1.01  # a winner is written if the modelled choice takes more than WORTH times as long (`_winner`)
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class TuningClass:
     """A class of shapes that share a configuration.
 
     tries     configuration -> whether it is worth a trial
-    shapes    {a shape of the benchmark: the arguments of the compile function before the configuration}
-    modelled  the configuration that the op chooses without data, or None if every class needs data
+    shapes    {a shape of the benchmark: the compile function's arguments, without the last one, the configuration}
+    modelled  the configuration that the op chooses without data, or None if the op must have data for every class
     """
 
     tries: Callable[[Any], bool]
@@ -38,7 +38,8 @@ class TuningClass:
 
 @dataclass(frozen=True)
 class Tuning:
-    """An op's search space. candidates: {configuration: the function that compiles it}. classes: {name: class}."""
+    """An op's search space. candidates: {configuration: the function that compiles it}. classes: {name: class of
+    shapes}."""
 
     candidates: dict[Any, Callable[..., Any]]
     classes: dict[str, TuningClass]
@@ -46,8 +47,8 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a configuration on a class of shapes: registers per thread as text, milliseconds per shape, or the
-    failure."""
+    """The outcome of a configuration on a class of shapes. registers: per thread, as text. ms: a time per shape.
+    figure: the first shape's rate as text. failure: why there are no times; "" if there are."""
 
     config: Any
     registers: str
@@ -62,8 +63,8 @@ class Trial:
 
 
 def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
-    """Compile all candidates of `op` for the current GPU's arch in parallel processes, time those that are correct,
-    print them by class, and write the winners to `output`, by default the package's data."""
+    """Compile, in parallel processes, the configurations that the classes of `op` try, for the current GPU's arch. Time
+    those that are correct, print them by class, and write the winners to `output`, by default the package's data."""
     from dsa.cute import tuning
 
     module = load(op)
@@ -73,7 +74,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         raise ValueError(f"{op}: has no {arch} kernel, only those for {', '.join(there)}")
     plan: Tuning = module.tuning()
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
-    # A dict, because classes can share kernels.
+    # A dict, so that a kernel that several classes try is compiled once.
     todo = {
         (*arguments, config): plan.candidates[config]
         for name, shapes in plan.classes.items()
@@ -108,16 +109,16 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
-    """Return the fastest configuration. Return None if the modelled choice is as fast within WORTH, because no data is
-    then needed."""
+    """Return the fastest configuration, or None if the op needs no data, because the modelled choice takes at most
+    WORTH times as long in the geometric mean over the class's shapes. trials: the fastest first."""
     modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
     within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
     return None if within else trials[0].config
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Compile into the cache. Return the registers per thread, "-" if they are unknown, or "fails" and the reason's
-    last line."""
+    """Compile a kernel into the compile cache. Return its registers per thread, "-" if they are unknown, or "fails: "
+    and the last line of the error."""
     from dsa.runtime.compile_cache import cubin
     from dsa.runtime.sass import disassemble
 
@@ -131,10 +132,11 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
-    """Check every configuration on every case, then time the correct ones in turns, so that clocks and heat affect all
-    configurations in the same way."""
+    """Check every compiled configuration on every case, then time the correct ones in turns, so that clocks and heat
+    affect all configurations in the same way. registers: {configuration: the text of `_compile`}."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
-    # The known correct results per case. A comparison with one of them is much faster than the reference.
+    # Per case, the results that passed its check. A result that equals one of them skips the check, which runs the
+    # reference and takes much longer.
     correct_results: list[list[torch.Tensor]] = [[] for _ in cases]
     for config in registers.keys() - failures.keys():
         try:
@@ -159,7 +161,8 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
-    """Return a call that runs `call` with this configuration. It clears the op's cached choices before and after."""
+    """Return a function that runs `call` with this configuration. Before and after the call, it clears the op's caches
+    of chosen configurations, because they ignore the trial."""
     from dsa.cute import tuning
 
     caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]

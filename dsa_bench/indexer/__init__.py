@@ -1,1 +1,1 @@
-"""Benchmarks of the lightning indexer: scores, top-k selection and their inputs."""
+"""Benchmarks of the lightning indexer: queries and keys, scores, and top-k selection."""

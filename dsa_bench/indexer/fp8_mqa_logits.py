@@ -22,7 +22,8 @@ from dsa_bench.harness.case import (
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import cudnn, deep_gemm
 
-# queries, keys, heads, head dimension, whether scores out of range become -inf (cleaned), accumulators; all causal
+# queries, keys, heads, head dimension, whether scores out of range become -inf (cleaned), accumulators (default
+# float32); all causal
 SHAPES = [
     (4096, 32768, 64, 128, True),
     (2048, 8192, 64, 128, True),

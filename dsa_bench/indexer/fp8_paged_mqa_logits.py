@@ -1,5 +1,6 @@
-"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM. Scores with fp16 accumulators
-are also compared with ours with fp32 accumulators. Also the time of the plan, `get_paged_mqa_logits_metadata`."""
+"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM. Our scores with fp16
+accumulators are also compared with ours with fp32 accumulators. One shape times the plan
+(`get_paged_mqa_logits_metadata`) instead of the scores."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ from dsa_bench.harness.case import (
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 
-# batch, queries per sequence, mean context, heads, accumulators. With a mean context of 0 only the plan is timed.
+# batch, queries per sequence, mean context, heads, accumulators (default float32). With a mean context of 0 only the
+# plan is timed.
 SHAPES = [
     (128, 1, 32768, 64),
     (64, 1, 8192, 64),
@@ -51,8 +53,8 @@ _FP32 = "dsa, float32 accumulators"
 
 
 def paged_inputs(lengths: torch.Tensor, next_n: int, heads: int) -> tuple[Any, ...]:
-    """Return (q, cache, weights, lengths, block table) of sequences with these numbers of keys, int32 [B] on the
-    CPU."""
+    """Return (q, cache, weights, lengths, block table) on the GPU. lengths: the sequences' numbers of keys, int32 [B]
+    on the CPU. next_n: queries per sequence. The pages of a sequence are random."""
     batch, used = len(lengths), -(-lengths // PAGE)
     pages, width = int(used.sum()), int(used.max())
     cache = torch.cat((e4m3(pages, PAGE * DIM).view(torch.uint8), scales(pages, PAGE).view(torch.uint8)), 1)
@@ -81,7 +83,7 @@ def _plan_case(batch: int) -> Case:
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        """Compare only the shapes, because libraries split the work differently."""
+        """Compare only the shapes, because a library may split the work differently."""
         if theirs.shape != ours.shape:
             raise AssertionError(f"differs: shape {list(theirs.shape)}, where ours is {list(ours.shape)}")
 
@@ -131,7 +133,8 @@ def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
 
-    # The product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns.
+    # The kernel's product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns: that with
+    # the fewest queries, which replaces earlier pairs.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

@@ -1,5 +1,6 @@
-"""The indexer's queries and keys rotated and cast to FP8 in one kernel, compared with separate operations. For queries
-these are our rotation and cast; for keys they are torch's layer norm and our rotation, cast and write."""
+"""The indexer's queries rotated and cast to FP8 in one kernel, and its keys normed, rotated, cast and written to the
+cache in one kernel. They are compared with separate operations: our rotation and cast for queries; torch's layer norm
+and our rotation, cast and write for keys."""
 
 from functools import partial
 
@@ -47,7 +48,7 @@ def case(tokens: int, what: str) -> Case:
     size = vectors * (2 * DIM + DIM + 8) + tokens * ROTATED * 4
     calls = fresh_calls(size, partial(_queries if of_queries else _keys, tokens))
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if of_queries else ''}, bf16"
-    if of_queries:  # a yardstick, because our ops rotate and cast
+    if of_queries:  # "separate" is a yardstick, because our ops rotate and cast
         return Case(name, calls, bytes_rate(size), graph=True, yardsticks={"separate"})
     return Case(
         name,

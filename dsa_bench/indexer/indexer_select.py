@@ -1,7 +1,8 @@
 """Scores and selection in one op: TFLOP/s of the pairs in range, compared with two separate ops, ours and the peers'.
 
-The separate ops write up to 4 GiB of scores at a time; our layers' prefill writes 260 MiB. The peers always accumulate
-scores in fp32, even in the cases with our fp16 accumulators. They do not say which of several equal scores they select.
+The separate ops write up to 4 GiB of scores at a time; where our layers' prefill uses separate ops, they write at most
+260 MiB. The peers always accumulate scores in fp32, even in the cases with our fp16 accumulators. They do not say which
+of several equal scores they select.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ import dsa
 from dsa_bench.harness.case import RECALL, Case, agree_selected, causal_ranges, e4m3, f32, flop_rate, fp8_gemm, scales
 from dsa_bench.peers import topk
 
-# queries, keys, heads, head dimension, k, scores, accumulators; all causal
+# queries, keys, heads, head dimension, k, scores (`_scales`), accumulators (default float32); all causal
 SHAPES = [
     (4096, 131072, 64, 128, 2048, "normal"),
     (2048, 524288, 64, 128, 2048, "normal"),
@@ -32,8 +33,8 @@ TWO_OPS = "dsa, two ops"
 
 
 def _scales(keys: int, kind: str) -> torch.Tensor:
-    """Return the scales of the keys. With "plateau" most scales are zero, so most scores are zero, and the kernel's
-    lists of candidates overflow."""
+    """Return the scales of the keys, fp32 [keys]. With "ascending", scores grow from key to key (see `case`). With
+    "plateau", most scales are zero, so most scores are zero, and our kernel's lists of candidates overflow."""
     if kind == "ascending":
         return torch.arange(1, keys + 1, device="cuda").float()
     scale = scales(keys)
@@ -44,7 +45,7 @@ def _scales(keys: int, kind: str) -> torch.Tensor:
 
 def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accumulators: str = "float32") -> Case:
     q, kv, weights = e4m3(queries, heads, dim), (e4m3(keys, dim), _scales(keys, kind)), f32(queries, heads)
-    if kind == "ascending":  # all keys are equal and weights are not negative, so scores only grow with the scales
+    if kind == "ascending":  # equal keys and non-negative weights, so that the scales alone order a query's scores
         kv[0][:] = kv[0][0].clone()
         weights.abs_()
     starts, ends = causal_ranges(queries, keys)

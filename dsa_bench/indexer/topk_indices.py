@@ -2,9 +2,8 @@
 
 Our indices are exact and ascending. The peers return theirs in any order, and except for cuDNN-frontend's deterministic
 variant they do not say which of several equal scores they select. Our op, vLLM, SGLang and TokenSpeed write into a
-given tensor, as in engines; the calls of cuDNN-frontend and torch are not given one. Scores of the kind "indexer" have
-padded rows, as `fp8_mqa_logits` returns them. Peers that accept only contiguous scores get copies, made outside the
-timing.
+given tensor, as in engines; cuDNN-frontend and torch allocate their results. Scores of the kind "indexer" have padded
+rows, as `fp8_mqa_logits` returns them. Peers that accept only contiguous scores get copies, made outside the timing.
 """
 
 from collections.abc import Callable
@@ -38,8 +37,8 @@ PROBED = [(64, 8192, "normal", 2048), (1024, 8192, "normal", 512)]
 
 
 def _index_scores(rows: int, cols: int) -> torch.Tensor:
-    """Return index scores with V3.2's sizes (64 heads of 128 channels, in FP8), for keys that resemble the keys just
-    before them, as in text."""
+    """Return index scores [rows, cols] with V3.2's sizes (64 heads of 128 channels, in FP8), for keys of which adjacent
+    ones resemble each other, as in text."""
     step, decay = f32(cols, 128), torch.arange(64, device="cuda")
     keys = torch.nn.functional.conv1d(step.T[:, None], (0.95**decay).flip(0)[None, None], padding=63)[:, 0, :cols].T
     queries = keys[torch.randint(cols, (rows,), device="cuda"), None] + 2 * f32(rows, 64, 128)
@@ -52,7 +51,7 @@ def _index_scores(rows: int, cols: int) -> torch.Tensor:
 _SCORES: dict[str, Callable[[int, int], torch.Tensor]] = {
     "normal": f32,
     "indexer": _index_scores,
-    # Most scores are exactly zero, and so is the k-th largest score, as with few index heads.
+    # Most scores are exactly zero, and so is the k-th largest, as in models with few index heads.
     "plateau": lambda rows, cols: (f32(rows, cols) - 2).relu(),
 }
 

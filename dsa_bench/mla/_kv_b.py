@@ -1,4 +1,5 @@
-"""FP8 weights kv_b of several layers. Calls use them in turn, so that no call finds its weights in the L2 cache."""
+"""FP8 weights kv_b of several layers. Calls use them in turn, so that no call finds its weights in the L2 cache, except
+with 16 heads, whose weights of all layers fit there."""
 
 import torch
 
@@ -10,8 +11,8 @@ _LAYERS = 8
 
 
 def layers(heads: int, rows: int, part: slice) -> tuple[list[Scaled], list[torch.Tensor]]:
-    """Return (one pair per layer of FP8 matrix [heads * rows, LATENT] and scales, one bf16 tensor per layer [heads,
-    rows of `part`, LATENT] of the same values). part: slice of each head's rows."""
+    """Return ([(e4m3 matrix [heads * rows, LATENT], its scales) per layer], [bf16 tensor per layer]). The bf16 tensors
+    are parts of the same matrices, dequantised: [heads, rows of `part`, LATENT]. part: slice of each head's rows."""
     weights = [dsa.per_block_cast_to_fp8(f32(heads * rows, LATENT) * LATENT**-0.5) for _ in range(_LAYERS)]
     values = [dsa.dequantize_per_block(*w, torch.bfloat16).unflatten(0, (heads, rows))[:, part] for w in weights]
     return weights, values

@@ -16,11 +16,11 @@ class Prompt(NamedTuple):
     """A prompt's arguments for our ops and for FlashMLA.
 
     packed      (q, kv, cu_q, cu_k, window), the arguments that our ops share
-    near        the windows' keys as lists of indices
+    near        the indices of each token's window, int32 [tokens, WINDOW]
     compressed  the compressed entries; None without selection
     indices     the entries that each token selects; None without selection
     listed      (q, keys, lists, scale), arguments of the same attention for FlashMLA
-    pairs       number of pairs of a query and a key to which it attends, per head
+    pairs       number of (query, key) pairs per head, from which the FLOP follow
     """
 
     packed: tuple

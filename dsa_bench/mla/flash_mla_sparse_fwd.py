@@ -1,6 +1,7 @@
 """Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not accept are padded outside the
-timing. Selections are random. With up to 16 heads there are also selections that overlap like those of adjacent tokens,
-and our kernel that attends per query is a yardstick."""
+timing. Selections are random and independent; shapes with 8 and 16 heads are also timed with selections that overlap
+like those of adjacent tokens. With up to 16 heads our op may attend for groups of queries, and our kernel that attends
+per query is a yardstick."""
 
 from functools import partial
 
@@ -19,7 +20,7 @@ from dsa_bench.peers import flash_mla
 # the figures are 1.46 and 1.90, and 2.11 and 3.11.
 OVERLAPS = {"layer 0": (0.22, 0.75), "layer 1": (0.525, 0.86)}
 NEIGHBOURS = 64
-# keys, d, heads, selected keys; queries, overlap
+# keys, d, heads, selected keys; queries (default QUERIES), overlap (a key of OVERLAPS; default: random selections)
 SHAPES = [
     *(
         (keys, *shape)
@@ -56,7 +57,7 @@ def _indices(keys: int, selected: int, queries: int, overlap: str) -> torch.Tens
 def _one_by_one(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend per query, also if adjacent queries' selections share keys."""
+    """Return (out, max_logits, lse) of the kernel that attends per query, where the op would try groups of queries."""
     max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     out = q.new_empty(*q.shape[:2], D_V)
     attend(q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)

@@ -1,5 +1,5 @@
 """MLA decoding over selected keys of an FP8 cache (656 bytes per token) compared with both builds of FlashMLA, which
-accept 64 and 128 heads. Other head counts are padded outside the timing.
+accept only 64 and 128 heads. For them, 16 and 32 heads are padded to 64 outside the timing.
 
 Each sequence has a part of one cache and selects random keys of this part. Every call of a graph uses other parts.
 """
@@ -30,7 +30,7 @@ D, D_V, PAGE, BYTES = 576, 512, 64, 656
 
 
 def _cache(rows: int) -> torch.Tensor:
-    """Return a cache of `rows` latents, in which 65536 random latents repeat."""
+    """Return an FP8 cache of `rows` latents. To limit the memory for bf16 latents, 65536 random ones repeat."""
     block = torch.empty(65536 // PAGE, PAGE, 1, BYTES, dtype=torch.uint8, device="cuda")
     dsa.write_kv_cache(bf16(65536, D) / 10, block, torch.arange(65536, device="cuda"))
     return block.repeat(-(-rows // 65536), 1, 1, 1)[: rows // PAGE]
@@ -39,8 +39,8 @@ def _cache(rows: int) -> torch.Tensor:
 def _inputs(
     kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return (q, kv, indices) of `batch` sequences. Sequence i selects from part first + i of the cache; a part has
-    `keys` keys."""
+    """Return (q, kv, indices int32 [batch, queries, selected]) of `batch` sequences. Sequence i selects from part first
+    + i of the cache kv; a part has `keys` keys. The indices are slots of the cache."""
     chosen = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
     indices = (chosen + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
     return bf16(batch, queries, heads, D) / 10, kv, indices

@@ -1,5 +1,6 @@
-"""Multi-head attention over packed sequences, to all causal keys and to 2048 selected keys, compared with cuDNN's
-attention to all keys. Absorbed attention to the selected keys is a yardstick."""
+"""Multi-head attention over packed sequences, to all causal keys and to 2048 selected keys. The peer is cuDNN's
+attention to all keys, if all tokens are new. With selected keys it is only a yardstick, and so is, for V3.2, our
+absorbed attention to the selected keys."""
 
 from functools import partial
 from types import ModuleType
@@ -32,8 +33,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 def _cudnn(module: ModuleType, *arguments: torch.Tensor | float) -> Call:
-    """Return a call of cuDNN's attention of q, k, v [B, H, S, D]. All sequences have the same length, and all their
-    tokens are new.
+    """Return a call of cuDNN's causal attention of q, k, v [sequences, heads, tokens, channels].
 
     Raises RuntimeError if this build of torch has no such kernel.
     """
@@ -68,7 +68,7 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
                     topk_length=(indices >= 0).sum(-1).int(),
                 )
             ]
-    # cuDNN's result has a dimension of sequences, and heads before tokens.
+    # cuDNN's result is [sequences, heads, tokens, dv], ours [all tokens, heads, dv].
     return Case(
         name,
         calls,
@@ -80,8 +80,8 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return int32 [T, TOP_K]: different random visible keys of each query. Queries that see fewer keys have -1 at the
-    end."""
+    """Return int32 [queries, TOP_K]: different random keys below visible[t] for query t, and -1 at the end if it sees
+    fewer than TOP_K keys. keys: the most that a query sees."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")

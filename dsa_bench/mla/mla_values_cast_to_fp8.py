@@ -1,5 +1,5 @@
-"""The product with W_UV and its cast to FP8: bytes of FP8 weights per second, compared with bmm with bf16 weights and
-the cast."""
+"""The product of attention's result with W_UV, and its cast to FP8, in one op: bytes of FP8 weights per second,
+compared with torch's bmm with bf16 weights followed by our cast."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import dsa
 from dsa_bench.harness.case import Case, Scaled, bf16, plain_rate
 from dsa_bench.mla._kv_b import LATENT, layers
 
-# tokens, heads, value channels, rows per head in kv_b: V3.2's, GLM-5's, and the part of one of eight GPUs (V3.2)
+# tokens, heads, value channels per head, rows per head in kv_b: V3.2's, GLM-5's, and V3.2's split over eight GPUs
 V32, GLM_5 = (128, 128, 256), (64, 256, 448)
 SHAPES = [(tokens, *of_model) for of_model in (V32, GLM_5) for tokens in (1, 8, 16, 32, 64)] + [(1, 16, *V32[1:])]
 APART = "bmm and cast"

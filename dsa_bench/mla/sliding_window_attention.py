@@ -1,9 +1,9 @@
 """Attention to windows of 128 latents, compared with FlashMLA over the same keys as lists: prefill, prefill with
 selected keys in the same softmax, and decoding from V4's cache.
 
-FlashMLA's lists are made outside the timing, ours inside. With selected keys, FlashMLA gets the windows' keys and the
-entries in one tensor. The yardstick is then our attention in two branches, one to the window and one to the entries,
-whose results are merged.
+FlashMLA's lists are made outside the timing, ours inside. With selected keys (compressed entries), FlashMLA gets the
+windows' keys and the entries in one tensor. The yardstick is then our attention in two branches, one to the window and
+one to the selected entries, whose results are merged.
 
 Without selected keys the yardstick is torch's flash attention with the same window. It accepts heads of at most 256
 channels, and ours have 512. So compare its rate with ours, not its time. A rate counts the FLOP of the pairs inside the
@@ -19,7 +19,7 @@ from dsa_bench.harness.case import Call, Case, agree_attention, bf16, bf16_gemm,
 from dsa_bench.mla._windows import SCALE, WINDOW, D, Prompt
 from dsa_bench.peers import flash_mla
 
-# what; tokens of one sequence, or sequences; heads
+# what; tokens of the one sequence (prefill) or number of sequences (decode); heads
 SHAPES = [
     *(("prefill", tokens, heads) for tokens in (16384, 4096) for heads in (128, 64)),
     *(("prefill, 512 selected", 4096, heads) for heads in (128, 64)),
@@ -32,8 +32,8 @@ YARDSTICKS = {FLASH, MERGED}
 
 
 def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> dict[str, list[Call]]:
-    """Return {FLASH: calls}, or {} if this build of torch has no such kernel. All heads share the latents, so k and v
-    are one head expanded to all."""
+    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no such kernel. As with
+    latents, k and v are one tensor with one head, expanded to all heads."""
     calls = []
     for _ in range(count):
         q, kv = bf16(batch, queries, heads, FLASH_D) / 10, bf16(batch, keys, 1, FLASH_D) / 10

@@ -14,7 +14,8 @@ from dsa_bench.harness.case import Case, Scaled, bf16_gemm, flop_rate
 from dsa_bench.mla._windows import SCALE, WINDOW, D, Prompt
 from dsa_bench.peers import flash_mla
 
-# tokens, heads, groups, selected entries: V4-Flash's layers and V4-Pro's
+# tokens, heads, groups, selected entries per token: layers of V4-Flash (64 heads) and V4-Pro. 0: a layer with windows
+# only
 SHAPES = [(4096, 64, 8, 512), (4096, 128, 16, 512), (16384, 64, 8, 512), (4096, 64, 8, 0)]
 PROBED = [(512, 64, 8, 128)]
 ROTATED = 64

@@ -1,4 +1,5 @@
-"""The sum of experts: bytes per second and their share of the copy bandwidth, compared with PyTorch's formula."""
+"""The weighted sum of the routed experts' outputs, plus the shared expert's: bytes per second and their share of the
+copy bandwidth, compared with the formula in PyTorch."""
 
 import torch
 

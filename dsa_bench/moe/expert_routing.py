@@ -1,12 +1,12 @@
-"""The gate, compared with PyTorch's formula, and the sort by expert, which is compared with nothing."""
+"""The gate of the experts, compared with the formula in PyTorch, and the sort by expert, without a comparison."""
 
 from functools import partial
 
 import dsa
 from dsa_bench.harness.case import Case, f32, microseconds
 
-# tokens, experts, top_k, groups, chosen groups, scores. With "sort" the case times the sort of the chosen experts, not
-# the gate.
+# tokens, experts, experts per token, groups, chosen groups, scores: V3.2's gate, then V4-Flash's. With "sort" the case
+# times the sort of the tokens by their chosen experts, not the gate.
 SHAPES = [
     *((tokens, 256, 8, 8, 4, "sigmoid") for tokens in (1, 128, 4096)),
     *((tokens, 256, 6, 1, 1, "sqrtsoftplus") for tokens in (1, 128, 4096)),
@@ -24,7 +24,7 @@ def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: 
             return call()
 
     calls = {"dsa": [call] * 8}
-    if scores != "sort":  # the reference of the sort synchronises with the host
+    if scores != "sort":  # the reference of the sort waits for the GPU, so a graph cannot capture it
         calls["torch"] = [in_torch] * 8
     return Case(
         f"{tokens} tokens, {top_k} of {experts} experts, {scores}", calls, microseconds, graph=True, baselines={"torch"}

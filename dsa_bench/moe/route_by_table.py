@@ -1,5 +1,5 @@
-"""Routing by a table of experts and the sort by expert in one op, compared with PyTorch's formula followed by our sort.
-Every call of a graph reads another matrix.
+"""Routing by V4's table, which names the experts of each token id, and the sort by expert in one op, compared with the
+formula in PyTorch followed by our sort. Every call of a graph reads another matrix.
 
 The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
 as in a model, the prefetch gains less.

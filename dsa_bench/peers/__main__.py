@@ -1,4 +1,5 @@
-"""`python -m dsa_bench.peers [OP...]`: run the peers of some ops, by default of all, and compare them with ours."""
+"""`python -m dsa_bench.peers [OP...]`: run the peers of some ops, by default of all, and compare their results with the
+references'."""
 
 import sys
 

@@ -14,8 +14,9 @@ CUDNN = Library("cuDNN-FE", ("cudnn",))
 
 @peer(CUDNN)
 def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
-    """Return calls that compute causal, cleaned scores from inputs (q, kv, weights). The queries are the last len(q) of
-    len(kv[0]) tokens: row i sees the first len(kv[0]) - len(q) + i + 1 keys."""
+    """Return calls that compute causal scores from inputs (q, kv, weights), with -inf for keys that a query does not
+    see. The queries are the last len(q) of len(kv[0]) tokens: query i sees the first len(kv[0]) - len(q) + i + 1
+    keys."""
     tokens, heads, _ = q.shape
     return partial(
         module.DSA.indexer_forward_wrapper,
@@ -25,7 +26,7 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
         ratio=1,
         qhead_per_kv_head=heads,
         precision="fp8",
-        # Unlike ours, the op also has scales of queries, and the position of the first query.
+        # Unlike ours, the op has scales of queries and the position of the first query as arguments.
         q_scale=torch.ones(1, tokens, heads, device=q.device),
         k_scale=kv[1][None, :, None],
         q_causal_offsets=torch.full((1,), len(kv[0]) - tokens, dtype=torch.int32, device=q.device),
@@ -33,8 +34,8 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
 
 
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Return calls that select indices from inputs (scores, lengths, k). One variant breaks ties arbitrarily, the other
-    deterministically to the lowest index."""
+    """Return calls of two variants that select k indices per row from inputs (scores, lengths, k). One breaks ties
+    arbitrarily, the other, "deterministic", selects the lowest of tied indices."""
     inputs = list(inputs)
     return Peers.of({CUDNN: partial(_topk, False)}, inputs) | Peers.of(
         {CUDNN: partial(_topk, True)}, inputs, "{} deterministic"

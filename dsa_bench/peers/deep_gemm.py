@@ -10,9 +10,9 @@ Facts, on Hopper:
   each group's rows begin at a multiple of 128 (contiguous), or all groups have the same number of rows and a count of
   valid rows (masked)
 - nvcc compiles at the first call, 10 s and more per kernel. A product has a kernel per columns, channels, groups and
-  tile, and the tile also depends on the rows. Kernels stay in the folder DG_JIT_CACHE_DIR. Their keys are the source,
-  the compiler and its options with the package's path, so another machine can use the folder if it has the package at
-  the same path
+  tile, and the tile also depends on the rows. Kernels stay in the folder that the environment variable
+  DG_JIT_CACHE_DIR names. Their keys are the source, the compiler and its options with the package's path, so another
+  machine can use the folder if it has the package at the same path
 """
 
 import concurrent.futures
@@ -33,14 +33,16 @@ OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # the index of a group's first row is a multiple of this
 _PROCESSES = 16
-_MEMORY = 0.8  # fraction of the GPU's free memory for compiling processes, which allocate all groups' weights
-_ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
+# fraction of the GPU's free memory for the compiling processes, each of which allocates the weights of all groups
+_MEMORY = 0.8
+_ROWS_MEMORY = 5 << 30  # bytes for padded rows per compiling process, in addition to its weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
-    """Return calls of both builds' op for `fp8_mqa_logits`. starts must be 0, so that a compressed row equals a row of
-    all keys. clean: -inf for scores out of range, which only the older build can write."""
+    """Return calls of both builds' `fp8_mqa_logits` (in 2.8.1 `fp8_fp4_mqa_logits`). starts must be 0, so that a
+    compressed row equals a row of all keys. clean: the older build writes -inf for scores out of range; 2.8.1
+    cannot."""
 
     def old(module: ModuleType, *arguments) -> Call:
         return partial(module.fp8_mqa_logits, *arguments, clean_logits=clean)
@@ -55,8 +57,9 @@ def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
-    """Return calls of both builds' op for `fp8_paged_mqa_logits` with inputs (q, pages, weights, lengths [B],
-    block_table, columns). Plans are made outside the timing."""
+    """Return calls of both builds' `fp8_paged_mqa_logits` (in 2.8.1 `fp8_fp4_paged_mqa_logits`) with inputs (q, pages,
+    weights, lengths [B], block_table, columns), if they accept the number of queries. Plans are made outside the
+    timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
     makes = {NEW: _new_paged_mqa_logits} if next_n in (1, 2, 4) else {}
@@ -84,7 +87,7 @@ def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
-    """Return `copies` equal calls that make the plan of paged scores with one query per sequence."""
+    """Return, per build, `copies` equal calls that make the plan of paged scores with one query per sequence."""
     return Peers.of(dict.fromkeys(BUILDS, _plan), [(lengths[:, None].contiguous(), page)] * copies)
 
 
@@ -94,7 +97,8 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int, tasks_of_two: bo
 
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
-    """Return calls of `fp8_gemm_nt` with each of the weights. Results are (out, None)."""
+    """Return calls of `fp8_gemm_nt` with each of the weights. Results are (out, None); None says that out has no
+    padding."""
     return Peers.of(dict.fromkeys(builds, _product), [(a, b) for b in weights])
 
 
@@ -142,7 +146,7 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return the new index of each of our rows if the groups begin at the indices `starts`."""
+    """Return the new index of each of our rows, int64, if group g is moved to begin at row starts[g]."""
     sizes = sizes_of(ends)
     moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
     return torch.arange(len(moved), device=ends.device) + moved

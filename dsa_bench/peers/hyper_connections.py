@@ -3,10 +3,10 @@
 vLLM and SGLang run V4's hyper-connections with these libraries or copies of them. Facts, on Hopper:
 - `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight; our op
   keeps 24. It also sums the streams' squares. Both results are partial sums over `splits` parts of the channels
-- `mhc_pre_big_fuse_fwd`, the collapse, adds the parts and reads the sums of squares, which our collapse computes. A
+- `mhc_pre_big_fuse_fwd`, the collapse, adds the partial sums and reads the squares, which our collapse computes. A
   kernel is compiled per number of channels and splits
-- D must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and caches kernels in
-  TILELANG_CACHE_DIR
+- D, the channels of a stream, must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and
+  caches kernels in the folder TILELANG_CACHE_DIR (an environment variable)
 """
 
 from functools import partial
@@ -21,7 +21,8 @@ from dsa_bench.peers.package import Library, launch_programmatically
 
 TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
 BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"
-_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # eps, factor of post and Sinkhorn iterations, as in our ops
+# eps, factor of post and number of Sinkhorn iterations, as in our ops
+_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20
 _ROWS, _CHANNELS = 64, 64  # tile of the projection
 _LEAST_TILES = 4  # least number of tiles of channels per split
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -48,8 +49,8 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
 
 @peer(TILE)
 def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
-    """Return calls that compute (x, post, comb) from inputs (streams, mix, base, scale). The squares are summed outside
-    the timing."""
+    """Return calls that compute (x, post, comb) from inputs (streams, mix, base, scale). The streams' squares are
+    summed outside the timing, because in vLLM the projection does it."""
     squares = streams.float().square().sum((1, 2))
     return partial(into, *_collapse(module, streams, (mix[None], squares[None]), base, scale))
 
@@ -75,13 +76,13 @@ def expand(module: ModuleType, y, streams, post, comb) -> Call:
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
     """Return (the new streams, the call that writes them)."""
     out = torch.empty_like(streams)
-    # The op has a dimension for a batch: here a batch of one.
+    # The op's tensors have a dimension for a batch, here of one, and post also has one for a channel.
     return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])
 
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
-    """Return calls that compute (x, post, comb) from inputs (streams, matrix, base, scale)."""
+    """Return calls of the projection and the collapse: (x, post, comb) from inputs (streams, matrix, base, scale)."""
     sums, project = _projection(deep_gemm.NEW.load(), streams, matrix)
     out, collapse = _collapse(module, streams, sums, base, scale)
     return partial(into, out, project, collapse)
@@ -89,7 +90,8 @@ def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Ca
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Call:
-    """Return calls that compute (new streams, partial products) from inputs (y, streams, post, comb, matrix)."""
+    """Return calls of the expansion and the projection of the new streams: (new streams, partial products [splits, T,
+    C]) from inputs (y, streams, post, comb, matrix)."""
     new, expand = _expansion(module, y, streams, post, comb)
     (products, _), project = _projection(deep_gemm.NEW.load(), new, matrix)
     return partial(into, (new, products), expand, project)

@@ -3,24 +3,24 @@
 The operators are in `torch.ops._moe_C` (vllm/_moe_C_stable_libtorch.abi3.so), the activation in `torch.ops._C`
 (vllm/_C_stable_libtorch.abi3.so). Both files must be installed.
 
-Facts:
+Facts, for T tokens with k of E experts each:
 - weights: int32 [E, K / 16, 2 N], for N rows of K channels. In a tile of 16 channels and 64 rows, a word contains the 8
-  codes that a thread multiplies: rows n and n + 8, channels k, k + 1, k + 8 and k + 9 (`pack` has the order). The
-  wheel's operator for this layout, `torch.ops._C.gptq_marlin_repack`, is PTX for sm_80, which a library with only sm_90
-  code lacks. `pack` does the same with PyTorch, once per layer
+  codes that a thread multiplies: rows n and n + 8, channels c, c + 1, c + 8 and c + 9 (`pack` has the order). The
+  wheel's operator for this layout, `torch.ops._C.gptq_marlin_repack`, is PTX for sm_80, which a library stripped to
+  sm_90 code lacks. `pack` does the same with PyTorch, once per layer
 - scales: e8m0 [E, K / 32, N]. Within 64 rows, scales with equal n % 8 are adjacent, in the order in which a thread
   reads them. A scale of 2^-127 counts as 0
 - moe_align_block_size sorts the T k rows by expert. Each expert's rows begin at a multiple of the block size. The block
   size is the smallest of 8, 16, 32, 48 and 64 for which (mean rows per expert) / size is below 0.9, or else 64. An
-  entry is a row's index among the T k rows, or T k for padding. Entries after the last block are ignored. All sizes
-  depend only on T, k and the number of experts
+  entry of the result is a row's index among the T k rows, or T k for padding. Entries after the last block are
+  ignored. The result's sizes depend only on T, k and E
 - moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
-  order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer encodes the fields of
-  the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. Its locks, four int32 per SM, are zero
-  before and after. The kernels are PTX for sm_80, which the driver compiles for Hopper at the first call; a library
-  with only sm_90 code lacks them
-- silu_and_mul_with_clamp(result, rows, limit, 1, 0): silu of the first half, clamped from above, times the second half,
-  clamped at both ends. moe_sum adds a token's k rows in fp32
+  order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer, `_E2M1`, encodes the
+  fields of the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. Its locks, four int32 per
+  SM, are zero before and after. The kernels are PTX for sm_80, which the driver compiles for Hopper at the first call;
+  a library stripped to sm_90 code lacks them
+- silu_and_mul_with_clamp(result, rows, limit, 1, 0): silu of a row's first half, clamped from above, times its second
+  half, clamped at both ends. moe_sum adds a token's k rows in fp32
 """
 
 from functools import lru_cache
@@ -33,22 +33,23 @@ from dsa_bench.peers.package import Operators
 
 MARLIN = Operators("marlin", "vllm", ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"))
 _BLOCKS = (8, 16, 32, 48, 64)
-_FULL = 0.9  # largest filled fraction of a block
-_LOCKS = 4  # per SM
+_FULL = 0.9  # a block is chosen if the mean rows per expert fill less than this fraction of it
+_LOCKS = 4  # int32 locks per SM
 # e2m1: bits of the exponent and of the fraction, a sign, no bias, no infinities, no NaN.
 _E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
 
 
 class Packed(NamedTuple):
-    """weight int32 [E, K / 16, 2 N], scale e8m0 [E, K / 32, N]."""
+    """Experts' weights in Marlin's layout: weight int32 [E, K / 16, 2 N], scale e8m0 [E, K / 32, N]."""
 
     weight: torch.Tensor
     scale: torch.Tensor
 
 
 class Blocks(NamedTuple):
-    """Rows sorted by expert in blocks of `size`. rows int32 [upper bound]; experts int32 [blocks]; count int32 [1]: the
-    number of rows with padding."""
+    """Row indices sorted by expert, in blocks of `size` rows of one expert. rows int32 [the most rows with padding]:
+    the index of each row, or T k for padding. experts int32 [blocks]: the expert of each block. count int32 [1]: the
+    number of entries of `rows` in use, with padding."""
 
     rows: torch.Tensor
     experts: torch.Tensor
@@ -63,7 +64,7 @@ def pack(weight: torch.Tensor, scale: torch.Tensor) -> Packed:
     packed = torch.empty(count, half // 8, 8 * rows, dtype=torch.uint8, device=weight.device)
     for matrix, target in zip(weight.view(torch.uint8), packed):  # one at a time to limit memory
         target.copy_(_words(matrix).view_as(target))
-    # n = 64 tile + 32 a + 16 b + 8 c + i -> [tile, i, a, c, b].
+    # Scales of row n = 64 tile + 32 a + 16 b + 8 c + i go to index [tile, i, a, c, b] among the N rows.
     permuted = scale.view(torch.uint8).unflatten(1, (-1, 2, 2, 2, 8)).permute(0, 6, 1, 5, 2, 4, 3)
     return Packed(packed.view(torch.int32), permuted.reshape(count, -1, rows).view(torch.float8_e8m0fnu))
 
@@ -99,7 +100,7 @@ def experts_sum(
 
 
 def block_size(rows: int, count: int) -> int:
-    """Return the number of rows of a block, if `count` experts have `rows` rows in all."""
+    """Return the number of rows per block as vLLM chooses it, if `count` experts have `rows` rows in all."""
     return next((size for size in _BLOCKS if rows / count / size < _FULL), _BLOCKS[-1])
 
 

@@ -14,7 +14,7 @@ import torch
 class Library:
     """A package that is imported.
 
-    name: as in the tables. modules: names, of which the first that is installed is imported. set_up: is called with the
+    name: as in the tables. modules: names of modules; the first that is installed is imported. set_up: called with the
     module after the import, to set the options that engines set.
     """
 
@@ -28,7 +28,7 @@ class Library:
             try:
                 module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                # The peer is installed, but a module that it needs is missing.
+                # Raise if the missing module is not the peer's but one that the peer needs.
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise
                 continue

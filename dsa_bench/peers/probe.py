@@ -1,4 +1,5 @@
-"""Call every peer once and report whether it runs and agrees with the reference.
+"""Run every peer and report whether it runs and agrees with the reference, or with our kernel where the reference
+cannot run our call.
 
 The cases are those of the benchmarks, with the small shapes that a benchmark lists as PROBED, so benchmarks make the
 same calls. The report begins with the libraries that are not installed or cannot be imported.
@@ -25,7 +26,7 @@ LIBRARIES = (
 
 
 def probed() -> dict[str, list[tuple]]:
-    """Return {op: PROBED of its benchmark} of every benchmark with peers."""
+    """Return {benchmark: its PROBED} of every benchmark that has PROBED."""
     modules = {op: cases.load(op) for op in cases.benchmarks()}
     return {op: module.PROBED for op, module in modules.items() if hasattr(module, "PROBED")}
 
@@ -38,7 +39,8 @@ def missing() -> list[str]:
 
 
 def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (op, shape, peer, "ok" or the failure) for every peer of every case of these ops, by default of all."""
+    """Yield (op, shape, peer, "ok" or the failure) for every peer of every PROBED case of these ops, by default of all.
+    If our call or the inputs fail, yield one such tuple with "dsa" as the peer."""
     shapes = probed()
     for op in ops or shapes:
         for shape in shapes[op]:
@@ -63,8 +65,8 @@ def _of(op: str, shape: tuple) -> Iterator[tuple[str, str, str, str]]:
 
 
 def main(ops: Sequence[str] = ()) -> int:
-    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if a library cannot be
-    imported, or a peer fails or disagrees."""
+    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if an installed library
+    cannot be imported, or a peer or our call fails, or a peer disagrees; otherwise 0."""
     if unknown := set(ops) - probed().keys():
         raise ValueError(f"ops: must be of {', '.join(probed())}, got {', '.join(sorted(unknown))}")
     wrong = 0

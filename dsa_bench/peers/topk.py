@@ -25,11 +25,11 @@ from dsa_bench.peers.package import Operators, SourceFile
 SELECTED = (512, 1024, 2048)  # the k that vLLM's cooperative and persistent top-k accept
 COOPERATIVE_ROWS = 64  # largest number of rows of the cooperative top-k
 WORKSPACE_BYTES = 1 << 20  # of the cooperative and the persistent top-k; only they may write to it
-SCORES = 4 << 30  # most bytes of scores that a call computes at a time; most engines have room for less
+SCORES = 4 << 30  # most bytes of scores that a call computes at a time (`select_scored`); most engines have less room
 CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # accept only contiguous scores
 _SGLANG_K = 2048  # the only k that SGLang's top-k accepts
 DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
-_DEEPSELECT_K = 2048  # at most
+_DEEPSELECT_K = 2048  # largest k that DeepSelect accepts
 Selector = Operators | SourceFile
 TopK = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # scores, lengths, out
 Make = Callable[[torch.Tensor], TopK]  # lengths -> a top-k of at most len(lengths) rows
@@ -47,7 +47,7 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
 
 
 def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
-    """Return {name: (library, function that makes a top-k)} of all kernels that accept this number of rows and k."""
+    """Return {name: (library, a `Make`)} of all kernels that accept this number of rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
         "vllm prefill": (VLLM, lambda lengths: partial(_prefill, torch.zeros_like(lengths))),
         "vllm decode": (VLLM, lambda lengths: _decode),
@@ -100,8 +100,9 @@ def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: tor
 
 
 def select_scored(q, kv, weights, starts, ends, k: int) -> Peers:
-    """Return calls that compute the indices [S, k] of all queries, in any order. A call computes DeepGEMM's scores of a
-    part of the queries at a time and selects from them. starts must be 0."""
+    """Return calls, one peer per top-k, that compute the indices int32 [queries, k] of all queries, in any order. A
+    call computes DeepGEMM 2.8.1's scores of some queries at a time, at most SCORES bytes, and selects from them. starts
+    must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in those_for(min(len(q), _queries(kv)), k).items():
         of_both = f"{deep_gemm.NEW.name}, {name}"
@@ -121,8 +122,9 @@ def _in_parts(make: Make, module: ModuleType, q, kv, weights, starts, ends, k: i
 
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
-    """Return calls that compute the indices [B next_n, k], in any order, from inputs (q, pages, weights, lengths [B],
-    block_table, columns). The plan of DeepGEMM's scores is made outside the timing."""
+    """Return calls, one peer per top-k, that compute the indices int32 [B next_n, k], in any order, from inputs (q,
+    pages, weights, lengths [B], block_table, columns). The scores are DeepGEMM 2.8.1's, whose plan is made outside the
+    timing."""
     inputs, name = list(inputs), deep_gemm.NEW.name
     next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
     peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})
@@ -136,8 +138,8 @@ def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
 
 
 def _selecting(make: Make, k: int, scores: Sequence[Call], lengths: torch.Tensor, size: int) -> Call:
-    """Return a call that computes the scores of `size` rows at a time, selects from them, and returns all indices as
-    one tensor."""
+    """Return a call that computes the scores of `size` rows at a time (`scores`: a call per part), selects from them,
+    and returns all indices as one tensor int32 [rows, k]."""
     out, select = torch.empty(len(lengths), k, dtype=torch.int32, device=lengths.device), make(lengths)
     parts = [*zip(scores, lengths.split(size), out.split(size))]
 

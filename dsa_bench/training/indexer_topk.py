@@ -1,4 +1,5 @@
-"""Training's selection: unquantised scores and top-k, compared with PyTorch one sequence at a time."""
+"""Training's selection: unquantised scores and top-k. Shapes with few scores are compared with the formula in PyTorch,
+which computes one sequence at a time."""
 
 from functools import partial
 
@@ -8,19 +9,21 @@ import dsa
 from dsa.reference.training import indexer_topk as reference
 from dsa_bench.harness.case import Case
 
-# sequences, their length, index heads, di, selected keys: V3.2's, a long one, and a small model's
+# sequences, tokens per sequence, index heads, channels per head, selected keys: three shapes with V3.2's heads, and one
+# of a small model
 SHAPES = [(4, 2048, 64, 128, 512), (1, 16384, 64, 128, 2048), (16, 2048, 64, 128, 512), (8, 2048, 8, 128, 128)]
 
 
 def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     tokens = batch * length
-    # Small integers: scores are exact, so the indices must be equal.
+    # Small integers, and weights that are multiples of 1/8: scores are exact, so our indices and the formula's must be
+    # equal.
     q, k = (torch.randint(-1, 2, shape, device="cuda").bfloat16() for shape in ((tokens, heads, dim), (tokens, dim)))
     w = torch.randint(-4, 5, (tokens, heads), device="cuda") / 8
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
     arguments = q, k, w, top_k, bounds, bounds, length, length
     calls, flops = {"dsa": [partial(dsa.indexer_topk, *arguments)]}, tokens * (length + 1) * heads * dim
-    if heads * length <= 64 * 2048:  # the formula's scores of all heads would not fit in memory otherwise
+    if heads * length <= 64 * 2048:  # above this, the formula's scores of all heads would not fit in memory
         calls["formula"] = [partial(reference.indexer_topk, *arguments)]
 
     return Case(

@@ -2,8 +2,8 @@
 attention (FA2), which does a part of this work.
 
 Forward, as CUDA graphs: our op computes attention, the loss and the indexer's gradients; FA2 computes its forward pass.
-Backward: our op runs the backward pass of the sum of the losses, or of a weighted sum ("weighted"); FA2 runs its
-backward pass. Ratios are FA2's time / ours.
+Backward: our op runs the backward pass of the sum of the queries' losses, or of a sum with a random weight per query
+("weighted"); FA2 runs its backward pass. Ratios are FA2's time / ours.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from dsa.ops.training._packed_attention import flash_backward
 from dsa_bench.harness.case import Call, Case, bf16, f32
 
 SEQUENCE = 2048
-# heads, key heads, d, dv, index heads, di: the public operator's shape, MHA with 16 and with 128 heads, V3.2's heads
+# heads, key heads, d, dv, index heads, channels per index head (di): MQA, MHA with 16 and with 128 heads, V3.2's heads
 MODELS = [
     (64, 1, 128, 128, 64, 64),
     (16, 16, 128, 128, 16, 64),
@@ -63,7 +63,8 @@ class _Inputs:
         return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
-        """Return a ratio: the peak memory of forward and backward without the inputs / the memory of the inputs."""
+        """Return a ratio: the peak memory of our forward and backward pass without the inputs / the memory of the
+        inputs."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -90,7 +91,7 @@ def case(which: str, batch: int, *model: int) -> Case:
         if which != "forward":
             return f"{ms * 1e3 / batch / SEQUENCE:.3f} us a token"
         # Products: the scores of all heads twice (for the attention and for the loss), the heads' outputs, the
-        # indexer's scores, and two products with their gradient dI.
+        # indexer's scores I, and the products of the gradient dI with the index keys and with the index queries.
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 

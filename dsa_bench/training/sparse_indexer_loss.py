@@ -1,5 +1,5 @@
-"""The loss of the indexer's sparse stage, and its gradients. No peer publishes times, so the yardstick is the forward
-attention to the same keys."""
+"""The loss of the indexer's sparse stage, and its gradients. No library publishes times of it, so the yardstick is our
+forward attention to the same keys."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import dsa
 from dsa.ops.training import sparse_indexer_loss as op
 from dsa_bench.harness.case import Case, bf16, bf16_gemm, f32, flop_rate, selected_keys
 
-# pass, keys, d, heads, selected keys: V3.2's and V4's
+# pass, keys, d, heads, selected keys: V3.2's, V4-Flash's, GLM-5's and V4-Pro's attention
 SHAPES = [
     (which, keys, *shape)
     for shape in ((576, 128, 2048), (512, 64, 512), (576, 64, 2048), (512, 128, 1024))

@@ -11,7 +11,7 @@ from dsa.ops.training.sparse_mla_attention import gradients
 from dsa_bench.harness.case import Case, agree, bf16, bf16_gemm, flop_rate, selected_keys
 from dsa_bench.peers import cudnn
 
-# d, heads, selected keys, deterministic
+# d, heads, selected keys, deterministic: V3.2's, GLM-5's, V4-Flash's, V4-Pro's and again V3.2's attention
 SHAPES = [
     (576, 128, 2048, False),
     (576, 64, 2048, False),
