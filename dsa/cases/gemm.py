@@ -129,8 +129,8 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Make arguments of `scatter_cast_to_fp8`, in which every row of the result gets one token; by default three
-    tokens."""
+    """Make arguments of `scatter_cast_to_fp8` for `tokens` tokens that go to k rows each, in random order. Every row of
+    the result gets exactly one token. tokens = 0: three tokens that go to two fixed rows each; `k` has no effect."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:

@@ -361,7 +361,8 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def decoding_with_the_plan(given: Given, place: Any) -> Kept:
-    """Keep decoding's results for the valid lengths: a plan for wrong lengths must not change them."""
+    """Return a function that decodes with a call's plan, but with the valid lengths. If the call's lengths were wrong,
+    its plan must still give the same results, up to rounding."""
     new, lengths = Maker(given["cache_seqlens"].device.type), given["cache_seqlens"]
     q, cache = new.f32(len(lengths), 1, 8, 576).to(FP16), new.f32(30, 16, 1, 576).to(FP16)
     table = new.below(30, len(lengths), 19)

@@ -140,7 +140,8 @@ def experts_outputs(
 
 
 def summed(a: Given) -> torch.Tensor:
-    """Return the sum in float64 without rounding; `combine_experts` rounds once, or twice with a residual."""
+    """Return the sum in float64; `combine_experts` sums in fp32 and rounds to y's dtype once, or twice with a
+    residual."""
     y, rows, shared, residual = (a[name] for name in ("y", "rows", "shared", "residual"))
     there = (rows >= 0) & (rows < len(y))
     found = torch.nn.functional.pad(y, (0, 0, 0, 1))[rows.where(there, len(y)).long()].double()

@@ -93,7 +93,9 @@ class Word:
         self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})
 
     def known(self, sizes: Sizes) -> tuple[str, ...]:
-        """Return the bound names that determine the word's size, or () if one of its names is not bound."""
+        """Return the keys of `sizes` that determine the word's size: the word as text if it is bound itself ("R/2"),
+        otherwise its names. Return () for a number, and for a word that is not bound if one of its names is not
+        either."""
         if self.text in sizes:
             return (self.text,)
         return self.names if all(name in sizes for name in self.names) else ()

@@ -86,8 +86,11 @@ class Slots(NamedTuple):
             return cls(experts * MOST_MASKED + slots, slots, sizes.int())
 
     def spread(self, q: torch.Tensor, scale: torch.Tensor, experts: torch.Tensor) -> Scaled:
-        """Copy FP8 values q [T, k, channels], or [T, 1, channels] if all experts of a token get the same row, and their
-        scales to the rows of `experts` [T, k]. The returned scales are column-major."""
+        """Return (values [E, MOST_MASKED, channels], scales), the operand of the masked product. It contains each
+        token's FP8 values q and their scales, copied to the token's row of each of its experts.
+
+        q is [T, k, channels], or [T, 1, channels] if all experts of a token get the same values. experts [T, k]: each
+        token's expert ids. The returned scales are column-major. Rows without a token are not written."""
         count = len(self.sizes)
         rows = torch.empty(count * MOST_MASKED, q.shape[-1], dtype=q.dtype, device=q.device)
         rows.view(torch.int64)[self.places] = q.view(torch.int64)  # eight values at a time

@@ -97,7 +97,10 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     }
     for name, shapes in plan.classes.items():
         cases = [module.case(*shape) for shape in shapes.shapes]
-        registers = {c: max(compiled[*arguments, c] for arguments in shapes.shapes.values()) for c in candidates[name]}
+        registers = {
+            c: max((compiled[*arguments, c] for arguments in shapes.shapes.values()), key=_worse)
+            for c in candidates[name]
+        }
         trials = _try_all(op, arch, name, registers, cases)
         trials.sort(key=lambda trial: trial.score)
         print_trials(name, [case.name for case in cases], trials)
@@ -129,6 +132,11 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
         return "-"
     except Exception as error:  # a candidate's error must not end the search
         return f"fails: {str(error).strip().splitlines()[-1][:80]}"
+
+
+def _worse(outcome: str) -> tuple[bool, int, str]:
+    """Return the sort key of a text of `_compile`: failures last, before them the largest number of registers."""
+    return outcome.startswith("fails"), len(outcome), outcome
 
 
 def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:

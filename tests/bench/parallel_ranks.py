@@ -13,10 +13,11 @@ from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench import small_stacks
 
-# PROMPTS is {tokens: repeats}. Passes of at least SHARED_ROWS tokens divide their rows among the ranks; in shorter
-# passes every rank has all rows. So the rows of the prompt of 66 tokens are divided, those of the prompt of 40 tokens
-# are not. The prompt of 90 tokens runs only once, in passes of 70 (CHUNK) and 20 tokens. In production, SHARED_ROWS is
-# 256. Here it is 64, because a CPU needs three times as long for a pass over four times as many tokens.
+# PROMPTS is {tokens: repeats}; 0 repeats: one run without a warm-up. Passes of at least SHARED_ROWS tokens divide their
+# rows among the ranks; in shorter passes every rank has all rows. So the rows of the prompt of 66 tokens are divided,
+# those of the prompt of 40 tokens are not. The prompt of 90 tokens runs in passes of 70 (CHUNK) and 20 tokens. In
+# production, SHARED_ROWS is 256. Here it is 64, so that short prompts reach it: prompts four times as long take three
+# times as long on a CPU.
 SHARED_ROWS = 64
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]

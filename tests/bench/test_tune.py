@@ -198,6 +198,11 @@ def test_the_tuner_reports_a_class_without_a_correct_configuration(gpu, monkeypa
         tune.tune(OP)
 
 
+def test_of_several_shapes_a_failure_or_the_most_registers_counts():
+    assert max(["96", "128", "-"], key=tune._worse) == "128"
+    assert max(["fails: no", "128"], key=tune._worse) == "fails: no"
+
+
 def test_compiling_a_candidate_gives_its_registers_or_the_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
     registers = tune._compile(indexer_cache_sm90.compile_indexer_cache, (32, "int32", True))

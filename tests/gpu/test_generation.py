@@ -208,8 +208,8 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
     """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
-    So at the first token that differs, the CPU's logit of the CPU's token may exceed the CPU's logit of the GPU's token
-    by less than NEAR_TIE."""
+    So where the CPU and the GPU first choose different tokens, the CPU's logits of these two tokens must differ by less
+    than NEAR_TIE."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []

@@ -276,8 +276,8 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     ctas).
 
     M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4, and at most 64 with
-    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes. ctas: most CTAs, one per SM;
-    split-K launches one cluster per work tile instead.
+    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes. ctas: upper limit
+    on the number of CTAs; callers pass the number of SMs. Split-K ignores it and launches one cluster per work tile.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())

@@ -234,8 +234,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def tile_of_split(self, split):
-        """Return the index in the sequence of a split's first key tile. The split is clipped, because a wrong schedule
-        can contain any number and the result must fit an int32."""
+        """Return the index of a split's first key tile, counted from the start of the sequence. The number `split` is
+        clipped, because a wrong schedule can contain any number and the result must fit an int32."""
         return cutlass.max(cutlass.min(split, NO_KEY // SCHEDULE_SPLIT), 0) * (SCHEDULE_SPLIT // TILE)
 
     @cute.jit

@@ -268,9 +268,10 @@ class Fp8KvScores(SwapAbAttention):
                 scale = scales[r][group]
             else:
                 place = keys + self.kv.scales + (warp * 16 + 8 * r + spread_key(lane >> 2)) * 8 + group
-                # Byte 0 means 2^-127 but gives 0 here. The keys have 448 such channels of at most 448, so this drops at
-                # most 2^-109 of the largest |q|, which does not show in a logit. Byte 255 means NaN but gives infinity
-                # here; `share_scales` sets such a key to NaN.
+                # Scale byte 0 means 2^-127, but the shift gives 0. A key has 448 e4m3 channels, and an e4m3 value is at
+                # most 448. So a score loses at most 448 * 448 * 2^-127 < 2^-109 times the largest |q|, which does not
+                # show in a logit. Scale byte 255 means NaN, but the shift gives infinity; `share_scales` makes the
+                # scores of such a key NaN.
                 scale = (load_byte(place) << 23).bitcast(Float32) * power
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2

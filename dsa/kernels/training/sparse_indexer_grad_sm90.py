@@ -401,11 +401,12 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Within 8 channels, channel 4 e + n goes to column 2 n + e, whose sums the quad's lane n has.
+                        # Of 8 channels, channels n and n + 4 go to columns 2 n and 2 n + 1, whose sums the quad's lane
+                        # n has.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Within 16 channels, channel 4 n + 2 h + e goes to column 8 h + 2 n + e, whose sums the quad's
-                        # lane n has.
+                        # Of 16 channels, channels 4 n + 2 h and 4 n + 2 h + 1 go to columns 8 h + 2 n and
+                        # 8 h + 2 n + 1, whose sums the quad's lane n has.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 

@@ -1,4 +1,5 @@
-"""`topk_indices` on the CPU: any rows, with hypothesis, the kernel's arguments, and outputs in a wider buffer."""
+"""`topk_indices` on the CPU: results for any rows (with hypothesis), the arguments that the op passes to its kernel,
+and results written into a part of a buffer."""
 
 import math
 
