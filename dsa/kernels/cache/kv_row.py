@@ -1,5 +1,5 @@
-"""A row of the paged MLA cache, which has one token: the layout of the row's parts in a page, and in the registers of a
-warp.
+"""Rows of the paged MLA cache. A row contains one token. This file defines the layout of a row's parts in a page, and
+in the registers of a warp.
 
 A row has N channels (512 or 448) without RoPE, followed by the 64 channels that RoPE rotates. A warp holds a row in
 registers. The N channels are processed in steps of 32 V channels: in each step a lane holds V consecutive channels,

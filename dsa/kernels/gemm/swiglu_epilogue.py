@@ -31,8 +31,8 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
     the same bits.
 
     The formula is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The relative error is at most
-    2^-20, or the absolute error is at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
-    whose reciprocal is 0.
+    2^-20, or the absolute error is at most 1e-36 * max(|up|, 1). The absolute bound is for large negative gates: below
+    -88, exp(-gate) overflows to infinity, whose reciprocal is 0.
 
     limit  if not None, gate is first clamped to at most limit, and up to [-limit, limit]; NaN stays NaN
     """

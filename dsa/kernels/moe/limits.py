@@ -12,4 +12,4 @@ MAX_SORT_ENTRIES, MAX_SORT_EXPERTS = 2**31 - 2**9, 2**31 - 2
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
 CHANNEL_MULTIPLE = 8
 COMBINE_CTA_BYTES = 2048  # bytes of a token's channels per CTA
-MAX_COMBINE_ROWS = 2**31 - 1  # most rows of the experts' results, and most CTAs
+MAX_COMBINE_ROWS = 2**31 - 1  # limit on the rows of the experts' results, and on the CTAs
