@@ -81,8 +81,8 @@ def shared_by_shuffles(own: Float32) -> cute.Tensor:
 @cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
     """Return given * y + sum_j weights[j] X_j in fp32, for `width` consecutive channels of a token. y [width]; streams
-    [width, 4 or more]: X_j is column j, j < 4. given, weights: the token's element of post and column of comb for the
-    new stream."""
+    [width, 4 or more]: X_j is column j, j < 4. given: the token's element of post for the new stream. weights: the
+    token's column of comb for the new stream."""
     acc = cute.make_rmem_tensor((cute.size(y),), Float32)
     for i in cutlass.range_constexpr(cute.size(y)):
         acc[i] = given * y[i].to(Float32)

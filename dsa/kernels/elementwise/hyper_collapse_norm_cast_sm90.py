@@ -1,4 +1,5 @@
-"""The input of a sublayer from hyper-connections: the collapse of the streams, its RMS norm, and the norm's FP8 cast.
+"""Compute the input of a sublayer with hyper-connections: collapse the streams, apply RMSNorm, and cast the result to
+FP8.
 
 Plan
 - A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses

@@ -44,7 +44,7 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
-MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in registers besides x
+MAX_EARLY = 4  # with up to this many vectors per thread, x and the weights both fit in registers
 
 
 @dataclass(frozen=True)

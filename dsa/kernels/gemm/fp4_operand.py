@@ -113,9 +113,8 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """Return the index at which word number `word` (four channels) of a row of activations is stored. The activations
-    are the other operand. If all words are stored in this way, their channels are in the order in which lanes have the
-    widened channels."""
+    """Return the index at which word number `word` (four channels) of a row of activations is stored. Stored in this
+    way, the activations have the same order of channels as the widened weights in the lanes."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 

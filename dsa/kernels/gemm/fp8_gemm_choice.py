@@ -84,10 +84,10 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time exceeds
-    that of the models' tile by more than half, both with LAUNCH. It skips tiles of the small-M kernel for more than
-    MAX_ROWS rows and those that `can_run` refuses. It skips tiles of the other kernel with at least 2 * max(`rows`, 64)
-    rows."""
+    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time is more
+    than 1.5 times that of the models' tile, both with LAUNCH. It skips a tile of the small-M kernel if `rows` exceeds
+    MAX_ROWS or if `can_run` refuses the tile. It skips a tile of the other kernel if the tile has at least 2 *
+    max(`rows`, 64) rows."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

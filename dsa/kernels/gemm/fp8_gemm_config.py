@@ -88,8 +88,8 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# For one matrix. They have more widths than CONFIGS, because each width gives another number of work tiles, and one
-# width can occupy SMs that the other widths leave idle.
+# Configurations for one matrix. They have more widths than CONFIGS, because each width gives another number of work
+# tiles, and one width can occupy SMs that the other widths leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -100,7 +100,7 @@ ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(2, 1, 96, 6, 2),
     *CONFIGS[3:],
 )
-# For SwiGLU. Half of the columns belong to gate and half to up.
+# Configurations for SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
 # Configurations for kernels that gather the rows of a, without SwiGLU. Their producer threads have enough registers for
 # the indices of the rows that they gather.

@@ -7,8 +7,8 @@ Plan
   64 rows. In fp8_gemm_sm90.py the rows of a are M, at least 64. So for a single row, which needs a tile of 8 rows, this
   kernel multiplies an eighth as much as that kernel. The order of a sum is the same in both kernels, so the bits are
   equal.
-- Work tiles have 64 columns. With one matrix, tiles of 32 columns are used where they occupy more SMs; half of the M
-  rows of their wgmma are unused. If there are more rows than one tile has, the tiles with the same columns are
+- Most work tiles have 64 columns. With one matrix, tiles of 32 columns are used where they occupy more SMs; half of the
+  M rows of their wgmma are unused. If there are more rows than one tile has, the tiles with the same columns are
   consecutive, so that b is read from memory once. The time of a block of channels grows with the rows of the tile. The
   tile is chosen by fp8_gemm_choice.py for one matrix, and by fp8_gemm_few_rows_config.py for several.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough

@@ -16,9 +16,9 @@ Plan
   its scales, and all four producer warps gather a and its scales by cp.async, 16 bytes per lane; otherwise three
   producer warps do nothing. A consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves; if
   A/B are swapped, it computes 64 columns of the work tile, or with SwiGLU 64 columns of gate and 64 of up.
-- Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
-  Scales are loaded for four blocks at a time, with every fourth block: four scales of a row are 16 contiguous bytes,
-  while a load of a single scale would use only an eighth of a 32-byte sector.
+- Pipeline: a ring of STAGES stages; a stage is a block of 128 channels of a and of b. The ring continues across work
+  tiles. Scales are loaded for four blocks at a time, with every fourth block: four scales of a row are 16 contiguous
+  bytes, while a load of a single scale would use only an eighth of a 32-byte sector.
 - Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32.
   Meanwhile the other consumer warpgroup, if there is one, uses the tensor cores. The tensor cores' accumulation keeps
   about 14 bits, so it is limited to 128 channels.
@@ -31,8 +31,8 @@ Plan
   the tile's columns are a multiple of 64, and a warp has shared memory for all results that it computes in a tile, TMA
   stores them while the next work tile is multiplied. Otherwise the warps store them: for 256 x 128, the stages leave
   too little shared memory.
-- Scheduler: static persistent; dynamic for several matrices with many rows, whose work tiles take different times
-  (grouped_tiles.py), unless the kernel gathers rows.
+- Scheduler: static persistent, or dynamic for several matrices with many rows, because their work tiles take different
+  times (grouped_tiles.py). Kernels that gather rows are always static.
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp CHUNKS x 2 KiB of results;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes of operands. Names in capitals are fields of Fp8GemmConfig.
 Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 48 to 96 accumulators; 24 per producer

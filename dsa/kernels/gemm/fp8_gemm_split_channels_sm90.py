@@ -1,6 +1,6 @@
-"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels. With
-blocks g of 128 channels:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
+"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels.
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g],
+where block g is 128 channels.
 
 Plan
 - A matrix with few columns has fewer work tiles than there are SMs. So a cluster of C CTAs computes each work tile of

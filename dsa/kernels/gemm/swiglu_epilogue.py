@@ -172,7 +172,7 @@ class SwigluEpilogue:
 
 @cute.jit
 def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
-    """Store two numbers, rounded to e4m3, to one byte of shared memory each."""
+    """Round two numbers to e4m3, and store each of them to a byte of shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
         "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",
