@@ -345,7 +345,7 @@ class Fp8Fp4GemmSmallMSm90:
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
                 own = rows[own]
-            # Clamp the index, so that no value in `rows` causes a read outside a.
+            # Clamp the index, so that no value in `rows` causes a read outside `a`.
             own = cutlass.max(cutlass.min(own, sources - 1), 0)
             own_scales = a_scale[own, None].iterator.toint()
             for group in cutlass.range(a_scale.shape[1] // BLOCKS, unroll=1):
@@ -517,7 +517,7 @@ class Fp8Fp4GemmSmallMSm90:
 
 @cached
 def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
-    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if every row m of the product uses row m of a, b
+    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if every row m of the product uses row m of `a`, b
     [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
     weights [M] fp32, or [0] for none, out [M, N] out_dtype, ctas).
 

@@ -102,18 +102,18 @@ ONE_MATRIX_CONFIGS = (
 )
 # Configurations for SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
-# Configurations for kernels that gather the rows of a, without SwiGLU. Their producer threads have enough registers for
-# the indices of the rows that they gather.
+# Configurations for kernels that gather the rows of `a`, without SwiGLU. Their producer threads have enough registers
+# for the indices of the rows that they gather.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# Up to this many expected rows of the result, the kernel gathers the rows of a itself. For more rows the op copies them
-# before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
+# Up to this many expected rows of the result, the kernel itself gathers the rows of `a`. For more rows the op copies
+# them before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
 GATHERED_ROWS = 4096
 # Configurations for a dynamic scheduler, without SwiGLU.
 DYNAMIC_CONFIGS = CONFIGS[3:]
 # With a dynamic scheduler, these configurations and the last of SWIGLU_CONFIGS swap A/B for work tiles with up to
 # SWAP_AB_ROWS rows (swap_ab_tile.py).
 SWAP_AB_CONFIGS = (CONFIGS[3], CONFIGS[5])
-SWAP_AB_COUNTS = (16, 32)  # with swapped operands: rows of a per wgmma (its N)
+SWAP_AB_COUNTS = (16, 32)  # with swapped operands: rows of `a` per wgmma (its N)
 SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # upper limit on the rows of a work tile with swapped operands
 # The cost model in cycles, measured on an H200. TMA_STORE_CLOCKS, STORE_CLOCKS: overhead of a work tile if TMA stores
 # its results, and if warps store them. BLOCK_CLOCKS: overhead of a block of channels.
@@ -249,9 +249,9 @@ def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
     """Return the modelled cycles of a block of 128 channels of a work tile with `rows` rows, without overhead: the
     largest of three times. (1) The tensor cores plus the multiply-adds, which compete for the registers. (2) Shared
-    memory, which moves 128 bytes per cycle: each wgmma reads 64 rows of a and all columns of b, and before that a and b
-    are written; writing b takes `b_moves` cycles. (3) One warpgroup alone, which multiplies and then waits `latency`
-    cycles per `config.together` blocks."""
+    memory, which moves 128 bytes per cycle: each wgmma reads 64 rows of `a` and all columns of `b`, and before that `a`
+    and `b` are written; writing `b` takes `b_moves` cycles. (3) One warpgroup alone, which multiplies and then waits
+    `latency` cycles per `config.together` blocks."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + b_moves

@@ -12,8 +12,8 @@ Plan
   (swap_ab_tile.py). A kernel that can swap A/B loads a box (64 rows of `a`) only if at least one of the rows belongs to
   the matrix.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. The first producer warp finds the work tiles,
-  passes them to the warps that work on them, and loads by TMA. If `rows` selects the rows of a, TMA loads only b and
-  its scales, and all four producer warps gather a and its scales by cp.async, 16 bytes per lane; otherwise three
+  passes them to the warps that work on them, and loads by TMA. If `rows` selects the rows of `a`, TMA loads only `b`
+  and its scales, and all four producer warps gather `a` and its scales by cp.async, 16 bytes per lane; otherwise three
   producer warps do nothing. A consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves; if
   A/B are swapped, it computes 64 columns of the work tile, or with SwiGLU 64 columns of gate and 64 of up.
 - Pipeline: a ring of STAGES stages; a stage is a block of 128 channels of a and of b. The ring continues across work
@@ -80,16 +80,16 @@ from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
-# Number of scale blocks of b that a work tile loads: the block of its first column and the block after it. With SwiGLU,
-# they are the block of gate and the block of up.
+# Number of scale blocks of b that a work tile loads: the block of the tile's first column and the block after it. With
+# SwiGLU, they are the block of gate and the block of up.
 SCALE_BLOCKS = 2
-LOADING_REGISTERS = 240, 24  # per consumer and per producer thread, if TMA loads a
+LOADING_REGISTERS = 240, 24  # per consumer and per producer thread, if TMA loads `a`
 VECTORS = GROUP // 16  # lanes that gather one block of a row
 BOX_ROWS = 64  # rows of `a` per TMA load (a box), in kernels that skip boxes without rows of the matrix
 
 
 class Fp8GemmSm90:
-    """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of a.
+    """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of `a`.
     swap_ab: work tiles with up to SWAP_AB_ROWS rows swap A/B."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Fp8GemmSm90:
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
-        # Rows of a per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
+        # Rows of `a` per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
         # loaded.
         self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
@@ -261,9 +261,9 @@ class Fp8GemmSm90:
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            # If TMA loads a, this warp finds the next tile after the first group of SCALES blocks. If this warp also
-            # gathers rows of a, it lacks the registers to keep the next tile during the mainloop, so it finds that tile
-            # after the last group.
+            # If TMA loads `a`, this warp finds the next tile after the first group of SCALES blocks. If this warp also
+            # gathers rows of `a`, it lacks the registers to keep the next tile during the mainloop, so it finds that
+            # tile after the last group.
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -336,15 +336,15 @@ class Fp8GemmSm90:
             source = Int32(-1)
             if row < info.end:
                 source = rows[row]
-                # An index past the last row of a means no row, as a negative index does.
+                # An index past the last row of `a` means no row, as a negative index does.
                 source = source if source < a.shape[0] else Int32(-1)
             found.append(source)
         return found
 
     @cute.jit
     def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
-        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy one row's scales of
-        the SCALES blocks of group `group` to slot `slot`."""
+        """Copy this thread's part of a block of channels of `a` to a stage. With `scales`, also copy one row's scales
+        of the SCALES blocks of group `group` to slot `slot`."""
         a, a_scale, _, thread = gather
         vector, first = thread % VECTORS, thread // VECTORS
         channel = block * GROUP + vector * 16
@@ -465,7 +465,7 @@ class Fp8GemmSm90:
         # used in another branch. So each call makes an object.
         mma = tiled_mma(self.groups, 64, self.width)
         together = self.config.together
-        # For each product: (its wave of rows of a, its part of b).
+        # For each product: (its wave of rows of `a`, its part of `b`).
         pairs = [(i // self.parts, i % self.parts) for i in range(products)]
         of_rows, of_columns = None, None
         for first in cutlass.range_constexpr(0, SCALES, together):

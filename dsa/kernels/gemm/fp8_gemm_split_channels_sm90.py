@@ -1,4 +1,4 @@
-"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels.
+"""Split-K product of a few rows with a narrow block-scaled FP8 matrix; a cluster of CTAs splits the channels:
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g],
 where block g is 128 channels.
 
