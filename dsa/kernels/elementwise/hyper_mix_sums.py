@@ -86,7 +86,7 @@ def multiply_add(
 
 @cute.jit
 def sum_of_group(slices: cute.Tensor, pair: Int32):
-    """Add the slices of pair `pair`: the slices of each half in order, then the halves. slices: [2, pairs,
+    """Add up the slices of pair `pair`: first the slices of each half in order, then the two halves. slices: [2, pairs,
     GROUP_SLICES]. -> the pair's two sums for the CTA's group."""
     values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
     for i in cutlass.range_constexpr(GROUP_SLICES):

@@ -517,8 +517,8 @@ class Fp8Fp4GemmSmallMSm90:
 
 @cached
 def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
-    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if every row m of the product uses row m of `a`, b
-    [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
+    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if every row m of the product uses row m of `a`,
+    b [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
     weights [M] fp32, or [0] for none, out [M, N] out_dtype, ctas).
 
     E up to 1024, A and M up to 2^27; E, A, M, N, K > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a

@@ -493,7 +493,8 @@ class Fp8GemmSm90:
                     cute.nvgpu.warpgroup.wait_group(together - 1 - i)
                     if const_expr(product == products - 1):
                         if const_expr(first + i == 0):
-                            # All lanes must have read the scales, because releasing this stage also frees their slot.
+                            # All lanes must have read the scales, because releasing this stage also frees the slot of
+                            # the scales.
                             cute.arch.sync_warp()
                         pipeline.consumer_release(states[i])
                     half_piece = self.piece // 2

@@ -67,7 +67,8 @@ def swap_ab_blocks(
                 cute.nvgpu.warpgroup.wait_group(len(sums) - 1 - part)
                 if const_expr(part == len(sums) - 1):
                     if const_expr(i == 0):
-                        # All lanes must have read the scales, because releasing this stage also frees their slot.
+                        # All lanes must have read the scales, because releasing this stage also frees the slot of the
+                        # scales.
                         cute.arch.sync_warp()
                     pipeline.consumer_release(state)
                 add_scaled(sums[part], acc[part], [row[i] * of_parts[part][i] for row in of_rows])
