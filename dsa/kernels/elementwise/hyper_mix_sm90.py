@@ -104,9 +104,8 @@ class HyperMixSm90:
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
         v_layout = k_major_layout(BFloat16, self.rows, BLOCK, self.stages)
-        # The DSL has no shared-memory layout for 72 rows. A composed layout of 72 rows works for one stage, but the DSL
-        # aborts if a composed layout with several stages is sliced. So make a plain layout of one stage here, and the
-        # swizzled layout from it.
+        # The DSL has no shared-memory layout for 72 rows. It also aborts if a composed layout of 72 rows and several
+        # stages is sliced. So make a plain layout of one stage here, and the swizzled layout from it.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
         v_atom, v_tma = tile_load(streams, v_layout, (self.rows, BLOCK))
