@@ -54,7 +54,7 @@ from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = 4  # per thread
-SQUARES = 8  # most sums of squares per entry: one per warp, or in a cluster one per CTA
+SQUARES = 8  # upper limit on the sums of squares per entry: one per warp, or in a cluster one per CTA
 KEPT_AT_ONCE = 2  # vectors of each operand that a thread loads together and then stores to the state
 MAX_POSITIONS = 2**31 - 512  # per sequence, so that positions up to two blocks past the last still fit an int32
 MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences could have more
@@ -272,7 +272,7 @@ class WriteCompressedKvSm90:
         begin at row `low` of kv and at position `start` of the sequence. buffer: 0 for the first entry that a CTA
         computes, then alternately 1 and 0."""
         group, own = tid // self.row_threads, tid % self.row_threads
-        at = rank * self.row_threads + own  # index in the entry of this thread's vector of CHANNELS channels
+        at = rank * self.row_threads + own  # index of this thread's vector (CHANNELS channels) in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
         gain = cute.make_rmem_tensor((CHANNELS,), Float32)
         angle = cute.make_rmem_tensor((CHANNELS // 2, 2), Float32)

@@ -3,8 +3,8 @@ quantisation).
 
 Plan
 - One warp per token. A row stays in registers from the loads to the stores (float rows in rounds of 128 vectors).
-  kv_row.py says which channels a lane has. All loads of rows are contiguous over the warp. Only loads from a slot of
-  the cache wait for another load, that of the slot.
+  kv_row.py says which channels a lane has. All loads of rows are contiguous over the warp. Only loads from the cache
+  wait for another load: the load of the slot's index.
 - FP8 rows: a shuffle tree computes the amax of the channels that share a scale. Rounding is done as in the PyTorch
   references (dsa/reference), so the bits are equal.
 - RMSNorm needs one shuffle tree. RoPE on interleaved pairs stays within a lane. For RoPE on halves (pairs of channels

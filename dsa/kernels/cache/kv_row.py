@@ -1,5 +1,5 @@
-"""A row of the paged MLA cache, which has one token: the layout of the row's parts in a page, and in the registers of a
-warp.
+"""Rows of the paged MLA cache. A row contains one token. This file defines the layout of a row's parts in a page, and
+in the registers of a warp.
 
 A row has N channels (512 or 448) without RoPE, followed by the 64 channels that RoPE rotates. A warp holds a row in
 registers. The N channels are processed in steps of 32 V channels: in each step a lane holds V consecutive channels,
@@ -21,9 +21,9 @@ from dsa.kernels.cache.limits import ROPE_CHANNELS
 
 @cute.jit
 def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, divisor: cute.FastDivmodDivisorV2):
-    """-> (whether token t's slot is in the cache, the slot's page, its offset in the page). For a slot outside, page
-    and offset are those of slot 0. cache [pages, P, ...]; slots is [tokens] int32, or [2 * tokens] int32 that are the
-    words of int64 slots."""
+    """-> (whether token t's slot is in the cache, the slot's page, its offset in the page). For a slot outside the
+    cache, page and offset are those of slot 0. cache [pages, P, ...]; slots is [tokens] int32, or [2 * tokens] int32
+    that are the words of int64 slots."""
     wide = slots.shape[0] != tokens
     at = 2 * t if wide else t
     low = slots[at]
@@ -77,8 +77,8 @@ class Fp8Row(WarpRow):
     """A row of an FP8 layout, V3.2 ("v32") or V4 ("v4"): `nope` channels in e4m3, with a scale per 128 (V3.2) or 64
     (V4) channels, and the 64 RoPE channels in bf16.
 
-    V3.2: a row has 656 bytes: values, 4 fp32 scales, RoPE channels. V4: a row has 576 bytes: values, RoPE channels.
-    After all rows of a page follow 8 bytes per row of the page: 7 ue8m0 scales and a zero.
+    V3.2: a row has 656 bytes: values, 4 fp32 scales, RoPE channels. V4: a row has 576 bytes: values, RoPE channels. The
+    scales of a page come after all its rows, 8 bytes per row: 7 ue8m0 scales and a zero.
     """
 
     def __init__(self, layout: str, vector: int):

@@ -3,17 +3,17 @@
 slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r = (position of token t in sequence b) //
 ratio. So `ratio` tokens share a cache row. The last of these tokens gets the row's slot, and the others get -1. If the
 pages are a ring buffer, the column of block_table is (r // page_size) modulo the number of columns, and only the
-sequence's last rows get slots, as many as the pages can contain. The slot is -1 if no sequence contains the token, or
-if block_table has no such column or a negative page there.
+sequence's last rows, as many as the pages can contain, get slots. The slot is -1 if no sequence contains the token, if
+block_table does not have the token's column, or if the page in this column is negative.
 
 Plan
 - One thread per token. The thread searches cu_seqlens, the boundaries of the sequences, for the token's sequence. The
-  lanes of a warp mostly load one address at a time, and loads hit L1.
+  lanes of a warp mostly load the same address, and loads hit L1.
 - With more than AT_ONCE sequences, the threads of a CTA first check together that the boundaries ascend. If they do,
   each thread finds its sequence by binary search. Otherwise each thread compares its token with all boundaries, because
   with a single wrong boundary a binary search would give wrong results for tokens of other sequences, too.
-- Positions are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A position that has a
-  slot fits in int32. Slots are int64.
+- Positions are computed in 64 bits, so that they do not overflow, whatever cu_seqlens and cache_seqlens contain. A
+  position that has a slot fits in int32. Slots are int64.
 Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows per page
 and tokens per row.
 Launch: programmatic dependent launch.
@@ -146,7 +146,7 @@ class SlotMappingSm90:
             for i in cutlass.range_constexpr(AT_ONCE):
                 ends[i] = starts[cutlass.min(first + i + 1, count)]
             for i in cutlass.range_constexpr(AT_ONCE):
-                # Past the last sequence the last boundary was read again, so these sequences are empty.
+                # An index past the last sequence reads the last boundary again, so it stands for an empty sequence.
                 better = low <= t and t < ends[i] and low >= begins
                 own, begins = first + i if better else own, low if better else begins
                 low = ends[i]

@@ -1,10 +1,11 @@
 """Arithmetic shared by the hyper-connection kernels, so that all of them give the same bits.
 
-Sinkhorn normalisation of a 4 x 4 matrix A here leaves A unchanged and updates two vectors of factors: comb_ij = r_i
-A_ij c_j. The sum of row i is r_i (A c)_i. A step updates the four factors r or the four factors c. Per factor, a step
-costs five multiply-adds, a product and a reciprocal. That is less than dividing 16 numbers, and the rounding errors of
-the steps do not add up. `_balance` interleaves the four sums of a step. If the code computed them one after the other,
-the compiler would keep that order, and a step would take twice as long.
+Here, Sinkhorn normalisation of a 4 x 4 matrix A leaves A unchanged and updates two vectors of factors: r for the rows
+and c for the columns. The result is comb_ij = r_i A_ij c_j. The sum of row i is r_i (A c)_i. A step updates the four
+factors r or the four factors c. Per factor, a step costs five multiply-adds, a product and a reciprocal. That is less
+than dividing 16 numbers, and the rounding errors of the steps do not add up. `_balance` interleaves the four sums of a
+step. If the code computed them one after the other, the compiler would keep that order, and a step would take twice as
+long.
 """
 
 import cutlass
@@ -80,8 +81,8 @@ def shared_by_shuffles(own: Float32) -> cute.Tensor:
 @cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
     """Return given * y + sum_j weights[j] X_j in fp32, for `width` consecutive channels of a token. y [width]; streams
-    [width, 4 or more]: X_j is column j, j < 4. given, weights: the token's element of post and column of comb for the
-    new stream."""
+    [width, 4 or more]: X_j is column j, j < 4. given: the token's element of post for the new stream. weights: the
+    token's column of comb for the new stream."""
     acc = cute.make_rmem_tensor((cute.size(y),), Float32)
     for i in cutlass.range_constexpr(cute.size(y)):
         acc[i] = given * y[i].to(Float32)
@@ -132,8 +133,9 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 
 @cute.jit
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
-    """Divide the factors of the columns of comb (if `of_columns`) or of the rows (otherwise), in place, by the sum of
-    their column or row plus hc_eps. scales: these factors. across: the factors of the other dimension."""
+    """Divide the factor of each column of comb (if `of_columns`) or of each row (otherwise) by the sum of that column
+    or row plus hc_eps. scales: these factors, which are updated in place. across: the factors of the other
+    dimension."""
     totals = filled((HYPER_STREAMS,), 0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):
         for n in cutlass.range_constexpr(HYPER_STREAMS):

@@ -1,13 +1,14 @@
-"""The input of a sublayer from hyper-connections: the collapse of the streams, its RMS norm, and the norm's FP8 cast.
+"""Compute the input of a sublayer with hyper-connections: collapse the streams, apply RMSNorm, and cast the result to
+FP8.
 
 Plan
 - A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses
   them for the mean square and for x, the collapsed streams. Norm and cast use x, rounded to bf16, from registers. x
   itself is not stored.
 - To get the bits of the separate kernels for collapse and for norm and cast, this kernel adds in their order. The norm
-  assigns vectors to threads as `rms_norm_sm90` does. The mean square is added in the order of `hyper_connections_sm90`,
-  which has `shares` (2 or 4) times as many threads per token. So each thread here computes the sums of `shares` threads
-  of that kernel, one after the other.
+  assigns vectors to threads as `rms_norm_sm90` does. The squares for the mean square are added in the order of
+  `hyper_connections_sm90`, which has `shares` (2 or 4) times as many threads per token. So each thread here computes
+  the sums of `shares` threads of that kernel, one after the other.
 - One extra warp computes post and comb, one token per lane. This warp loads mix, base and scale before the mean square
   is ready. With 20 iterations, Sinkhorn is a chain of 39 dependent steps after the softmax. Each step has four
   independent reciprocals. The chain takes longer than x, norm and cast, which the other warps compute meanwhile.

@@ -3,8 +3,8 @@ output to four new streams.
 
 Plan, collapse
 - A CTA processes one token at a time. Its threads load all four streams into registers, 16 bytes per load, and use them
-  twice: for the mean square, whose sums per warp are added through shared memory, and for the weighted sum. So streams
-  are read once.
+  twice: for the mean square and for the weighted sum. So streams are read once. The warps' sums of squares are added
+  through shared memory.
 - pre has four elements. When the mean square is ready, each lane computes element lane % 4, and the lanes of each warp
   exchange the four elements by shuffles.
 - At the end, the first warp computes post and comb, one token per lane. Sinkhorn's chain of reciprocals has a latency

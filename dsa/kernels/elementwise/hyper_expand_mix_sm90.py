@@ -57,7 +57,7 @@ ROW = TOGETHER * BLOCK + VECTOR  # stride of rows in shared memory, padded so th
 
 
 class HyperExpandMixSm90:
-    """most: the most tokens that the kernel accepts, at most 8."""
+    """most: upper limit on the number of tokens. It is at most 8."""
 
     def __init__(self, most: int):
         self.most, self.at_once = most, min(most, AT_ONCE)

@@ -4,9 +4,9 @@ mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concate
 Plan
 - A tile has `rows` (32, 64, 128 or 256) tokens and all outputs. With tiles of up to 128 tokens, a cluster of 8 CTAs
   computes a tile, and each CTA computes a group, which is 8 of the 64 slices (hyper_mix_sums.py). With tiles of 256
-  tokens, CTAs are persistent and there are no clusters, which would leave some SMs idle. A work unit, which is what a
-  CTA computes at a time, is then half a group of a tile. CTAs write the sums of work units to global memory, and a
-  second kernel adds them.
+  tokens, CTAs are persistent, and there are no clusters, because clusters would leave some SMs idle. A CTA then
+  computes one work unit at a time, which is half a group of a tile. CTAs write the sums of work units to global memory,
+  and a second kernel adds them.
 - Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of fewer than 256
   tokens, several warps have the same tokens and different slices. One producer warp loads by TMA.
 - Pipeline: a ring of stages. A stage is a block of 64 channels of the tile's tokens and of the 72 matrix rows.
@@ -104,8 +104,8 @@ class HyperMixSm90:
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
         v_layout = k_major_layout(BFloat16, self.rows, BLOCK, self.stages)
-        # The DSL has no shared-memory layout for 72 rows, and it aborts if such a composed layout with several stages
-        # is sliced. So make a plain layout here, and the swizzled layout of a single stage from it.
+        # The DSL has no shared-memory layout for 72 rows. It also aborts if a composed layout of 72 rows and several
+        # stages is sliced. So make a plain layout of one stage here, and the swizzled layout from it.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
         v_atom, v_tma = tile_load(streams, v_layout, (self.rows, BLOCK))
@@ -388,7 +388,8 @@ class HyperMixPersistentSm90(HyperMixSm90):
 @cached
 def compile_hyper_mix(rows: int):
     """-> f(streams [T, n D], parts [72, n D] bf16, mix [T, 24] fp32); T > 0, rows of streams and parts at multiples of
-    16 bytes. mix is the result. n D is a multiple of 64 (D too, for the bits of the kernel for few tokens)."""
+    16 bytes. mix is the result. n D is a multiple of 64. D must be one, too, if the result must have the bits of the
+    kernel for few tokens."""
     return compile_sm90(HyperMixSm90(rows), *_operands(), _result(), fake_stream())
 
 

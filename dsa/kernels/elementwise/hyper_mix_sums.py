@@ -8,13 +8,13 @@ instruction. The chain starts from zero. The slice's sum is
   slice = high + (middle + low)
 The sum of HALF_SLICES slices, added in order from zero, is half a group. The sum of two halves is a group. The result
 is the sum of the CTAS groups, added in order from zero. In a cluster each CTA computes one group and sends it to the
-CTAs that own the results. The owners add the groups. A pair is two results of a token, two adjacent mma columns, which
-one lane has. All CTAs own the same number of pairs.
+CTAs that own the results. The owners add the groups. A pair is two results of a token in adjacent mma columns; one lane
+has both. All CTAs own the same number of pairs.
 
-An mma needs two pairs of adjacent channels from each lane. A lane loads 16 bytes of a row, which are four such pairs:
-the first two are for one mma, the last two are for the next mma. The order of channels in an mma does not matter as
-long as it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order `octet_row`,
-in which a quarter-warp reads all banks of shared memory.
+An mma needs two words of a row from each lane; a word is two adjacent channels. A lane loads 16 bytes of a row, which
+are four words: the first two are for one mma, the last two are for the next mma. The order of channels in an mma does
+not matter as long as it is the same for streams and matrix, and both are loaded in this way. Rows are read in the order
+`octet_row`, in which a quarter-warp reads all banks of shared memory.
 """
 
 import cutlass
@@ -36,8 +36,8 @@ HALF_SLICES = GROUP_SLICES // 2
 
 @cute.jit
 def octet_row(i: Int32) -> Int32:
-    """Return which row (or column) of an octet, 8 consecutive tokens (or outputs), is row (or column) i of an mma: 0,
-    4, 1, 5, 2, 6, 3, 7 for i = 0 to 7."""
+    """Return the index in an octet of the token (or output) that row (or column) i of an mma has: 0, 4, 1, 5, 2, 6, 3,
+    7 for i = 0 to 7. An octet is 8 consecutive tokens (or outputs)."""
     return (i >> 1) | ((i & 1) << 2)
 
 
@@ -86,7 +86,7 @@ def multiply_add(
 
 @cute.jit
 def sum_of_group(slices: cute.Tensor, pair: Int32):
-    """Add the slices of pair `pair`: the slices of each half in order, then the halves. slices: [2, pairs,
+    """Add up the slices of pair `pair`: first the slices of each half in order, then the two halves. slices: [2, pairs,
     GROUP_SLICES]. -> the pair's two sums for the CTA's group."""
     values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
     for i in cutlass.range_constexpr(GROUP_SLICES):
@@ -104,12 +104,12 @@ def sum_of_group(slices: cute.Tensor, pair: Int32):
 @cute.jit
 def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token: Int32, first_output: Int32,
                octets: cutlass.Constexpr, tid: Int32, threads: cutlass.Constexpr):  # fmt: skip
-    """Add the groups of the pairs that this CTA owns, and store the results. All `threads` threads call this. rank: the
-    CTA's rank in the cluster.
+    """Add the groups of the pairs that this CTA owns, and store the results. All `threads` threads call this.
 
-    received  [2, owned pairs, CTAS]: the groups
-    octets    octets of outputs in the cluster; a token has 4 pairs per octet. first_token and first_output are those of
-              the cluster's pair 0
+    received                   [2, owned pairs, CTAS]: the groups
+    rank                       the CTA's rank in the cluster
+    first_token, first_output  the token and the first output of the cluster's pair 0
+    octets                     octets of outputs in the cluster; a token has 4 pairs per octet
     """
     owned = received.shape[1]
     for at in cutlass.range(tid, owned, threads, unroll=1):

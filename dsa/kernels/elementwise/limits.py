@@ -14,13 +14,14 @@ MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the 
 # RoPE of rows with D channels, of which R are rotated. A thread processes groups of channels. A group has ROTARY_PAIRS
 # pairs of channels if D and R are multiples of 8 and rows start at multiples of 16 bytes; otherwise it has one pair.
 ROTARY_PAIRS = 4
-MAX_ROTARY_GROUPS = 2**31 - 512  # most groups in all rows together
+MAX_ROTARY_GROUPS = 2**31 - 512  # upper limit on the groups in all rows together
 
 # Hyper-connections.
 HYPER_STREAMS = 4
 # Collapse: (threads per CTA, 16-byte vectors per thread and stream), from the shortest rows to the longest.
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MAX_HYPER_CHANNELS = 2**33 - 2**13  # most tokens x channels: a kernel counts vectors of at least 4 channels in 31 bits
+# Upper limit on tokens x channels: a kernel counts vectors, which have 4 channels or more, in 31 bits.
+MAX_HYPER_CHANNELS = 2**33 - 2**13
 # The projection of the streams.
 # - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens, one variant each.
 # - MIX_ROWS: tokens per cluster of the kernel for more tokens, one variant each. This kernel supports only MIX_OUTPUTS
@@ -39,5 +40,6 @@ MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535
 # Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row of the separate norm kernel,
 # vectors per thread of the separate norm kernel), from the shortest rows to the longest.
 HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
-EXPAND_MIX_TOKENS = (1, 2, 4)  # most tokens, per variant of the kernel that expands streams and projects them
+# The kernel that expands streams and projects them has three variants, for up to 1, 2 and 4 tokens.
+EXPAND_MIX_TOKENS = (1, 2, 4)
 MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and at most 65535 clusters in the grid's y dimension

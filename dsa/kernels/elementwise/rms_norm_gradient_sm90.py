@@ -139,9 +139,9 @@ class RmsNormGradientSm90:
 
 @cached
 def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
-    """-> f(grad, x [A, B, D] dtype, weight [D] fp32 or None, dx [A, B, D], parts [P, D] fp32 or None without a weight,
-    eps, ctas); dx and parts are results. P is the number of rows that `ctas` CTAs process at a time, 0 < A * B < 2^31 -
-    2^20, D a multiple of 8 up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    """-> f(grad, x [A, B, D] dtype, weight [D] fp32 or None, dx [A, B, D], parts [P, D] fp32, or None if weight is
+    None, eps, ctas); dx and parts are results. P is the number of rows that `ctas` CTAs process at a time, 0 < A * B <
+    2^31 - 2^20, D a multiple of 8 up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     outer, inner, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(

@@ -44,20 +44,20 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
-MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in registers besides x
+MAX_EARLY = 4  # with up to this many vectors per thread, x and the weights both fit in registers
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """lanes: threads per row. vectors: the most 16-byte vectors of a row per thread. threads: threads per CTA, a
-    multiple of lanes."""
+    """lanes: threads per row. vectors: number of 16-byte vectors for which a thread has registers. threads: threads per
+    CTA, a multiple of lanes."""
 
     lanes: int
     vectors: int
     threads: int
 
 
-# From the shortest rows to the longest.
+# Sorted by the longest row that a configuration supports, in ascending order.
 CONFIGS = (
     NormConfig(8, 2, 128),
     NormConfig(32, 2, 128),
@@ -91,9 +91,9 @@ class RmsNormSm90:
 
     @cute.jit
     def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
-        """Launch the kernel. x, residual, total (for residual + x), out and q (for out, cast) are [A, B, D]. What an
-        operation does not have is None. With a cast, A is 1 and scale is [B, D / 128]. With RoPE, cos and sin are [A, R
-        / 2]."""
+        """Launch the kernel. x, residual, total (for residual + x), out and q (for out cast to FP8) are [A, B, D].
+        Arguments that an operation does not need are None. With a cast, A is 1 and scale is [B, D / 128]. With RoPE,
+        cos and sin are [A, R / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
@@ -300,7 +300,7 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
 
 
 def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
-    """Return the most channels that a row can have with this configuration."""
+    """Return the number of channels of the longest row that this configuration supports."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 

@@ -2,9 +2,9 @@
 
 Plan
 - A row has D channels, of which R are rotated. A group is 2P channels of a row, where P is 4 or 1. A group of rotated
-  channels is P pairs. If pairs are adjacent channels (interleaved), the group is one vector of 2P channels; if pairs
-  are R / 2 apart (halves), it is two vectors of P channels. A group is in one thread's registers from the load to the
-  store, so a row can be rotated in place.
+  channels is P pairs. If the channels of a pair are adjacent (interleaved), the group is one vector of 2P channels; if
+  the channels of a pair are R / 2 apart (halves), the group is two vectors of P channels. A group is in one thread's
+  registers from the load to the store, so a row can be rotated in place.
 - The row's other channels are copied in groups of the same size. `begin` (the number of groups before the rotated
   groups) and the number of angles determine which groups are rotated. A division with precomputed numbers gives a
   group's row, and offsets have 64 bits.

@@ -1,20 +1,20 @@
 """Conversion of FP4 weights (e2m1) to e4m3 operands of wgmma ("widening"). The result is in registers, as wgmma's
 operand A, or in shared memory.
 
-A byte contains two e2m1 codes; the code of the even channel is in the low nibble. 32 channels of a row, a group, share
-a scale, a power of two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. Let r be
-the ratio of a group's scale to the block scale. An e2m1 number times r is exactly an e4m3 number if the exponent of r
-is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the largest scale of the block's groups.
-`fp4_block_scales` refuses weights with an exponent below -8, unless all numbers of the group are zero. The kernels do
-not check it: such an exponent would select a wrong table.
+A byte contains two e2m1 codes; the code of the even channel is in the low nibble. 32 adjacent channels of a row form a
+group. A group has one scale, a power of two, which is stored as an e8m0 byte. Each block of 128 x 128 has a block
+scale, also a power of two. Let r be the ratio of a group's scale to the block scale. An e2m1 number times r is exactly
+an e4m3 number if the exponent of r is from -8 to 6. The exponent is at most 6, since the block scale is 2^-6 times the
+largest scale of the block's groups. `fp4_block_scales` refuses weights if the exponent of a group is below -8, unless
+all numbers of this group are zero. The kernels do not check it: an exponent below -8 would select a wrong table.
 The eight e2m1 magnitudes, multiplied by r, form a table of eight bytes, and a byte permutation looks up four of them at
 a time. The tables for all exponents together are 128 bytes of shared memory; a table's index is its exponent modulo 16.
 The tables occupy different banks, so reads of different tables do not conflict. Zero is zero in every table, so a group
 of zeros can have any scale.
 
-For an operand in registers, wgmma expects that a lane has, of each 32 channels, the channels 4 q to 4 q + 3 and 16 + 4
-q to 19 + 4 q, where q = lane % 4. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one
-word per matrix. So lane q gets channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in
+Let q = lane % 4. For an operand in registers, wgmma expects in a lane 8 of each 32 channels: channels 4 q to 4 q + 3,
+and channels 16 + 4 q to 19 + 4 q. But eight adjacent channels are one word of FP4, and ldmatrix gives each lane one
+word per matrix. So the lane gets channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in
 the same way: its words, of four channels each, are stored in the order 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The
 tensor cores align all 32 products of an instruction and add them at once, so the sum has the same bits as in the plain
 order.
@@ -58,10 +58,10 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """Return the byte offsets of four groups' tables, one per byte of the result: group number `group` (0 to 3) of a
-    row in each of four consecutive blocks.
+    """Return the byte offsets of four tables, one per byte of the result. Byte i is for group number `group` (0 to 3)
+    of a row in block i of four consecutive blocks.
 
-    words         [4]: a word per block, the e8m0 bytes of the row's four groups
+    words         [4]: a word per block; its bytes are the e8m0 bytes of the row's four groups in this block
     block_scales  [4]: the scales of the blocks, powers of two
     """
     chosen = group | ((group + 4) << 4)
@@ -99,8 +99,8 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
     low and high are the group's table, as `load_table` returns it.
 
     This takes nine instructions. Byte permutations look up the magnitudes: the selectors are the codes' magnitude bits.
-    Two more permutations move the sign bits to the top bits of the results' bytes. A shift by four first moves the
-    signs of even channels to the top bits of bytes.
+    Two more permutations move the sign bits to the top bits of the results' bytes. Before them, a shift by four moves
+    the signs of even channels from the middle to the top of a byte.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 m, n, e, s, t; and.b32 m, {$r0}, 0x77777777; shr.b32 n, m, 16; shl.b32 e, {$r0}, 4; "
@@ -113,8 +113,8 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """Return the index at which word `word` (four channels) of a row of the other operand, the activations, is stored,
-    so that its channels are in the order in which lanes have the widened channels."""
+    """Return the index at which word number `word` (four channels) of a row of activations is stored. Stored in this
+    way, the activations have the same order of channels as the widened weights in the lanes."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 

@@ -7,12 +7,12 @@ b8 is exactly an e4m3 number. The result has the bits of the FP8 product with b8
 
 Plan
 - Weight rows are M of the wgmma, m64 nT k32, and T = 8, 16 or 32 rows of the product are N (swap A/B). A consumer
-  warpgroup computes 64 weight rows. Its lanes read FP4 by ldmatrix and widen it in registers (fp4_operand.py), which
-  are the wgmma's operand A. So the weights pass through shared memory only as FP4.
+  warpgroup computes 64 weight rows. Its lanes read FP4 by ldmatrix and widen it in registers (fp4_operand.py). These
+  registers are the wgmma's operand A, so the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
   share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
-  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits for nothing but empty stages, in the ring
-  of operands and in the ring of work tiles. The other three producer warps gather the rows of activations and their
+  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits only for empty stages, of the ring of
+  operands and of the ring of work tiles. The other three producer warps gather the rows of activations and their
   scales.
 - Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
   channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), their scales (16
@@ -25,11 +25,12 @@ Plan
   adds them in fp32, in order.
 - Activations are copied in words of 4 bytes, because their channels must be in the order of the widened weights'
   channels (fp4_operand.py). With few rows, these are few copies. Rows past the matrix's end are not copied. Their
-  columns of the wgmma contain garbage, which affects no other column and is not stored. Channels beyond K are zeros.
-- Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row of the
+  columns of the wgmma's result contain garbage, which affects no other column and is not stored. Channels beyond K are
+  zeros.
+- Epilogue: stmatrix transposes 16-bit results. A warp has 16 weight rows, so it then stores 32 bytes per row of the
   result. fp32 results are stored from registers.
 - Scheduler: static persistent. The work tiles of a matrix are consecutive. Among them, tiles with the same weight rows
-  are consecutive, so memory is read once for each tile of weights. Consecutive CTAs read adjacent weights.
+  are consecutive, so each tile of weights is read from memory once. Consecutive CTAs read adjacent weights.
 Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
 Registers: per consumer thread 64 for four blocks of widened weights, or 32 for two blocks where four do not fit; 2 T
 accumulators; T / 2 sums. See REGISTERS.
@@ -105,7 +106,7 @@ class Fp8Fp4GemmFewRowsConfig:
 
     @property
     def columns(self) -> int:
-        """Weight rows of a work tile, which are columns of the result."""
+        """Number of weight rows of a work tile. They are columns of the result."""
         return 64 * self.groups
 
     @property
@@ -328,9 +329,9 @@ class Fp8Fp4GemmSmallMSm90:
         number: Int32,
         lane,
     ):
-        """The mainloop of gathering warp `number`. It copies every third row of activations, from row `number` of the
-        work tile on; each lane copies one word of 4 bytes per row and block. Gathering warp 0 also copies the scales of
-        all rows."""
+        """The mainloop of gathering warp `number`. It copies the activations of every third row of the work tile,
+        beginning with row `number`. Each lane copies one word of 4 bytes per row and block. Gathering warp 0 also
+        copies the scales of all rows."""
         scheduler = static_persistent_scheduler()
         state, tile_state = start(), start()
         sources, channels = a.shape
@@ -344,7 +345,7 @@ class Fp8Fp4GemmSmallMSm90:
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
                 own = rows[own]
-            # Clamp the index, so that no value in `rows` causes a read outside a.
+            # Clamp the index, so that no value in `rows` causes a read outside `a`.
             own = cutlass.max(cutlass.min(own, sources - 1), 0)
             own_scales = a_scale[own, None].iterator.toint()
             for group in cutlass.range(a_scale.shape[1] // BLOCKS, unroll=1):
@@ -516,8 +517,8 @@ class Fp8Fp4GemmSmallMSm90:
 
 @cached
 def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
-    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if row m of the product is row m of a, b
-    [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
+    """-> f(a [A, K] e4m3, a_scale [A, G] fp32, rows [M] int32, or [0] if every row m of the product uses row m of `a`,
+    b [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
     weights [M] fp32, or [0] for none, out [M, N] out_dtype, ctas).
 
     E up to 1024, A and M up to 2^27; E, A, M, N, K > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a

@@ -15,8 +15,8 @@ Plan
 - Pipeline: one ring of STAGES stages of 128 channels. Consumers wait for two barriers of a stage: the pipeline's full
   barrier counts the bytes of TMA, and `widened` counts the converter warps. Only consumers release a stage.
 - Widening is in place. A converter warp widens 32 of the 128 rows of b in a stage, which are 4 KiB of e4m3; TMA writes
-  their codes to the first 2 KiB. The warp widens the last rows first. When it overwrites the codes of the first rows,
-  it has already read all codes. So a warp needs no further memory and no barrier with other converter warps.
+  their codes to the first 2 KiB. The warp widens the last rows first. Before its stores reach the first 2 KiB, it has
+  read all codes. So a warp needs no further memory and no barrier with other converter warps.
 - The 16 bytes of codes that a lane reads are 32 channels of a row, which share an e8m0 scale. So one table
   (fp4_operand.py) is enough for the four words. Eight lanes read 128 contiguous bytes. Their 16-byte stores go to two
   rows, and TMA's swizzle puts them into different banks.
@@ -24,8 +24,8 @@ Plan
   compute the offsets of the tables from the scales before they pass that block to the consumers. So when the consumers
   release that block, the converters have read the scales, and the slot of the scales is free, too.
 - Scheduler: static persistent. Dynamic scheduling was not faster when measured, since the converters limit the rate.
-Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also the tables,
-and per slot of scales 16 bytes of e8m0 scales per row of b.
+Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes of operands, scales and results.
+In addition, the tables, and 16 bytes of e8m0 scales per row of b in each slot of scales.
 Registers: see REGISTERS; a consumer thread has 64 accumulators and 64 or 128 sums.
 Instructions: a converter lane issues 180 for a block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
 Roofline: 256 x 128 tiles are bound by the tensor cores and the multiply-adds, 1280 cycles per block of channels. Shared

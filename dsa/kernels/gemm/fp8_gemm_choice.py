@@ -8,8 +8,8 @@ the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.jso
 models' tile is more than 1% slower. The file is valid for GPUs with as many SMs as the H200; other GPUs use the cost
 models.
 ROWS lists the numbers of rows that were timed. For another number of rows, the winner for the next larger number in
-ROWS is used, unless the cost models call that tile worse for the product's own number of rows (WORSE): a last work tile
-with few rows can make a product take three times as long.
+ROWS is used, unless the cost models call that tile too slow for the product's number of rows (WORSE). A tile can be too
+slow if few rows are left for the last work tile: then the product can take three times as long.
 """
 
 from bisect import bisect_left
@@ -53,7 +53,7 @@ def _times(tile: Tile, other: Tile, *sizes: int) -> float:
 
 
 def class_rows(rows: int) -> int:
-    """Return the smallest searched number of rows that is at least `rows`, for `rows` up to ROWS[-1]."""
+    """Return the smallest number in ROWS that is at least `rows`. `rows` must be at most ROWS[-1]."""
     return ROWS[bisect_left(ROWS, rows)]
 
 
@@ -84,10 +84,10 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time exceeds
-    that of the models' tile by more than half, both with LAUNCH. It skips tiles of the small-M kernel for more than
-    MAX_ROWS rows and those that `can_run` refuses. It skips tiles of the other kernel with at least 2 * max(`rows`, 64)
-    rows."""
+    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time is more
+    than 1.5 times that of the models' tile, both with LAUNCH. It skips a tile of the small-M kernel if `rows` exceeds
+    MAX_ROWS or if `can_run` refuses the tile. It skips a tile of the other kernel if the tile has at least 2 *
+    max(`rows`, 64) rows."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

@@ -42,8 +42,8 @@ class Fp8GemmConfig:
 
     @property
     def has_room(self) -> bool:
-        """Whether TMA stores 16-bit results: a warp has shared memory for all results that it computes in a work tile,
-        and the tile's columns are whole chunks."""
+        """Whether TMA stores 16-bit results. It does if a warp has shared memory for all results that it computes in a
+        work tile, and if the tile's columns are whole chunks."""
         return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
 
     @property
@@ -88,8 +88,8 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# For one matrix. They have more widths than CONFIGS, because each width gives another number of work tiles, and one
-# width can occupy SMs that the other widths leave idle.
+# Configurations for one matrix. They have more widths than CONFIGS, because each width gives another number of work
+# tiles, and one width can occupy SMs that the other widths leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -100,31 +100,32 @@ ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(2, 1, 96, 6, 2),
     *CONFIGS[3:],
 )
-# For SwiGLU. Half of the columns belong to gate and half to up.
+# Configurations for SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
-# Configurations for kernels that gather the rows of a, without SwiGLU. Their producer threads have enough registers for
-# the indices of the rows that they gather.
+# Configurations for kernels that gather the rows of `a`, without SwiGLU. Their producer threads have enough registers
+# for the indices of the rows that they gather.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# Up to this many expected rows of the result, the kernel gathers the rows of a itself. For more rows the op copies them
-# before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
+# Up to this many expected rows of the result, the kernel itself gathers the rows of `a`. For more rows the op copies
+# them before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
 GATHERED_ROWS = 4096
 # Configurations for a dynamic scheduler, without SwiGLU.
 DYNAMIC_CONFIGS = CONFIGS[3:]
-# With a dynamic scheduler, these configurations and that of SwiGLU swap A/B for work tiles with up to SWAP_AB_ROWS rows
-# (swap_ab_tile.py).
+# With a dynamic scheduler, these configurations and the last of SWIGLU_CONFIGS swap A/B for work tiles with up to
+# SWAP_AB_ROWS rows (swap_ab_tile.py).
 SWAP_AB_CONFIGS = (CONFIGS[3], CONFIGS[5])
-SWAP_AB_COUNTS = (16, 32)  # with swapped operands: rows of a per wgmma (its N)
-SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # most rows of a work tile with swapped operands
-# The cost model in cycles, measured on an H200. TMA_STORE_CLOCKS, STORE_CLOCKS: overhead of a work tile whose results
-# TMA stores, and of one whose results warps store. BLOCK_CLOCKS: overhead of a block of channels.
+SWAP_AB_COUNTS = (16, 32)  # with swapped operands: rows of `a` per wgmma (its N)
+SWAP_AB_ROWS = SWAP_AB_COUNTS[-1]  # upper limit on the rows of a work tile with swapped operands
+# The cost model in cycles, measured on an H200. TMA_STORE_CLOCKS, STORE_CLOCKS: overhead of a work tile if TMA stores
+# its results, and if warps store them. BLOCK_CLOCKS: overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
-SWAP_AB_CLOCKS = 300  # least cycles of a block in a work tile with swapped operands, without BLOCK_CLOCKS
+# Lower limit on the cycles of a block in a work tile with swapped operands, without BLOCK_CLOCKS.
+SWAP_AB_CLOCKS = 300
 # The cost model in microseconds (`microseconds_of_one`), measured on an H200. It uses none of the overheads above. It
 # chooses the configuration for one matrix and up to MODEL_ROWS rows. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes
 # per microsecond from memory. IDLE: relative slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the
-# end of a work tile, without the stores. TMA_STORE_RATE, STORE_RATE: results per microsecond of one work tile that TMA
-# stores, and that warps store. UNSHARED: additional microseconds of a block whose part of b no other work tile reads.
-# ALONE: least microseconds of a block that only one of two warpgroups multiplies.
+# end of a work tile, without the stores. TMA_STORE_RATE, STORE_RATE: results of one work tile per microsecond if TMA
+# stores them, and if warps store them. UNSHARED: additional microseconds of a block whose part of b no other work tile
+# reads. ALONE: lower limit on the microseconds of a block that only one of two warpgroups multiplies.
 MODEL_ROWS = 1024
 CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
 TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55
@@ -172,8 +173,9 @@ def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
-        # In the last row of tiles, one of the two warpgroups has no rows. This is so in about one of `down` work tiles
-        # of an SM, and in at least one of all `rounds`. The additional time is averaged over the SM's work tiles.
+        # In the last row of tiles, one of the two warpgroups has no rows. About one of `down` work tiles is in this row
+        # of tiles. On the busiest SM, which has `rounds` work tiles, it is at least one. The additional time is
+        # averaged over the SM's work tiles.
         block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
@@ -222,7 +224,8 @@ def _clocks_of_one(
 
 
 def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int, blocks: int) -> float:
-    """Return the modelled cycles of a matrix's work tiles with the same columns, one after the other."""
+    """Return the modelled cycles for computing, one after the other, all work tiles of a matrix that have the same
+    columns. The matrix has `rows` rows."""
     full, left = divmod(rows, config.rows)
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
@@ -246,9 +249,9 @@ def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
     """Return the modelled cycles of a block of 128 channels of a work tile with `rows` rows, without overhead: the
     largest of three times. (1) The tensor cores plus the multiply-adds, which compete for the registers. (2) Shared
-    memory, which moves 128 bytes per cycle: each wgmma reads 64 rows of a and all columns of b, and before that a and b
-    are written; writing b takes `b_moves` cycles. (3) One warpgroup alone, which multiplies, then waits: `latency`
-    cycles per `config.together` blocks."""
+    memory, which moves 128 bytes per cycle: each wgmma reads 64 rows of `a` and all columns of `b`, and before that `a`
+    and `b` are written; writing `b` takes `b_moves` cycles. (3) One warpgroup alone, which multiplies and then waits
+    `latency` cycles per `config.together` blocks."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + b_moves

@@ -17,7 +17,8 @@ SCALES = 4  # blocks of channels whose scales are loaded together: 16 bytes, the
 CONSUMER_WARPS = 4
 SPLIT_SPAN = 2  # blocks of channels per stage in split-K clusters
 SM_BYTES = 233472  # shared memory of an SM; a CTA occupies 1 KiB more than it requests
-MAX_SPLIT_BLOCKS = 64  # most blocks of channels with split-K: the products of all blocks must fit in shared memory
+# Upper limit on the blocks of channels with split-K: the products of all blocks must fit in shared memory.
+MAX_SPLIT_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class FewRowsConfig:
 
     @property
     def span(self) -> int:
-        """Blocks of 128 channels per stage."""
+        """Number of blocks of 128 channels per stage."""
         return SCALES if self.ctas == 1 else SPLIT_SPAN
 
     def shared_bytes(self) -> int:
@@ -102,7 +103,7 @@ def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multi
 
 
 def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
-    """Return the configuration that loads the fewest bytes for `rows` rows of several matrices together."""
+    """Return the configuration that loads the fewest bytes. `rows` is the number of rows of all matrices together."""
     return min(
         GROUPED_CONFIGS,
         key=lambda config: expected_tiles(rows, matrices, config.rows) * (config.columns + config.rows),
@@ -115,10 +116,10 @@ def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
 
 def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
     """Return the modelled time without the launch. It combines the time of an SM and the time of memory. CTAs run in
-    whole rounds: one per SM, and with split-K only on a fraction ROOM of the SMs. Each block of channels takes the time
-    of the mainloop or that of the SM's loads, whichever is longer. Without split-K, each work tile also has an
-    epilogue. Memory delivers all operands once. The two times overlap, but not completely, so the result is the root of
-    the sum of their squares. With split-K, the exchange of partial products is added."""
+    whole rounds. A round is one CTA per SM; with split-K, only a fraction ROOM of the SMs is used. Each block of
+    channels takes the time of the mainloop or that of the SM's loads, whichever is longer. Without split-K, each work
+    tile also has an epilogue. Memory delivers all operands once. The two times overlap, but not completely, so the
+    result is the root of the sum of their squares. With split-K, the exchange of partial products is added."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
     rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))

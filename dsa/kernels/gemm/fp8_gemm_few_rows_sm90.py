@@ -1,14 +1,14 @@
-"""Small-M products with one block-scaled FP8 matrix, or with several, where e is the matrix of row m, and block g is
-128 channels:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g].
+"""Small-M products with one block-scaled FP8 matrix or several:
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
+where e is the matrix of row m, and block g is 128 channels.
 
 Plan
 - The rows of b are M of the wgmma, and the rows of a are N (swap A/B): a work tile is 64 columns of the result by 8 to
   64 rows. In fp8_gemm_sm90.py the rows of a are M, at least 64. So for a single row, which needs a tile of 8 rows, this
   kernel multiplies an eighth as much as that kernel. The order of a sum is the same in both kernels, so the bits are
   equal.
-- Work tiles have 64 columns. With one matrix, tiles of 32 columns are used where they occupy more SMs; half of the M
-  rows of their wgmma are unused. If there are more rows than one tile has, the tiles with the same columns are
+- Most work tiles have 64 columns. With one matrix, tiles of 32 columns are used where they occupy more SMs; half of the
+  M rows of their wgmma are unused. If there are more rows than one tile has, the tiles with the same columns are
   consecutive, so that b is read from memory once. The time of a block of channels grows with the rows of the tile. The
   tile is chosen by fp8_gemm_choice.py for one matrix, and by fp8_gemm_few_rows_config.py for several.
 - Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
@@ -21,12 +21,12 @@ Plan
 - Before a CTA waits for the previous kernel, it prefetches b of the first work tile to L2: the first blocks, as many as
   fit in the ring. The CTA does not load b yet, since the previous kernel may write b. Grouped products skip the
   prefetch, because the work tile's matrix depends on `ends`, which the CTA cannot read yet.
-- Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results, 16 columns per warp,
-  which are then stored 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes
-  of a row.
+- Epilogue: the accumulators contain the transposed result. stmatrix transposes 16-bit results. A warp has 16 columns,
+  so it then stores 32 bytes per row. fp32 results are stored from registers; eight lanes store 32 contiguous bytes of a
+  row.
 - Scheduler: static persistent. Grouped products find their work tiles by prefix sums (grouped_tiles.py).
-- A matrix with few columns has fewer work tiles than there are SMs. For one such matrix split-K can be faster
-  (fp8_gemm_split_channels_sm90.py). It is used if the chosen tile has `ctas` > 1.
+- A matrix with few columns has fewer work tiles than there are SMs. For a product with one such matrix, split-K can be
+  faster (fp8_gemm_split_channels_sm90.py). It is used if the chosen tile has `ctas` > 1.
 Shared memory: barriers; prefix sums with several matrices; 32 bytes per row and warp for results; stages x SCALES x
 ((64 + rows) x 128 + 4 x (rows + 1)) bytes.
 Registers: SCALES x rows / 2 accumulators, rows / 2 sums and `rows` scales per consumer thread.
@@ -276,8 +276,8 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     ctas).
 
     M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4, and at most 64 with
-    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes. ctas: upper limit
-    on the number of CTAs; callers pass the number of SMs. Split-K ignores it and launches one cluster per work tile.
+    split-K; the padding of the scales must be finite. Rows are aligned to 16 bytes. ctas: upper limit on the number of
+    CTAs; callers pass the number of SMs. Split-K ignores it and launches one cluster per work tile.
     """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmSmallMSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())

@@ -7,17 +7,18 @@ FP8, instead of the sums.
 Plan
 - A work tile has rows of one matrix only (grouped_tiles.py). To find its tile, a CTA must first count the tiles of all
   matrices, which takes 0.6 us before the first load; a product with one matrix skips that. A tile can load rows past
-  its matrix's last row. Such rows are not stored, and a warpgroup does not multiply 64 rows that are all past the last
+  its matrix's last row. These rows are not stored, and a warpgroup does not multiply 64 rows that are all past the last
   row. If scheduling is dynamic and tiles are not 192 wide, a tile with up to 32 rows of the matrix swaps A/B
-  (swap_ab_tile.py). In kernels with such tiles, no tile loads a box (64 rows of `a`) that has no row of the matrix.
+  (swap_ab_tile.py). A kernel that can swap A/B loads a box (64 rows of `a`) only if at least one of the rows belongs to
+  the matrix.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. The first producer warp finds the work tiles,
-  passes them to the warps that work on them, and loads by TMA. If `rows` selects the rows of a, TMA loads only b and
-  its scales, and all four producer warps gather a and its scales by cp.async, 16 bytes per lane; otherwise three
+  passes them to the warps that work on them, and loads by TMA. If `rows` selects the rows of `a`, TMA loads only `b`
+  and its scales, and all four producer warps gather `a` and its scales by cp.async, 16 bytes per lane; otherwise three
   producer warps do nothing. A consumer warpgroup computes 64 rows of a work tile, or 64 rows in each of two waves; if
-  A/B are swapped, it computes 64 columns of each part.
-- Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
-  Scales are loaded for four blocks at a time, with every fourth block: four scales of a row are 16 contiguous bytes,
-  while a single scale is an eighth of a 32-byte sector.
+  A/B are swapped, it computes 64 columns of the work tile, or with SwiGLU 64 columns of gate and 64 of up.
+- Pipeline: a ring of STAGES stages; a stage is a block of 128 channels of a and of b. The ring continues across work
+  tiles. Scales are loaded for four blocks at a time, with every fourth block: four scales of a row are 16 contiguous
+  bytes, while a load of a single scale would use only an eighth of a 32-byte sector.
 - Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32.
   Meanwhile the other consumer warpgroup, if there is one, uses the tensor cores. The tensor cores' accumulation keeps
   about 14 bits, so it is limited to 128 channels.
@@ -30,8 +31,8 @@ Plan
   the tile's columns are a multiple of 64, and a warp has shared memory for all results that it computes in a tile, TMA
   stores them while the next work tile is multiplied. Otherwise the warps store them: for 256 x 128, the stages leave
   too little shared memory.
-- Scheduler: static persistent; dynamic for several matrices with many rows, whose work tiles take different times
-  (grouped_tiles.py), unless the kernel gathers rows.
+- Scheduler: static persistent, or dynamic for several matrices with many rows, because their work tiles take different
+  times (grouped_tiles.py). Kernels that gather rows are always static.
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp CHUNKS x 2 KiB of results;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes of operands. Names in capitals are fields of Fp8GemmConfig.
 Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 48 to 96 accumulators; 24 per producer
@@ -79,15 +80,16 @@ from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
-# Scale blocks of b that a work tile reads: that of its first column and the next; with SwiGLU, that of gate and of up.
+# Number of scale blocks of b that a work tile loads: the block of the tile's first column and the block after it. With
+# SwiGLU, they are the block of gate and the block of up.
 SCALE_BLOCKS = 2
-LOADING_REGISTERS = 240, 24  # per consumer and per producer thread, if TMA loads a
+LOADING_REGISTERS = 240, 24  # per consumer and per producer thread, if TMA loads `a`
 VECTORS = GROUP // 16  # lanes that gather one block of a row
-BOX_ROWS = 64  # rows of a per TMA load if boxes without rows of the matrix are skipped
+BOX_ROWS = 64  # rows of `a` per TMA load (a box), in kernels that skip boxes without rows of the matrix
 
 
 class Fp8GemmSm90:
-    """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of a.
+    """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of `a`.
     swap_ab: work tiles with up to SWAP_AB_ROWS rows swap A/B."""
 
     def __init__(
@@ -99,7 +101,7 @@ class Fp8GemmSm90:
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
-        # Rows of a per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
+        # Rows of `a` per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
         # loaded.
         self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
@@ -259,9 +261,9 @@ class Fp8GemmSm90:
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            # If TMA loads a, this warp finds the next tile after the first group of SCALES blocks. If this warp also
-            # gathers rows of a, it lacks the registers to keep the next tile during the mainloop, so it finds that tile
-            # after the last group.
+            # If TMA loads `a`, this warp finds the next tile after the first group of SCALES blocks. If this warp also
+            # gathers rows of `a`, it lacks the registers to keep the next tile during the mainloop, so it finds that
+            # tile after the last group.
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -324,9 +326,9 @@ class Fp8GemmSm90:
 
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
-        """Return the rows of a that this thread gathers; a negative number means no row. Entry i is for row thread // 8
-        + 16 i of the work tile; the thread gathers 16 bytes of it per block. The last entry is for row `thread` of the
-        work tile, whose scales the thread gathers."""
+        """Return the indices in `a` of the rows that this thread gathers; a negative index means no row. Entry i is for
+        row thread // 8 + 16 i of the work tile; the thread gathers 16 bytes of this row per block. The last entry is
+        for row `thread` of the work tile; the thread gathers the scales of this row."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):
@@ -334,15 +336,15 @@ class Fp8GemmSm90:
             source = Int32(-1)
             if row < info.end:
                 source = rows[row]
-                # An index past the last row of a means no row, as a negative index does.
+                # An index past the last row of `a` means no row, as a negative index does.
                 source = source if source < a.shape[0] else Int32(-1)
             found.append(source)
         return found
 
     @cute.jit
     def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
-        """Copy this thread's part of a block of channels of a to a stage. With `scales`, also copy one row's scales of
-        the SCALES blocks of group `group` to slot `slot`."""
+        """Copy this thread's part of a block of channels of `a` to a stage. With `scales`, also copy one row's scales
+        of the SCALES blocks of group `group` to slot `slot`."""
         a, a_scale, _, thread = gather
         vector, first = thread % VECTORS, thread // VECTORS
         channel = block * GROUP + vector * 16
@@ -463,7 +465,7 @@ class Fp8GemmSm90:
         # used in another branch. So each call makes an object.
         mma = tiled_mma(self.groups, 64, self.width)
         together = self.config.together
-        # For each product: (its wave of rows of a, its part of b).
+        # For each product: (its wave of rows of `a`, its part of `b`).
         pairs = [(i // self.parts, i % self.parts) for i in range(products)]
         of_rows, of_columns = None, None
         for first in cutlass.range_constexpr(0, SCALES, together):
@@ -491,7 +493,8 @@ class Fp8GemmSm90:
                     cute.nvgpu.warpgroup.wait_group(together - 1 - i)
                     if const_expr(product == products - 1):
                         if const_expr(first + i == 0):
-                            # All lanes must have read the scales, because releasing this stage also frees their slot.
+                            # All lanes must have read the scales, because releasing this stage also frees the slot of
+                            # the scales.
                             cute.arch.sync_warp()
                         pipeline.consumer_release(states[i])
                     half_piece = self.piece // 2
@@ -513,8 +516,8 @@ class Fp8GemmOneMatrixSm90(Fp8GemmSm90):
 
 @cute.jit
 def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
-    """sums[first + i] += products[i] * the scale of the product's row. Products are pairs of adjacent columns,
-    alternately of a row r (scale of_row) and of row r + 8 (scale of_row_8)."""
+    """sums[first + i] += products[i] * the scale of the product's row. `products` has pairs of adjacent columns: a pair
+    of row r (scale of_row), a pair of row r + 8 (scale of_row_8), again a pair of row r, and so on."""
     for i in cutlass.range_constexpr(cute.size(products)):
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 

@@ -1,6 +1,6 @@
-"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels. With
-blocks g of 128 channels:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
+"""Split-K product of a few rows with a narrow block-scaled FP8 matrix; a cluster of CTAs splits the channels:
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g],
+where block g is 128 channels.
 
 Plan
 - A matrix with few columns has fewer work tiles than there are SMs. So a cluster of C CTAs computes each work tile of
@@ -57,8 +57,8 @@ SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # fp32 scales from one row to the next; it 
 
 @cute.jit
 def remote_address(address: Int32, rank: Int32) -> Int32:
-    """Return the shared::cluster address in CTA `rank` of the cluster that corresponds to `address`, a shared-memory
-    address of this CTA. The result + x corresponds to `address` + x."""
+    """Translate `address`, a shared-memory address of this CTA. -> the shared::cluster address of the same place in the
+    shared memory of CTA `rank` of the cluster. An offset may be added before the translation or after it."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
@@ -76,7 +76,7 @@ def store_remote_8(address: Int32, low: Float32, high: Float32):
 class Fp8GemmSplitChannelsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
         self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
-        self.owned = 8 // cfg.ctas  # octets of columns whose results a CTA owns; a work tile has eight octets
+        self.owned = 8 // cfg.ctas  # octets (8 columns) whose results a CTA owns; a work tile has eight octets
         self.slabs = self.owned * cfg.rows // 8
 
     @cute.jit
@@ -198,7 +198,8 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def multiply_blocks(self, rank, groups, sa, sb, products, pipeline: Pipeline, warp, lane):
-        """The mainloop of the consumer warpgroup: multiply this CTA's blocks and send the products to their owners."""
+        """The mainloop of the consumer warpgroup: multiply this CTA's blocks and send the products to the CTAs that own
+        the results."""
         mma, acc, rb, ra = fragments(self.rows, SPLIT_SPAN, sb, sa)
         # A warp has products of two octets of the work tile's columns. Of every 8 rows, a thread has a pair of adjacent
         # rows, in one column of each octet.

@@ -10,7 +10,7 @@ columns are consecutive. The other products use the order of `at`, which has ban
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
 same rows are consecutive. The reason is that a matrix's last tile of rows can have few rows. If a matrix has, say, two
-tiles of rows and they alternated, a static scheduler would give all short tiles to one half of the CTAs.
+tiles of rows and they alternated, a static scheduler would give all tiles with few rows to one half of the CTAs.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
 With static scheduling, CTA i of n computes the tiles i, i + n and so on. If work tiles take different times, because
@@ -113,9 +113,9 @@ class GroupedTiles:
 
     @cute.jit
     def bounds(self, e):
-        """-> (begin, end) of the rows of matrix e. They are within the rows of the result, whatever `ends` contains. If
-        the begin is negative or after the end, or if the end is past the last row, the matrix gets no rows; other
-        matrices are not affected. Only the last matrix's end is clamped to the number of rows."""
+        """-> (begin, end) of the rows of matrix e. They are within the rows of the result, whatever `ends` contains.
+        The last matrix's end is clamped to the number of rows. Then, if the begin is negative or after the end, or if
+        the end is past the last row, the matrix gets no rows; other matrices are not affected."""
         begin, end = Int32(0), self.ends[e]
         if e > 0:
             begin = self.ends[e - 1]
@@ -229,8 +229,8 @@ def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: i
 @cute.jit
 def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane) -> Int32:
     """Return the index of this CTA's next tile after tile `index`, in all lanes. `step` is the number of CTAs. Without
-    a tile counter the scheduler is static. With a tile counter, the CTA takes the first tile that no CTA has taken; CTA
-    i starts with tile i without the counter. One warp calls this."""
+    a tile counter the scheduler is static. With a tile counter, the CTA takes the first tile that no CTA has taken. The
+    counter does not decide the first tile of a CTA: CTA i starts with tile i. One warp calls this."""
     following = index + step
     if cutlass.const_expr(tile_counter is not None):
         following = step + draw(tile_counter, lane)
@@ -239,9 +239,9 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
     """Return the expected number of tiles per matrix, where a tile has `each` rows and each of `rows` rows belongs to a
-    random matrix. This is the sum over j >= 0 of P(a matrix has more than j * `each` rows), with a Poisson
-    distribution. For one matrix, and if the mean number of rows exceeds 8 * `each`, return the number of tiles for the
-    mean number of rows."""
+    random matrix. This is the sum over j >= 0 of P(a matrix has more than j * `each` rows), where the number of rows
+    has a Poisson distribution. For one matrix, or if the mean number of rows exceeds 8 * `each`, return the number of
+    tiles for the mean number of rows."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

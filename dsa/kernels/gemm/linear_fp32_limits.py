@@ -10,7 +10,7 @@ MAX_ROWS = 65535 * ROWS  # 65535 is the limit of a grid's second dimension
 # Up to this many tiles, a cluster of 8 CTAs computes each tile (30 clusters are resident at once). If there are more
 # tiles, and the matrix has at least LEAST_CHANNELS channels, one CTA computes each tile.
 CLUSTERS = 32
-LEAST_CHANNELS = 2048  # fewest channels of a tile that one CTA computes
+LEAST_CHANNELS = 2048  # with fewer channels, a cluster computes each tile
 
 
 def choose_config(tokens: int, rows: int, channels: int) -> tuple[int, int]:

@@ -20,15 +20,15 @@ SMALL_M_THREADS = WARPGROUP + WARP
 
 
 def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
-    """Partition a TMA load of x. -> (stages in shared memory, blocks [shape] of x from row `row` on, indexed by the
-    block of channels)"""
+    """Partition a TMA load of x. -> (tiles in shared memory, indexed by the stage; tiles of `shape` of x from row `row`
+    on, indexed by the block of channels)"""
     return partition(atom, shared, cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None)))
 
 
 def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e):
-    """Partition a TMA load of the scales of b. -> (stages in shared memory, boxes [1, SCALES] of x, indexed by the
-    group of SCALES blocks of channels). x [blocks of rows, blocks of channels, matrices] contains the scales; the boxes
-    are those of block `block` of rows of matrix e."""
+    """Partition a TMA load of scales of b: the scales of block `block` of the rows of matrix e. x [blocks of rows,
+    blocks of channels, matrices] contains all scales. -> (boxes in shared memory, boxes [1, SCALES] of x). The boxes of
+    x are indexed by the group of SCALES blocks of channels."""
     scales = cute.domain_offset((block, 0, e), x)[None, None, 0]
     return partition(atom, shared, cute.local_tile(scales, (1, SCALES), (0, None)))
 

@@ -47,8 +47,8 @@ class ResultEpilogue:
 
     @cute.jit
     def pieces_in_next_block(self, column):
-        """Return, for each piece of a work tile's columns except the first, whether it is in the scale block after that
-        of the first piece."""
+        """Return a list with an entry for each piece of a work tile's columns except the first piece: whether the piece
+        is in the scale block after the first piece's block."""
         before = column // self.piece % self.pieces
         # `before` is the index of the tile's first piece within that piece's scale block. Piece j of the tile is in the
         # next block if before + j reaches the number of pieces of a block.
@@ -56,8 +56,9 @@ class ResultEpilogue:
 
     @cute.jit
     def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, in_next_block):
-        """Return the scale of piece j of the work tile's columns. of_blocks: the scales of the tile's first scale block
-        and, if the tile can touch a second one, of that. in_next_block: the result of `pieces_in_next_block`."""
+        """Return the scale of piece j of the work tile's columns. of_blocks: the scale of the tile's first scale block
+        and, if the tile can touch a second scale block, the scale of the second. in_next_block: the result of
+        `pieces_in_next_block`."""
         of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
         if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
             of = of_blocks[1] if in_next_block[j - 1] else of_blocks[0]
@@ -128,7 +129,7 @@ class ResultEpilogue:
 
     @cute.jit
     def finish(self):
-        """Wait until TMA has read this warp's shared memory: a CTA must not exit before."""
+        """Wait until TMA has read this warp's shared memory: a CTA must not exit before that."""
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

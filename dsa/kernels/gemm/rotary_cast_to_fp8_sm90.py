@@ -9,8 +9,8 @@ Plan
   are added. So the bits are those of `rotary_sm90` followed by `per_token_cast_to_fp8_sm90`.
 - The divisions that give the token, head and group of heads use precomputed numbers; offsets have 64 bits.
 Shared memory: none.
-Constraints: d a multiple of 128, R (the number of rotated channels, the last of a head) a multiple of 8, rows aligned
-to 16 bytes.
+Constraints: d a multiple of 128, R a multiple of 8 (the last R channels of a head are rotated), rows aligned to 16
+bytes.
 Roofline: bound by memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 bytes are written. With few tokens,
 bound by the latency of the launch and one round trip to memory.
 """

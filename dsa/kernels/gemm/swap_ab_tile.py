@@ -1,11 +1,11 @@
-"""Work tiles with few rows and swapped operands (swap A/B): rows of the weight matrix b are M of the wgmma, rows of a
-are N.
+"""Work tiles with few rows and swapped operands (swap A/B): rows of the weight matrix `b` are M of the wgmma, rows of
+`a` are N.
 
 The last work tile of a matrix has the remaining rows. For 1 to 32 rows a wgmma without swapped operands would still
 multiply 64 rows, and one of the two warpgroups would do all the work. With swapped operands, each of two warpgroups
 multiplies 64 of the 128 rows of a part of b by 16 or 32 rows of a. A work tile has one part; with SwiGLU it has two,
 gate and up. The order of a sum is the same with and without swapping, so the bits are equal. Both operands have the
-same layout in shared memory as without swapping; only the number of loaded rows of a differs. For more than 32 rows,
+same layout in shared memory as without swapping; only the number of loaded rows of `a` differs. For more than 32 rows,
 swapping saves no time: both warpgroups then read all rows of a, and together they read more from shared memory than one
 warpgroup does without swapping.
 The sums are transposed: four consecutive sums of a thread are two adjacent rows of the result in column c, then the
@@ -37,8 +37,8 @@ def swap_ab_blocks(
 
     operands  (a [rows, 128, stages] and b [columns, 128, stages] in shared memory, index of this warpgroup)
     scales    (of_a, of_b, a_slot, b_slot, b_part). of_a: shared address, in slot 0, of the scales of this lane's first
-              row of a. of_b: the same for the scales of b's first part. a_slot, b_slot: bytes of a slot with scales of
-              a and of b. b_part: bytes from the scales of a part of b to those of the next part
+              row of `a`. of_b: the same for the scales of the first part of `b`. a_slot, b_slot: bytes of a slot with
+              scales of a and of b. b_part: bytes from the scales of a part of b to those of the next part
     slots     number of slots of scales
     """
     sa, sb, group = operands
@@ -67,7 +67,8 @@ def swap_ab_blocks(
                 cute.nvgpu.warpgroup.wait_group(len(sums) - 1 - part)
                 if const_expr(part == len(sums) - 1):
                     if const_expr(i == 0):
-                        # All lanes must have read the scales, because releasing this stage also frees their slot.
+                        # All lanes must have read the scales, because releasing this stage also frees the slot of the
+                        # scales.
                         cute.arch.sync_warp()
                     pipeline.consumer_release(state)
                 add_scaled(sums[part], acc[part], [row[i] * of_parts[part][i] for row in of_rows])

@@ -6,8 +6,8 @@ two.
 
 Plan
 - 8 lanes of one warp process a group of 128 channels, 16 consecutive channels of gate and of up per lane. The compiler
-  can move a thread's last loads after the arithmetic on the first ones, so only 32 bytes per thread are sure to be in
-  flight. With 40 registers (1536 threads per SM) this is 48 KiB per SM, twice what saturates HBM.
+  can move a thread's last loads after the arithmetic on the first loaded values, so only 32 bytes per thread are sure
+  to be in flight. With 40 registers (1536 threads per SM) this is 48 KiB per SM, twice as much as saturates HBM.
 - exp is the accurate version (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product.
   The relative error of h before rounding is at most 2^-20. The rest of the arithmetic is that of
   per_token_cast_to_fp8_sm90, bit for bit.

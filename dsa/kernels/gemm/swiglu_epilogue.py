@@ -31,8 +31,8 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
     the same bits.
 
     The formula is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The relative error is at most
-    2^-20, or the absolute error is at most 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity,
-    whose reciprocal is 0.
+    2^-20, or the absolute error is at most 1e-36 * max(|up|, 1). The absolute bound is for large negative gates: below
+    -88, exp(-gate) overflows to infinity, whose reciprocal is 0.
 
     limit  if not None, gate is first clamped to at most limit, and up to [-limit, limit]; NaN stays NaN
     """
@@ -172,7 +172,7 @@ class SwigluEpilogue:
 
 @cute.jit
 def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
-    """Store two numbers, rounded to e4m3, to one byte of shared memory each."""
+    """Round two numbers to e4m3, and store each of them to a byte of shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
         "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",

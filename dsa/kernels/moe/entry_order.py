@@ -67,9 +67,9 @@ class EntryOrder:
 
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
-        """Count the keys below BATCH bounds, and write the results for the indices `begin` to `begin` + BATCH - 1.
-        Index i < `entries` stands for entry i, whose bound is its key. Index `entries` + e stands for expert e, whose
-        bound is the lowest key that expert e + 1 can have. One warp calls this."""
+        """For each of the indices `begin` to `begin` + BATCH - 1, count the keys below the index's bound, and write the
+        result. Index i < `entries` stands for entry i, whose bound is its key. Index `entries` + e stands for expert e,
+        whose bound is the lowest key that expert e + 1 can have. One warp calls this."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = filled((BATCH,), 0, Int32)

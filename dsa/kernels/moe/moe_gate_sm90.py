@@ -2,11 +2,13 @@
 in these groups, and their weights.
 
 Plan
-- One warp per token. Lane l has the experts l, l + 32, ...: for each, the score, and the order of the biased score
-  (score + bias), an integer that sorts like the biased score (`order_of`). So one redux instruction finds the largest
-  order. A second one finds the lowest expert with this order (ties go to the lowest index).
+- One warp per token. Lane l has the experts l, l + 32 and so on. It keeps each expert's score, and the order of the
+  expert's biased score (score + bias). The order is an integer that sorts like the biased score (`order_of`). So one
+  redux instruction finds the largest order. A second one finds the lowest expert with this order (ties go to the lowest
+  index).
 - If n_group > topk_group, the warp finds the two best experts of each group, and the topk_group groups in which the sum
-  of the two is largest. Then the warp selects the best remaining expert top_k times. Lane k keeps the k-th expert.
+  of the two biased scores is largest. Then the warp selects the best remaining expert top_k times. Lane k keeps the
+  k-th expert.
 Shared memory: none. Registers per thread: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up
 to 32.
 Roofline: bound by latency, about 60 instructions per selected expert. Memory: 4 E bytes per token.

@@ -4,9 +4,9 @@ and the order of (token, expert) entries by expert.
 
 Plan
 - The two kernels are those of route_to_experts_sm90.py, but the second kernel reads the experts instead of choosing
-  them. One warp per token, one expert per lane: a lane reads its column of the token's row of the table, then that
-  expert's logit. Scores (sqrtsoftplus) and weights come from the code of moe_gate_sm90.py, so they have the bits of
-  that kernel. Then entry_order.py sorts.
+  them. One warp per token, one expert per lane: a lane reads an expert from its column of the token's row of the table,
+  then the logit of this expert. Scores (sqrtsoftplus) and weights come from the code of moe_gate_sm90.py, so they have
+  the bits of that kernel. Then entry_order.py sorts.
 - A token without a row in the table, or a number in the table outside [0, E), gives expert -1 with weight 0.
 Shared memory: 4 bytes per entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
 Roofline: the logits are bound by memory: the matrix is read once. The second kernel is bound by the latency of three

@@ -4,7 +4,7 @@ experts of each token, the weights of these experts, and the order of (token, ex
 Plan
 - Two kernels; the second is launched while the first runs. The first computes the logits with clusters on all SMs
   (SmallMProduct), because this is bound by loading the matrix. The second computes everything else and is bound by
-  latency. A single kernel would have to be one cluster, so it would run on 8 SMs. Loading the matrix with these would
+  latency. A single kernel would have to be one cluster, so it would run on 8 SMs. Loading the matrix with 8 SMs would
   take longer than the start of a second kernel.
 - The second kernel is one CTA for up to 8 tokens, otherwise a cluster of 8 CTAs. One warp per token runs the code of
   moe_gate_sm90.py, so experts and weights have the bits of that kernel. Then entry_order.py sorts.

@@ -90,8 +90,8 @@ class SortByExpertSm90:
 @cached
 def compile_sort_by_expert(dtype: str):
     """-> f(experts [N] int32 or int64, order int32 [N], rows int32 [N], ends int32 [E]); N > 0, E > 0, all tensors
-    contiguous. order: the entries sorted by expert. rows: each entry's index in `order`, -1 without an expert. ends:
-    end of each expert's entries in `order`."""
+    contiguous. order: the entries sorted by expert. rows: each entry's index in `order`, or -1 if the entry has no
+    expert. ends: end of each expert's entries in `order`."""
     entries = cute.sym_int()
     return compile_sm90(
         SortByExpertSm90(),

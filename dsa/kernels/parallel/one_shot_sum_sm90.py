@@ -57,7 +57,7 @@ def _send(address: Int64, first: Uint32, second: Uint32, turn: Uint32):
 class Patience(NamedTuple):
     """How long a thread waits for a packet, and where it reports that it has stopped waiting.
 
-    cycles   the most cycles that a thread waits
+    cycles   number of cycles after which a thread stops waiting
     gave_up  address of turns[2], which is not 0 if a thread of this GPU has stopped waiting
     lost     address in host memory to which a thread writes 1 + the rank for which it has stopped waiting
     """
