@@ -27,7 +27,7 @@ from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
 from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
-V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key for d = 576 with scales; for d = 512 without
+V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key: d = 576 with the scales, d = 512 without scales
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Fp8TopkGather(TopkGather):
     def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps fill a stage of keys. Twelve warps read it: those of the score warpgroup that computes the tile
-        and of both output warpgroups. `consumers` warps read work tiles.
+        Four warps fill a stage of keys. Twelve warps read it: the four warps of the score warpgroup that computes the
+        tile, and the eight warps of the output warpgroups. `consumers` warps read work tiles.
         """
         pipeline.kv.init(consumers=12, producers=4)
         pipeline.work.init(consumers)
@@ -172,7 +172,8 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load the `q_rows` rows of Q from the query's row (head) `first_row` on into one stage, a quarter per warp."""
+        """Load `q_rows` rows of Q, beginning with row (head) `first_row` of the query, into one stage. Each warp loads
+        a quarter of the rows."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]

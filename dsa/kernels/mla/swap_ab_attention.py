@@ -435,7 +435,7 @@ class SwapAbAttention(SparseMlaKernel):
         """Run an output warpgroup, which computes half of the channels of O^T, over all work tiles of this CTA.
 
         v      V^T as a wgmma operand
-        state  the warpgroup's first state in the ring of keys, of v chunks if keys have 16 bits
+        state  the warpgroup's first state in the ring of tiles (FP8 keys) or of v chunks (16-bit keys)
         """
         pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
         thr = mma.get_slice(thread.tid)

@@ -22,8 +22,9 @@ P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
 # A factor of a ScaleTable is scale / 2^e * 2^F16_ROOM, where e is the exponent of the key's largest scale. scale / 2^e
-# is below 2, so an e4m3 value times its factor is at most 448 * 2^7. A bf16 value (d = 512) is below 2^(e + 10), so
-# times the factor 2^(F16_ROOM - e) it is at most 65280. Both products fit in f16.
+# is below 2, so an e4m3 value times its factor is at most 448 * 2^7. For a bf16 value (d = 512), e is at least the
+# value's exponent - 9 (ScaleTable), so the value is below 2^(e + 10). Times the factor 2^(F16_ROOM - e) it is at most
+# 65280. Both products fit in f16.
 F16_ROOM = 6
 
 
