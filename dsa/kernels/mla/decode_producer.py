@@ -147,7 +147,7 @@ class Pages:
 
     @cute.jit
     def find(self, sequence, box):
-        """Return (page number, index of the box in this page) of the box-th TMA box of the sequence's keys.
+        """Find TMA box number `box` of the sequence's keys. Return (page number, index of the box in this page).
 
         The page number is -1 if the block table does not cover the box.
         """

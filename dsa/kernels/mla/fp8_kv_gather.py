@@ -1,9 +1,9 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
 The warpgroup gathers selected keys as FP8 bytes into a ring of stages, one whole tile per stage. One bulk copy loads a
-key. With d = 512, the key's scales are elsewhere in the page, and cp.async loads them. To issue a bulk copy costs a
-warp 30 cycles, so each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes zeros in place
-of the key and its scales, and clears the key's bit in the valid mask.
+key. For keys of d = 512 channels, the scales are elsewhere in the page, and cp.async loads them. It takes a warp 30
+cycles to issue a bulk copy, so the four warps divide the keys of a tile, 16 keys each. For an invalid index the warp
+writes zeros in place of the key and its scales, and clears the key's bit in the valid mask.
 
 Layout of a key in the cache
 - d = 576: a key has 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.

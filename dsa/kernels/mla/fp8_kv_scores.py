@@ -288,11 +288,12 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def share_scales(self, keys, exchange: SwapAbExchange, p_stage, largest, thread: Thread):
-        """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
-        `p_stage` of P.
+        """Fill the ScaleTable of stage `p_stage` of P with the scale factors for V. `keys` is the address of the tile's
+        bytes.
 
-        largest: the result of `multiply`. Return two lists with an element for each of the lane's two keys: e as Int32,
-        where P of the key is multiplied by 2^e; and e as Float32, or NaN for a key with a NaN scale.
+        largest: the result of `multiply`. Return two lists with one element for each of the lane's two keys. P of a key
+        is multiplied by 2^e. The first list has e as Int32. The second list has e as Float32, or NaN for a key with a
+        NaN scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

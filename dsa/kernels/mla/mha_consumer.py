@@ -23,8 +23,8 @@ from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
 
 
 def places(byte: int, r: int) -> list[int]:
-    """Return the indices, in a lane's accumulator, of eight scores of the lane's row r (0 or 1): those whose bits are
-    in byte `byte` of the row's selection word."""
+    """Return the accumulator indices of eight scores of the lane's row r (0 or 1): the scores whose bits are in byte
+    `byte` of the row's selection word."""
     return [(8 * byte + bit) // 2 * 4 + 2 * r + bit % 2 for bit in range(8)]
 
 

@@ -493,10 +493,11 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return, for each of the lane's two rows, the number of keys that the row sees, minus the lane's first column.
+        """Return two numbers, one for each of the lane's rows: the number of keys that the row sees, minus the lane's
+        first column.
 
-        So the caller can compare the results with column offsets that are equal in all lanes. This reads the work tile
-        again from shared memory to save registers.
+        So the caller can compare the two numbers with column offsets that are equal in all lanes. This reads the work
+        tile again from shared memory to save registers.
         """
         work_tile = work_tiles.read(tile_state)
         seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]

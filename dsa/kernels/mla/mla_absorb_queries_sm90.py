@@ -184,7 +184,7 @@ class MlaAbsorbQueriesSm90:
     @cute.jit
     def convert(self, raw, scale, zero) -> cute.Tensor:
         """Return the weights as mma operands [4, i, step] in bf16. An operand has the lane's latent channels 2 i and
-        2 i + 1, for the four rows from 4 `step` on among the lane's eight rows."""
+        2 i + 1, for four of the lane's eight rows: 4 `step` to 4 `step` + 3."""
         weights = cute.make_rmem_tensor((4, 2 * WORDS, 2), Uint32)
         for step in cutlass.range_constexpr(2):
             for word in cutlass.range_constexpr(WORDS):

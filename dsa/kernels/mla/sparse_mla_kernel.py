@@ -13,7 +13,7 @@ Work: a CTA computes `head_tile` heads of several queries, one query after the o
 group of queries, the CTA computes `head_tile` rows, which are the queries x heads of the group.
 Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries come
 first. The queries after them can be split among CTAs; then mla_combine_sm90.py combines the partial results. The CTAs
-of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
+of one query's head tiles have adjacent indices, so they read the same keys at about the same time, from the L2 cache.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
 Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume work tiles,
 Q and keys, and produce P. The output warpgroups consume work tiles, keys and P.
@@ -55,9 +55,9 @@ class SparseMlaKernel:
 
     If bit i of `counted` is set, query t uses only its first counts[i][t // s_q] indices in list i, and n is T / s_q.
     Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the caches
-    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the number
-    of partial results, is 2 * split_workers (StreamKScheduler). With max_logits the caller must choose these arguments
-    so that no query is split.
+    start at multiples of 16 bytes. The queries after the first full_waves * workers can be split, and `splits`, the
+    number of partial results, is 2 * split_workers (StreamKScheduler). With max_logits the caller must choose these
+    arguments so that no query is split.
 
     kv               stages of keys, and how they are loaded
     exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups

@@ -248,9 +248,9 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     ):
         """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries, whose
         kernel then overwrites their results."""
-        # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane exchanges the
-        # length of the group's list for -1. Only the first such warp gets the length and not -1, and this warp queues
-        # the group's queries.
+        # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane replaces the
+        # length of the group's list by -1 and gets the old value. Only the first such warp gets the length and not -1,
+        # so only this warp queues the group's queries.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)

@@ -59,7 +59,8 @@ class SwapAbExchange:
     Only kernels for FP8 caches use these:
     q_f16         a view of q's memory as f16
     scale_tables  address of P_STAGES ScaleTables
-    q_largest     [score warps]: largest magnitude in a warp's part of Q, as bf16 bits
+    q_largest     [score warps] uint32: the largest magnitudes in even and in odd channels of a warp's part of Q, as two
+                  bf16
     """
 
     q: cute.Tensor
@@ -79,7 +80,7 @@ class SwapAbExchange:
 
     @cute.jit
     def init(self):
-        """Initialize the barriers; called by one thread. One score warpgroup, four warps, writes each tile of P^T."""
+        """Initialize the barriers; called by one thread. The four warps of one score warpgroup write a tile of P^T."""
         self.p_pipeline.init(consumers=OUTPUT_WARPS, producers=4)
         self.order.init(4)
         self.end.init(consumers=OUTPUT_WARPS, producers=4)
