@@ -97,9 +97,9 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v. If a block has rows past the sequence's end, the bytes of its load are
-                counted at this mbarrier and not at v's full barrier. When the load is complete, CLEAR zero-fills these
-                rows and arrives at v's full barrier
+    v_loaded    one mbarrier per stage of v. If a block has rows past the sequence's end, the loaded bytes are counted
+                at this mbarrier and not at v's full barrier. When the load is complete, CLEAR zero-fills these rows and
+                arrives at v's full barrier
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the
