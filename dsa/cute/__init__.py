@@ -1,2 +1,2 @@
-"""Device and host code that several kernels share. All modules but `limits` and `tuning` import CUTLASS's CuTe DSL;
-`import dsa` imports none of them."""
+"""Device and host code that several kernels share. The modules other than `limits` and `tuning` import CUTLASS's CuTe
+DSL, so `import dsa` imports none of them."""

@@ -85,7 +85,7 @@ def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer
 @cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
     """Make this lane arrive at the barrier when its earlier cp.async copies (`gather_16`, `gather_8`) are complete. The
-    call does not wait for them. The arrival is one of those for which the barrier was initialised."""
+    call does not wait for them. The number of arrivals with which the barrier was initialised includes this arrival."""
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
     )
@@ -96,9 +96,9 @@ def arrive_when_gathered_too(barrier: cute.Pointer):
     """Keep the barrier's current phase from ending before this lane's earlier cp.async copies are complete.
 
     The call does not wait for the copies. It adds one expected arrival to the phase, and this arrival follows when the
-    copies are complete. So, unlike that of `arrive_when_gathered`, the arrival is not one of those for which the
-    barrier was initialised. The call must come before the warp's ordinary arrival (for example `expect_bytes`), because
-    that arrival could end the phase.
+    copies are complete. So the number of arrivals with which the barrier was initialised does not include it. (With
+    `arrive_when_gathered` the number includes the arrival.) The call must come before the warp's ordinary arrival (for
+    example `expect_bytes`), because that arrival could end the phase.
     """
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 

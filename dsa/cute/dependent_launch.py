@@ -21,9 +21,9 @@ def wait_for_prerequisite_grids():
     """Wait until all previous kernels of the stream have ended and their writes are visible; then trigger the next
     kernel's launch. All threads of all CTAs call this once, before any branch.
 
-    The instruction waits only for the kernel directly before. If that kernel calls this function, it ends only after
-    its own wait; if it is launched without use_pdl, it begins only after all earlier kernels have ended. So its end
-    implies the end of all earlier kernels.
+    The instruction waits only for the previous kernel. If the previous kernel calls this function, too, it ends only
+    after this wait. If it is launched without use_pdl, it begins only after all earlier kernels have ended. In both
+    cases the end of the previous kernel implies the end of all earlier kernels.
 
     The next kernel begins only after every CTA of this kernel has triggered, so after all these CTAs have started. If
     the next kernel could begin earlier, it could occupy the SM that a CTA of this kernel still needs, and other CTAs of

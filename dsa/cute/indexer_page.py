@@ -11,8 +11,8 @@ from dsa.cute.limits import MAX_SLOTS
 def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivmodDivisorV2):
     """-> (whether the cache has this slot, the slot's page, the slot's offset in the page).
 
-    cache [pages, bytes]; divisor: `page_size` as a divisor. Slots from MAX_SLOTS on count as outside the cache. For a
-    slot outside the cache, page and offset are those of slot 0.
+    cache [pages, bytes]; divisor: `page_size`, prepared for fast division. Slots from MAX_SLOTS on count as outside the
+    cache. For a slot outside the cache, page and offset are those of slot 0.
     """
     slots = cutlass.min(Int64(cache.shape[0]) * page_size, Int64(MAX_SLOTS))
     exists = Int64(slot) >= 0 and Int64(slot) < slots

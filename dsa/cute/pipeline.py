@@ -41,12 +41,12 @@ use: keeping the address in a variable over several uses can change the SASS.
 If a stage's data arrives in several parts that can be used one by one, the stage has `parts` full barriers, and the
 methods that use a full barrier take the part's number. A consumer releases all parts of a stage at once.
 
-A parity wait distinguishes a phase from the previous one only. So a thread that waits for a stage must have consumed
-the stage's previous data itself. If a producer's tiles are divided among several consumers, each consumer therefore
-needs a separate ring. In a common ring, a consumer that runs ahead would mistake an old phase for the next one. The
-rings of the consumers share one array of barriers: `pipeline.ring(i, stages)` is the i-th ring. `state.stage` is then
-the stage's index in the ring, and `ring.index(state)` is the stage's index among the stages of all rings, which also
-locates the stage's data in shared memory. For a Pipeline that is not divided into rings, `index(state)` is
+A parity wait can tell a phase only from the phase directly before it. So a thread that waits for a stage must have
+consumed the stage's previous data itself. If a producer's tiles are divided among several consumers, each consumer
+therefore needs a separate ring. In a common ring, a consumer that runs ahead would mistake an old phase for the next
+one. The rings of the consumers share one array of barriers: `pipeline.ring(i, stages)` is the i-th ring. `state.stage`
+is then the stage's index in the ring, and `ring.index(state)` is the stage's index among the stages of all rings, which
+also locates the stage's data in shared memory. For a Pipeline that is not divided into rings, `index(state)` is
 `state.stage`.
 
 Mbarriers are barriers outside a ring, for example a signal from one warpgroup to another. The kernel keeps track of
@@ -118,7 +118,7 @@ class Pipeline:
 
     @staticmethod
     def of(storage, stages: int, parts: int = 1) -> "Pipeline":
-        """Return the pipeline of the barriers in `storage`, a `pipeline_storage(stages, parts)`."""
+        """Return the pipeline whose barriers are in `storage`, which has the type `pipeline_storage(stages, parts)`."""
         return Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), stages, Int32(0), parts)
 
     @cute.jit
@@ -136,8 +136,8 @@ class Pipeline:
         return Pipeline(self.full, self.empty, stages, index * stages, self.parts)
 
     def index(self, state: PipelineState) -> Int32:
-        """Return the stage's index among the stages of all rings. The stage's data in shared memory has the same
-        index."""
+        """Return the index of the state's stage among the stages of all rings. The stage's data in shared memory has
+        the same index."""
         return self.first + state.stage
 
     @cute.jit

@@ -1,9 +1,9 @@
 """FP8 e4m3 quantisation of a group of channels, which share a scale and are in the registers of a few adjacent lanes.
 
 A group is 128 channels (GROUP), `channels` per lane, so GROUP / `channels` lanes have it. Only `quantize_group` accepts
-another size: all channels of `lanes` lanes. Channels are fp32 in registers, also after quantisation: the caller rounds
-them to e4m3. Operations come in the same order and in the same fp32 arithmetic as in the references on a GPU, so
-results agree bit for bit.
+groups of another size: a group is then all channels of `lanes` lanes. Channels are fp32 in registers, also after
+quantisation: the caller rounds them to e4m3. Operations come in the same order and in the same fp32 arithmetic as in
+the references on a GPU, so results agree bit for bit.
 """
 
 import cutlass

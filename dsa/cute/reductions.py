@@ -22,8 +22,8 @@ def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
     """-> (the sum of `own` over the threads before this thread, the sum over all threads of the CTA). Contains one
     barrier.
 
-    sums  32 Int32 in shared memory; elements from the number of warps on are zero. Another barrier must come before the
-          next use of `sums`
+    sums  32 Int32 in shared memory. The caller sets elements W to 31 to zero, where W is the number of warps. Another
+          barrier must come before the next use of `sums`
     """
     scanned = warp_inclusive_scan(own, lane)
     if lane == 31:

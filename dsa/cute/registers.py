@@ -13,7 +13,7 @@ def filled(shape, value, dtype: type[cutlass.Numeric] = Float32) -> cute.Tensor:
 
 
 def loaded(source: cute.Tensor) -> cute.Tensor:
-    """Return a copy in registers of a tensor of static shape."""
+    """Copy `source`, a tensor of static shape, to registers, and return the copy."""
     registers = cute.make_rmem_tensor(source.shape, source.element_type)
     cute.autovec_copy(source, registers)
     return registers

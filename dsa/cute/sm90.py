@@ -7,7 +7,7 @@ from cutlass import Int32
 
 WARP = 32
 WARPGROUP = 128  # threads that issue a wgmma together
-SHARED_BYTES = 232448  # the most shared memory that a CTA can have
+SHARED_BYTES = 232448  # largest shared memory of a CTA
 # {consumer warpgroups: (registers per consumer thread, per producer thread)}. At launch all threads get the same number
 # of registers; setmaxregister then redistributes them.
 REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}

@@ -10,8 +10,8 @@ Plan
   CTA's 8 warps computes a group.
 - A warp loads its channels of both operands directly into registers, 16 bytes of a row per lane and k-step. These
   registers are the operands of two mma instructions: the order of channels within a k-step does not matter as long as
-  both operands have the same order. The loads of up to ROUND k-steps, a round, are all in flight before the round's
-  first mma.
+  both operands have the same order. A round is up to ROUND k-steps. All loads of a round are in flight before the
+  round's first mma.
 - A slice is one chain of mma instructions that starts at zero. The slices of a group are added in order: by the warp
   that computes all of them, or in a cluster through shared memory. The groups are added in order, too; in a cluster
   each CTA receives all groups' partial sums of the results that it stores. So the bits of a result depend only on its
@@ -22,8 +22,8 @@ Plan
   at once, however many rounds of loads follow.
 Shared memory: 512 bytes per token of a work tile; in a cluster 64 bytes more per token.
 Constraints: channels a multiple of 32; rows aligned to 16 bytes. Without a cluster at least 2048 channels, because a
-warp with several slices expects at least one k-step in each. Loads of a row past the end of x or of the matrix read the
-last row instead.
+warp with several slices expects at least one k-step in each slice. Loads of a row past the end of x or of the matrix
+read the last row instead.
 Roofline: bound by memory. The matrix is read once per tile of tokens (from L2 after the first tile). The tokens are
 read once per 16 rows of the matrix. Latency in a cluster: launch, three barriers, and the rounds of loads. One round is
 enough up to 8192 channels. With 32 tokens per tile it is enough up to 6144 channels.

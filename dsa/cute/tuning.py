@@ -38,9 +38,9 @@ def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Co
 
 
 def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
-    """For an op with a cost model, return the configuration on trial, or else a dict of the fields of the class's
-    winner. Return None if the class has no winner, or if the winners were measured on a GPU with another number of SMs.
-    H100 and H200 have equal numbers of SMs."""
+    """During a `trial`, return the configuration on trial. Otherwise return the fields of the class's winner as a dict,
+    or None if the class has no winner or the winners were measured on a GPU with another number of SMs. H100 and H200
+    have equal numbers of SMs. Only for ops with a cost model."""
     if (on_trial := _trial.get((op, arch, shape_class))) is not None:
         return on_trial
     data = _data(path_of(op, arch))

@@ -19,7 +19,7 @@ COPIES = {8: (gather_8, load_8), 16: (gather_16, load_16)}  # {bytes of a vector
 
 
 def scratch_of_thread(vector_bytes: int, threads: int, tid: Int32) -> Int32:
-    """Reserve shared memory for `add_weighted_rows`. -> the shared address of this thread's first vector."""
+    """Reserve shared memory for `add_weighted_rows`. -> the shared-memory address of this thread's first vector."""
     layout = cute.make_layout(BATCH * threads * vector_bytes)
     memory = cutlass.memory.SmemAllocator().allocate_tensor(Uint8, layout, 128)
     return Int32(memory.iterator.toint()) + tid * vector_bytes

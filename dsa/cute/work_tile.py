@@ -12,9 +12,9 @@ There are three kinds of schedulers:
 - dynamic persistent: a CTA that becomes free takes its next tile from a counter in global memory (tile_counter.py).
 
 How tiles are split differs between kernel families, so stream-K and dynamic schedulers are defined next to their
-kernels. Where they need these methods, they use these names: `first()`, the CTA's first tile; `advance(tile)`, the next
-tile; `work_tile(index)`, its WorkTileInfo; `is_valid`, a field or property of the WorkTileInfo, False after the last
-tile.
+kernels. The schedulers use the same method names: `first()` for the CTA's first tile, `advance(tile)` for the next
+tile, and `work_tile(index)` for the tile's WorkTileInfo. `is_valid` is a field or property of the WorkTileInfo; it is
+False after the last tile.
 
     scheduler = static_persistent_scheduler()
     for index in cutlass.range(scheduler.first, rows * columns, scheduler.step, unroll=1):
@@ -37,8 +37,8 @@ warps through a WorkTilePipeline, a ring of two stages in shared memory:
                                                                    state = work_tiles.release(state)
                                                                    work_tile = work_tiles.current(state)
 
-After the last work tile the scheduler publishes an invalid WorkTileInfo. Each kernel chooses its mark: a field with a
-value that no work tile has, here rows = 0.
+After the last work tile the scheduler publishes an invalid WorkTileInfo. To mark it, each kernel chooses a field and a
+value that no work tile has in this field, here rows = 0.
 """
 
 from dataclasses import dataclass
@@ -69,8 +69,8 @@ def static_persistent_scheduler() -> StaticPersistentScheduler:
 
 
 def _words(info_type: type) -> int:
-    """Return the number of 32-bit words per stage, rounded up to a multiple of 4. So stages are aligned to 16 bytes,
-    and fields are read and written as vectors."""
+    """Return the number of 32-bit words per stage: one per field, rounded up to a multiple of 4. So stages are aligned
+    to 16 bytes, and fields are read and written as vectors."""
     return -(-len(info_type._fields) // 4) * 4
 
 
@@ -89,7 +89,8 @@ def work_tile_storage(info_type: type) -> type:
 class WorkTilePipeline:
     """A ring in shared memory through which one warp passes work tiles to other warps.
 
-    info [fields, stages] contains a WorkTileInfo of type `info_type`, a NamedTuple of Int32, per stage."""
+    info [fields, stages] contains one WorkTileInfo per stage. `info_type`, a NamedTuple of Int32, is the type of these
+    WorkTileInfos."""
 
     pipeline: Pipeline
     info: cute.Tensor
@@ -130,7 +131,8 @@ class WorkTilePipeline:
 
     @cute.jit
     def read(self, state: PipelineState):
-        """Read the current work tile again, before its release, so that its fields need not stay in registers."""
+        """Read the current work tile again, so that the caller need not keep the fields in registers. Call this before
+        `release`."""
         return read_info(self.info_type, self.info, state.stage)
 
     @cute.jit

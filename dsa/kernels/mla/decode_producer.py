@@ -42,16 +42,16 @@ class PlanColumn(IntEnum):
     """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
 
     Row i describes part i: the keys from tile FIRST_TILE of sequence FIRST_SEQUENCE to the tile before tile END_TILE of
-    sequence LAST_SEQUENCE; nothing if LAST_SEQUENCE is below FIRST_SEQUENCE. Column SPLIT_SEQUENCE does not belong to
-    the parts. It is a list for the combine kernel: entry i is the i-th sequence that is split, or -1 after the last
-    one.
+    sequence LAST_SEQUENCE; the part is empty if LAST_SEQUENCE is below FIRST_SEQUENCE. Column SPLIT_SEQUENCE does not
+    belong to the parts. It is a list for the combine kernel: entry i is the i-th sequence that is split, or -1 after
+    the last one.
     """
 
     FIRST_SEQUENCE = 0
     FIRST_TILE = 1
     LAST_SEQUENCE = 2
     END_TILE = 3
-    FIRST_SPLIT = 4  # index of this part's split among the splits of FIRST_SEQUENCE; 0 if that is not split
+    FIRST_SPLIT = 4  # index of this part's split among the splits of FIRST_SEQUENCE; 0 if that sequence is not split
     SPLIT_SEQUENCE = 5
 
 
@@ -60,7 +60,7 @@ class DecodeState(NamedTuple):
 
     sequence  sequence of the next work tile
     tile      first tile of the next work tile in `sequence`
-    split     index of the next work tile among the splits of `sequence`; 0 if it is not split
+    split     index of the next work tile among the splits of `sequence`; 0 if the sequence is not split
     last      last sequence of the part
     end_tile  in sequence `last`, the part ends before this tile
     """
@@ -147,7 +147,7 @@ class Pages:
 
     @cute.jit
     def find(self, sequence, box):
-        """Return (page number, index of the box in this page) of the box-th TMA box of the sequence's keys.
+        """Find TMA box number `box` of the sequence's keys. Return (page number, index of the box in this page).
 
         The page number is -1 if the block table does not cover the box.
         """
@@ -234,8 +234,8 @@ class PagedLoad(KvStages):
         return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
-        """Return the shared-memory layout [box, K_CHUNK, n] of the n = `k_chunks` * TILE_N / box TMA boxes of
-        `k_chunks` k chunks. The boxes of a k chunk are adjacent."""
+        """Return the shared-memory layout [box, K_CHUNK, n] of `k_chunks` k chunks. They consist of
+        n = `k_chunks` * TILE_N / box TMA boxes. The boxes of a k chunk are adjacent."""
         tile = self.box, self.box, K_CHUNK
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
@@ -390,8 +390,8 @@ def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
     first   the tile's first v stage
     stages  number of v stages in the ring
 
-    The rows are keys past the end of the sequence. TMA has loaded those that share a box with valid keys. P of such a
-    key is 0, but the key's values can be NaN, and 0 * NaN is NaN.
+    The rows are keys past the end of the sequence. If a box also has valid keys, TMA has loaded the box's other keys,
+    too. Their P is 0, but their values can be NaN, and 0 * NaN is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)
     zeros.fill(0.0)

@@ -1,9 +1,9 @@
 """The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
 The warpgroup gathers selected keys as FP8 bytes into a ring of stages, one whole tile per stage. One bulk copy loads a
-key. With d = 512, the key's scales are elsewhere in the page, and cp.async loads them. To issue a bulk copy costs a
-warp 30 cycles, so each of the four warps gathers 16 keys of a tile. For an invalid index the warp writes zeros in place
-of the key and its scales, and clears the key's bit in the valid mask.
+key. For keys of d = 512 channels, the scales are elsewhere in the page, and cp.async loads them. It takes a warp 30
+cycles to issue a bulk copy, so the four warps divide the keys of a tile, 16 keys each. For an invalid index the warp
+writes zeros in place of the key and its scales, and clears the key's bit in the valid mask.
 
 Layout of a key in the cache
 - d = 576: a key has 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
@@ -27,7 +27,7 @@ from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
 from dsa.kernels.mla.mla_roles import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
-V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key for d = 576 with scales; for d = 512 without
+V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key: d = 576 with the scales, d = 512 without scales
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Fp8TopkGather(TopkGather):
     def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps fill a stage of keys. Twelve warps read it: those of the score warpgroup that computes the tile
-        and of both output warpgroups. `consumers` warps read work tiles.
+        Four warps fill a stage of keys. Twelve warps read it: the four warps of the score warpgroup that computes the
+        tile, and the eight warps of the output warpgroups. `consumers` warps read work tiles.
         """
         pipeline.kv.init(consumers=12, producers=4)
         pipeline.work.init(consumers)
@@ -172,7 +172,8 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load the `q_rows` rows of Q from the query's row (head) `first_row` on into one stage, a quarter per warp."""
+        """Load `q_rows` rows of Q, beginning with row (head) `first_row` of the query, into one stage. Each warp loads
+        a quarter of the rows."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]

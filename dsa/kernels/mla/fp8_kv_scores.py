@@ -36,10 +36,10 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Bounds of e, where P of a key is multiplied by 2^e. row_max is a maximum of scores with this factor (e is added in
-# log2), but row_sum adds P without it. The bounds keep row_sum in the range of fp32.
+# Bounds of e. P of a key is multiplied by 2^e. This factor is included in row_max, a maximum of scores plus e in log2,
+# but not in row_sum. The bounds keep row_sum in the range of fp32.
 LEAST_POWER, MOST_POWER = -64, 110
-AHEAD = 1  # a warp loads this many chunks of Q before it stores a chunk; the compiler keeps this order
+AHEAD = 1  # a warp loads this many chunks of Q ahead of the chunk that it stores; the compiler keeps this order
 
 
 class ScoreOperands(NamedTuple):
@@ -48,7 +48,7 @@ class ScoreOperands(NamedTuple):
     mmas    tiled MMAs for keys in bf16 and in f16
     q       Q in shared memory as wgmma operand, viewed as bf16 and as f16
     k_rmem  two buffers in registers, each for a lane's part of a 64-channel chunk of keys
-    acc     accumulator of S^T: the sum of the groups' products, times their scales
+    acc     accumulator of S^T: the bf16 product, plus each group's product times the scale of the group
     sums    accumulator of one group of channels that share a scale
     """
 
@@ -122,8 +122,8 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def load_q(self, operands: ScoreOperands, shared: MlaShared, ring, coord: Coord) -> Float32:
-        """Copy a work tile's Q from stage number `ring` on of the ring of keys to the memory of Q, with zeros after the
-        last head.
+        """Copy a work tile's Q from the ring of keys to the memory of Q, with zeros after the last head. Q begins at
+        stage number `ring` of the ring.
 
         Each chunk is stored in the order in which lanes read the keys' channels. The chunks that multiply e4m3 channels
         are divided by a power of two, so that their largest magnitude is about 2^14, and converted to f16. Return that
@@ -209,8 +209,8 @@ class Fp8KvScores(SwapAbAttention):
         which Q was divided.
 
         Return one word per key of the lane (two keys). For keys of 512 channels, the word has two bf16: the largest
-        magnitudes among the key's bf16 values that this lane has read, in even and in odd channels. For keys of 576
-        channels the words are 0.
+        magnitude in even channels and the largest magnitude in odd channels, among the key's bf16 values that this lane
+        has read. For keys of 576 channels the words are 0.
         """
         (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
         pitch, lane = self.kv.pitch, opaque(thread.lane)
@@ -260,8 +260,8 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """Add `sums`, the products of group `group`, to acc, times each key's scale of this group and times `power`.
-        With d = 576, `scales` already includes `power`."""
+        """acc += `sums` * scale * `power`, where `sums` are the products of group `group`, and scale is the key's scale
+        of this group. With d = 576, `scales` already includes `power`."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):
@@ -288,11 +288,12 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def share_scales(self, keys, exchange: SwapAbExchange, p_stage, largest, thread: Thread):
-        """Write the scale factors for V of the tile whose bytes are at address `keys` to the ScaleTable of stage
-        `p_stage` of P.
+        """Fill the ScaleTable of stage `p_stage` of P with the scale factors for V. `keys` is the address of the tile's
+        bytes.
 
-        largest: the result of `multiply`. Return two lists with an element for each of the lane's two keys: e as Int32,
-        where P of the key is multiplied by 2^e; and e as Float32, or NaN for a key with a NaN scale.
+        largest: the result of `multiply`. Return two lists with one element for each of the lane's two keys. P of a key
+        is multiplied by 2^e. The first list has e as Int32. The second list has e as Float32, or NaN for a key with a
+        NaN scale.
         """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []

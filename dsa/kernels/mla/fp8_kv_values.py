@@ -159,13 +159,13 @@ class Fp8KvValues(SwapAbAttention):
                 self.start_products(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
-        """In step s of 16 keys a lane has four keys. Return the i-th one's offset in bytes from the lane's first key of
-        the tile."""
+        """Return the offset, in bytes, of the i-th of the lane's four keys in step s, counted from the lane's first key
+        of the tile. A step is 16 keys."""
         return (16 * s + i % 2 + i // 2 * 8) * self.kv.pitch
 
     def numbers_of(self, first, s: int, half: int) -> list:
-        """Return, for each of the lane's four keys in step s, a word of four e4m3 channels: half `half` of the lane's
-        eight channels."""
+        """Return four words, one for each of the lane's four keys in step s. A word has four e4m3 channels: half `half`
+        of the lane's eight channels."""
         return [load_4(first + self.row(i, s) + 32 * half) for i in range(4)]
 
     def factors_of(self, scales, s: int) -> list:

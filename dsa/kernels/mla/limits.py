@@ -8,7 +8,7 @@ DTYPES = ("bfloat16", "float16")  # dtypes of q and of a 16-bit cache
 # Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM channels has 64 rope channels
 # after the value. A key of HEAD_DIM_V channels (DeepSeek-V4) ends with the value: the whole key is the value.
 HEAD_DIM, HEAD_DIM_V = 576, 512
-ROTATED_BACK = 64  # DeepSeek-V4 rotates this many last channels of a head's result back after attention
+ROTATED_BACK = 64  # after attention, DeepSeek-V4 rotates the last 64 channels of a head's result back
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
 FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # bytes of a key and its scales in an FP8 cache, by head dim
 

@@ -9,8 +9,8 @@ Work
   so up to 8 loads per lane are in flight. The vectors stay in registers from load to store: each branch is read once
   and the result is written once.
 - While the first chunk loads, every lane computes all N weights of the row: N exponentials cost less than
-  shuffles. Weights are relative to the largest LSE. So if only one branch has keys, and without a sink, that
-  branch's weight is exactly 1.
+  shuffles. Weights are relative to the largest LSE. So without a sink, if only one branch has keys, the weight of this
+  branch is exactly 1.
 - The lanes load the values of a branch without keys (infinite LSE), too, because the LSE arrives no sooner than the
   values. They replace these values by zeros, because the values can be NaN.
 - Results are [A, B, H, D] with contiguous rows, LSEs [A, B, H]. The other strides are arbitrary, because decoding
@@ -41,7 +41,7 @@ INFINITY = float("inf")
 
 
 def unroll_of(width: int, branches: int) -> int:
-    """Return the number of 16-byte vectors that a lane loads of each branch for a chunk. `width`: elements per vector.
+    """Return the number of 16-byte vectors that a lane loads per chunk and branch. `width`: elements per vector.
 
     A chunk has 512 channels. It has 256 if a lane would otherwise load more than 8 vectors of all branches together.
     """
@@ -110,8 +110,8 @@ class MergeAttentionSm90:
 
     @cute.jit
     def read(self, raw, outs, a, b, h, start, vectors):
-        """Load the lane's vectors of a chunk of the row, from all branches. `start`: index in the row of the lane's
-        first vector."""
+        """Load the lane's vectors of a chunk of the row, from all branches. `start`: index of the lane's first vector,
+        counted from the start of the row."""
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end, load the last vector again.
             vector = cutlass.min(start + WARP * u, vectors - 1)
@@ -134,8 +134,7 @@ class MergeAttentionSm90:
         for n in cutlass.range_constexpr(self.branches):
             weights[n] = cute.math.exp(logs[n] - relative)
             lse_sum += weights[n]
-        # Keep this code free of branches. Otherwise ptxas moves the load of the sink down to here, and the warp waits
-        # for that load.
+        # Use no jumps here. Otherwise ptxas moves the load of the sink down to here, and the warp waits for that load.
         whole, factor = relative + cute.math.log(lse_sum), lse_sum
         if const_expr(sink is not None):
             factor *= Float32(1.0) + cute.math.exp(sink - whole)

@@ -23,8 +23,8 @@ from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
 
 
 def places(byte: int, r: int) -> list[int]:
-    """Return the indices, in a lane's accumulator, of eight scores of the lane's row r (0 or 1): those whose bits are
-    in byte `byte` of the row's selection word."""
+    """Return the accumulator indices of eight scores of the lane's row r (0 or 1): the scores whose bits are in byte
+    `byte` of the row's selection word."""
     return [(8 * byte + bit) // 2 * 4 + 2 * r + bit % 2 for bit in range(8)]
 
 
@@ -67,8 +67,8 @@ def after(word: Int32, x: Float32, zero: Int32) -> Int32:
 
 
 def max_all(before: tuple[Float32, ...], eight: list[Float32]) -> tuple[Float32, Float32]:
-    """Return (maximum of the even elements, maximum of the odd elements) of the scores `eight`, of one row. before: (),
-    or the result for earlier scores of the row, which the maxima then include.
+    """Return two maxima of the scores `eight` of a row: over the elements with even index, and over those with odd
+    index. before: (), or the result for earlier scores of the row, which the maxima then include.
     """
     even, odd = ([*before[i : i + 1], *eight[i::2]] for i in range(2))
     return functools.reduce(cute.arch.fmax, even), functools.reduce(cute.arch.fmax, odd)
@@ -105,13 +105,13 @@ def store_rows(
     lane: Int32,
     few_registers: cutlass.Constexpr,
 ):
-    """Write LSE, and O divided by the sum of P, of those of the warp's 16 rows that exist. For a row without keys LSE
-    is +inf and O is 0.
+    """Write LSE and O for the warp's 16 rows, except rows past the end of the sequence. O is divided by the row's sum
+    of P. For a row without keys LSE is +inf and O is 0.
 
     staged         address of the warp's staging buffer in shared memory
-    own_row        the lane's first row in the work tile; its second row is 8 further
-    few_registers  recompute addresses that depend on the lane here, so that they are not kept in registers through the
-                   mainloop
+    own_row        the lane's first row in the work tile; the lane's second row is 8 rows further
+    few_registers  recompute here the addresses that depend on the lane, so that they are not kept in registers through
+                   the mainloop
     """
     query, row_count, head, dtype = work_tile.query, work_tile.row_count, work_tile.head, out.element_type
     if const_expr(few_registers):

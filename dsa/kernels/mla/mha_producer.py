@@ -5,9 +5,9 @@ The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past
 The SCHEDULE warp runs a dynamic persistent scheduler. A work tile is a tile of query rows of one head, with all KV
 blocks that any of these rows sees. Work tiles are numbered sequence by sequence and, in a sequence, by groups of heads.
 In a group, row tiles run from the last rows, which see the most keys if attention is causal, to the first rows, and
-heads vary fastest. A CTA's first work tile has the CTA's index as its number. The number of each further work tile is
-the number of CTAs plus a value that the SCHEDULE warp takes from a tile counter in global memory
-(dsa/cute/tile_counter.py). The SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage
+heads vary fastest. A CTA begins with the work tile whose number equals the CTA's index. For each further work tile, the
+SCHEDULE warp takes a value from a tile counter in global memory (dsa/cute/tile_counter.py), and adds the number of CTAs
+to get the work tile's number. The SCHEDULE warp publishes each WorkTileInfo to the other warps through a two-stage
 pipeline in shared memory.
 """
 
@@ -97,9 +97,9 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v, used for blocks with rows past the sequence's end: TMA counts bytes there
-                and not at v's full barrier. When the load is complete, CLEAR zero-fills these rows and arrives at v's
-                full barrier
+    v_loaded    one mbarrier per stage of v. If a block has rows past the sequence's end, the loaded bytes are counted
+                at this mbarrier and not at v's full barrier. When the load is complete, CLEAR zero-fills these rows and
+                arrives at v's full barrier
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the
@@ -135,7 +135,8 @@ class MhaPipelines:
 class MhaProducer:
     """The LOAD and CLEAR warps.
 
-    rope  number of last channels of a key that are in a separate tensor, which all heads share; 0 if there is none
+    rope  number of rope channels, the last channels of a key, if these are in a separate tensor that all heads share;
+          otherwise 0
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MhaConfig, rope: int):
@@ -233,8 +234,8 @@ class MhaProducer:
 
 @cute.jit
 def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, head, shape: cutlass.Constexpr):
-    """Return the partitions of a TMA load of blocks of `shape` (rows, channels): shared memory [., stage], and global
-    memory [., n].
+    """Partition a TMA load of blocks of `shape` (rows, channels). Return (shared memory [block, stage], global memory
+    [block, n]), where the first mode is all elements of a block.
 
     Block n of global memory has shape[0] rows of head `head`, from row `row` + n * shape[0] on.
     """
@@ -304,7 +305,7 @@ class MhaScheduler:
 
     @cute.jit
     def work_tile(self, sequence, local) -> WorkTileInfo:
-        """Return the work tile number `local`, from 0 on, of sequence `sequence`."""
+        """Return work tile number `local` of sequence `sequence`. Numbers in a sequence begin at 0."""
         query, queries = span(self.cu_q, sequence, self.queries)
         key, keys = span(self.cu_k, sequence, self.kv_rows)
         tiles = (queries + self.rows - 1) // self.rows

@@ -2,7 +2,7 @@
 
 out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'],  h' = h // (H / Hk)
 
-The sum runs over the keys j that query t sees; with a selection, only over those of them that are selected. H is the
+The sum runs over the keys j that query t sees. With a selection, it skips the keys that are not selected. H is the
 number of query heads, Hk that of KV heads.
 
 Warp roles
@@ -10,7 +10,7 @@ Warp roles
 - Three producer warps (mha_producer.py). LOAD loads Q, K and V by TMA. SCHEDULE computes work tiles. CLEAR
   zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
 Scheduler: dynamic persistent (mha_producer.py). The `group` query heads of a group have adjacent work tiles, so that
-the K and V of their KV heads stay in the L2 cache. Of a sequence and group, the work tiles with the most keys come
+the K and V of their KV heads stay in the L2 cache. Within a sequence and group, the work tiles with the most keys come
 first.
 Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
 Mainloop
@@ -405,7 +405,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
-        mma = self.score_mma()  # a new one, because a TiledMma whose field is set in a loop is unusable after the loop
+        mma = self.score_mma()  # a new TiledMma, because one whose field is set in a loop is unusable after the loop
         for step in cutlass.range_constexpr(self.dim // 16):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             place = (None, None, step) if self.cfg.q_rmem else (None, None, step, q_stage)
@@ -468,7 +468,7 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def cut_scores(self, s, clear, key, work_tiles, tile_state, own_row, lane):
-        """Set scores to -inf for the keys of a block, whose first key is `key`, that the lane's rows do not see.
+        """In the block that begins at `key`, set the scores of keys that the lane's rows do not see to -inf.
 
         All rows of the warpgroup see the first `clear` keys, so blocks that end at or before `clear` need no mask.
         """
@@ -493,10 +493,11 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return, for each of the lane's two rows, the number of keys that the row sees, minus the lane's first column.
+        """Return two numbers, one for each of the lane's rows: the number of keys that the row sees, minus the lane's
+        first column.
 
-        So the caller can compare the results with column offsets that are equal in all lanes. This reads the work tile
-        again from shared memory to save registers.
+        So the caller can compare the two numbers with column offsets that are equal in all lanes. This reads the work
+        tile again from shared memory to save registers.
         """
         work_tile = work_tiles.read(tile_state)
         seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]

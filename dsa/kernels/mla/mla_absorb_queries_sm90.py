@@ -9,8 +9,9 @@ W_UK[h] [nope, 512] is the first `nope` rows of head h in kv_b.
   CTAs, four per SM, in one wave.
 - Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A lane loads 16
   adjacent latent channels of 8 rows. So a load instruction of the warp reads 128 bytes of each of four rows, which are
-  whole cache lines. The rows are input channels (K) of an mma, whose operands have pairs of them in a register. So the
-  lane interleaves the weights of two rows, scales them and rounds them to bf16 (up_projection.py).
+  whole cache lines. The rows are input channels (K) of an mma, and a register of an mma operand has the values of two
+  input channels. So the lane interleaves the weights of two rows, scales them and rounds them to bf16
+  (up_projection.py).
 - Products: tokens are N of the mma, eight (an octet) at a time. A lane then has sums for 16 latent channels of two
   tokens. The warps' sums, each over 32 nope channels, are added in a fixed order through shared memory. So the bits of
   a token do not depend on the other tokens.
@@ -24,8 +25,8 @@ Shared memory: two buffers of (nope / 32) x 4736 bytes.
 Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 32 of sums.
 Constraints: 512 latent and 64 rope channels; the numbers of nope channels and of rows of kv_b per head are multiples
 of 32.
-Roofline: bound by memory: W_UK is read once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched
-before the wait.
+Roofline: bound by memory: W_UK is read once. For V3.2 this is 8.4 MB, which takes 2.8 us at 3 TB/s. Part of W_UK
+arrives in the L2 cache before the wait for the previous kernel ends.
 """
 
 from collections.abc import Callable
@@ -146,7 +147,8 @@ class MlaAbsorbQueriesSm90:
         """Return two layouts of the same sums in shared memory: one for writing, one for reading.
 
         written  [a lane's 4 results of an mma, mma, lane / 4, lane % 4 (pair of tokens), slice, buffer]
-        read     [4 channels x 2 tokens, 4 such groups in a chunk, chunk of 16 channels, pair of tokens, slice, buffer]
+        read     [sums of 4 channels x 2 tokens, quarter of a chunk, chunk of 16 channels, pair of tokens, slice,
+                 buffer]
         """
         outer = (CHUNK, OF_PAIR, OF_SLICE, self.slices * OF_SLICE)
         shape = (BLOCK // VECTOR, READERS, self.slices, 2)
@@ -154,8 +156,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch a quarter of the rows of W_UK of the head, whose first row is `first`, into the L2 cache. The head's
-        four CTAs prefetch different quarters; each warp prefetches an equal part."""
+        """Prefetch a quarter of the head's W_UK into the L2 cache. first: index of the first row of this W_UK in
+        `weight`. The head's four CTAs prefetch different quarters; each warp prefetches an equal part."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
@@ -182,7 +184,7 @@ class MlaAbsorbQueriesSm90:
     @cute.jit
     def convert(self, raw, scale, zero) -> cute.Tensor:
         """Return the weights as mma operands [4, i, step] in bf16. An operand has the lane's latent channels 2 i and
-        2 i + 1, for the four rows from 4 `step` on among the lane's eight rows."""
+        2 i + 1, for four of the lane's eight rows: 4 `step` to 4 `step` + 3."""
         weights = cute.make_rmem_tensor((4, 2 * WORDS, 2), Uint32)
         for step in cutlass.range_constexpr(2):
             for word in cutlass.range_constexpr(WORDS):

@@ -92,7 +92,7 @@ class MlaAttention:
         comes through the key stages, otherwise `state`.
     apply_mask(scores, softmax, shared, state, work, q_tile, key, tid, lane)
         Set the scores of keys that a row does not see to -inf. If the values of such keys can be NaN in shared memory,
-        zero-fill them. `state`: the stages of the tile. `key`: index of the tile's first key.
+        zero-fill them. `state`: the ring state before the tile. `key`: index of the tile's first key.
     """
 
     q_in_ring = False  # whether Q comes through the key stages, as one tile before the keys
@@ -123,7 +123,7 @@ class MlaAttention:
         return OperandStorage
 
     def shared(self, storage) -> MlaShared:
-        """Return an MlaShared of the memory `storage`, a struct with the members pipeline, exchange and operands."""
+        """Return the MlaShared in the memory `storage`, a struct with the members pipeline, exchange and operands."""
         q_layout = self.q_layout()
         return MlaShared(
             self.kv.pipeline(storage.pipeline),

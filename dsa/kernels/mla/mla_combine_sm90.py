@@ -11,7 +11,7 @@ than one warp per row, the row's warp 0 then adds the warps' sums in the order o
 warp reads all LSEs of the row while the first values of out_i are in flight.
 Splits: each set of `row_blocks` adjacent CTAs combines one sequence or query, for one KV head. In dense decoding with a
 plan, set i combines the i-th split sequence of the plan; in batch-invariant decoding it combines sequence i. In sparse
-attention set i combines the i-th query after the full waves, whose splits follow from the StreamKScheduler.
+attention set i combines the i-th query after the full waves; the StreamKScheduler determines the query's splits.
 Launch: programmatic dependent launch after the attention kernel. A CTA whose sequence or query is not split exits after
 it has waited for the attention kernel.
 Shared memory: the sums of each warp, and the weights of a row's splits for each warp. Constraints: at most MAX_PARTS
@@ -38,7 +38,7 @@ from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-LSES = MAX_PARTS // WARP  # a lane loads this many of the LSEs of a row's splits
+LSES = MAX_PARTS // WARP  # number of LSEs that a lane loads; a row has one LSE per split, so at most MAX_PARTS
 
 
 @dataclass(frozen=True)
@@ -381,8 +381,8 @@ def choose_config(splits: int, rows: int) -> MlaCombineConfig:
     """Choose the configuration that gives about two CTAs per SM, which is fastest.
 
     splits  estimated number of splits of a sequence or query
-    rows    number of rows (query tokens x heads) per KV head that the launch can have to combine; in batch-invariant
-            decoding those of one sequence
+    rows    largest number of rows (query tokens x heads) that the launch combines per KV head, over all sequences or
+            queries. In batch-invariant decoding only the rows of one sequence count
     """
     if splits < 8 or rows > 512:
         return FEW

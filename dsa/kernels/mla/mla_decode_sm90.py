@@ -12,7 +12,8 @@ Warp roles: one score and two output warpgroups (mla_attention.py). One warp of 
 by TMA (decode_producer.py). The score warpgroup loads Q itself.
 Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). With a plan,
 the load warp announces a work tile's sequence before it has loaded the sequence's length, so that the score warpgroup
-can load Q early. In batch-invariant decoding it needs the length first, to know whether the CTA's split exists.
+can load Q early. In batch-invariant decoding the load warp needs the length first, to know whether the CTA's split
+exists.
 Split-KV: the result of a work tile that is a whole sequence goes to out and lse. For a split, the kernel writes a
 normalised partial result. mla_combine_sm90.py combines the partial results of a sequence.
 Shared memory: the chunks of Q that are not in registers, two stages of P, and V_STAGES x 16 KiB + ROPE_STAGES

@@ -36,7 +36,7 @@ from dsa.kernels.mla.mla_softmax import Exchange, SoftmaxState
 
 HALF_V = HEAD_DIM_V // 2  # channels per output warpgroup
 STAGED = 32  # channels of a row that `Epilogue` stages in shared memory at a time
-OWN = GROUP // 4  # channels that a lane has of each group of GROUP channels, which share a scale
+OWN = GROUP // 4  # a lane's channels in each group; the GROUP channels of a group share a scale
 ROW_BYTES = 64  # bytes of a row that `CastEpilogue` stages in shared memory at a time
 ROTATED = ROTATED_BACK // 4  # rotated channels of a row per lane
 
@@ -202,9 +202,9 @@ class CastEpilogue(Epilogue):
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
         """Divide `acc` by the scales of the groups of channels, and write the scales. A group is 128 channels of a row.
 
-        A quad has two rows and, of each row, the warpgroup's two groups of channels. Each of the four lanes computes
-        the scale of one of these four groups. If every lane computed all four scales, registers would spill, because a
-        division takes many.
+        A quad has two rows, and the warpgroup has two groups of channels of each row. So the quad has four groups, and
+        each of the quad's four lanes computes the scale of one group. If every lane computed all four scales, registers
+        would spill, because a division takes many registers.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]

@@ -1,8 +1,8 @@
 """Plan split-KV for dense MLA decoding: divide the keys of all sequences among parts (decode_producer.py).
 
 Work: one CTA
-- All threads compute the prefix sums of the sequences' costs in shared memory. The cost of a sequence is its number of
-  tiles of TILE_N keys plus `overhead`, the fixed cost of a work tile in tiles.
+- All threads compute the prefix sums of the sequences' costs in shared memory. The cost of a sequence is measured in
+  tiles of TILE_N keys: the number of the sequence's tiles plus `overhead`, the fixed cost of a work tile.
 - Warp 0 then assigns sequences to parts, one part after the other. A part has a budget (`payload`): the mean
   cost per part plus `overhead`. The part gets the next whole sequences that fit the budget; the warp checks 32
   sequences at a time. If more than `overhead` of the budget is left, the part also gets a split of the next

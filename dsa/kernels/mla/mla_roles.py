@@ -26,8 +26,8 @@ class RoleRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread's position in a warp role: index of the warpgroup in the role (`side`), of the warp in the warpgroup,
-    and lane."""
+    """A thread's position in a warp role: index of the warpgroup in the role (`side`), index of the warp in the
+    warpgroup, and lane."""
 
     side: Int32
     warp: Int32
@@ -42,7 +42,7 @@ class Coord(NamedTuple):
     """A thread's position in the CTA, and the heads that the CTA computes.
 
     first_head  first head that the CTA computes
-    heads       number of heads of a query; several CTAs can share them
+    heads       number of heads of a query; several CTAs can compute different heads of the same query
     thread      the result of `SparseMlaKernel.thread`, which can be None
     """
 
@@ -122,9 +122,9 @@ class Results:
     lse          [B, h_q, s_q] fp32
     out_partial  [splits, h_k, rows, 512] fp32, with s_q * h_q / h_k rows
     lse_partial  [splits, h_k, rows] fp32
-    max_logits   [B, h_q] fp32, or None. Not None only with s_q = 1 and without splits
-    sink         [TILE_M or head_tile] fp32 in shared memory: the sinks of the CTA's rows, multiplied by log2(e), -inf
-                 if there is none. None in dense decoding
+    max_logits   [B, h_q] fp32, or None; always None if s_q > 1 or if there are splits
+    sink         [TILE_M or head_tile] fp32 in shared memory: the sinks of the CTA's rows, multiplied by log2(e); -inf
+                 for a row without a sink. In dense decoding `sink` is None
     """
 
     out: cute.Tensor

@@ -171,8 +171,8 @@ class KvStages:
         """Initialize the barriers; called by one thread.
 
         In every CTA of the cluster, the four warps of one warpgroup release a stage. A score warpgroup releases rope
-        parts and the stages with Q. An output warpgroup releases v chunks of keys. It does so for the score warpgroup,
-        too, which has read the tile before it passes on P. `consumers` warps read each work tile.
+        parts and the stages with Q. An output warpgroup releases v chunks of keys. No score warpgroup needs to release
+        them, because it passes on P of a tile only after it has read the tile. `consumers` warps read each work tile.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
@@ -183,7 +183,7 @@ class KvStages:
 
         last: the states of the tile's last v chunk and of the tile's rope part.
 
-        Always False here. One wait for the whole tile saves nothing but fences, and data from TMA need no fence.
+        Always False here. One wait for the whole tile would save only fences, and data from TMA need no fence.
         """
         return False
 

@@ -5,8 +5,8 @@ y[t, h] = W_UV[h] attended[t, h]
 W_UV[h] [V, 512] is the last V rows of head h in kv_b; V is the number of value channels of a head.
 
 - Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV. A token's 128 results share a scale. The
-  128 channels are one head of V3.2 or half a head of GLM-5; both models have 128 CTAs. Each of 16 warps has a block of
-  32 rows x 128 latent channels of W_UV, with one scale.
+  128 channels are one head of V3.2 or half a head of GLM-5; either model makes 128 CTAs. Each of 16 warps has a block
+  of 32 rows x 128 latent channels of W_UV, with one scale.
 - Weights: a warp reads its 4 KiB block once, directly to registers, with all loads in flight together. A lane's 16
   adjacent bytes of a row are the input channels of four mma instructions, in the order of memory. The lane scales
   the weights and rounds them to bf16 (up_projection.py).
@@ -24,8 +24,8 @@ Shared memory: two buffers of 16.5 KiB.
 Registers per thread: 32 of FP8 weights, 64 of bf16 weights, 16 of latents, 8 of sums.
 Constraints: 512 latent channels; the number of value channels per head is a multiple of 128, and the number of rows of
 kv_b per head is a multiple of 32.
-Roofline: bound by memory: W_UV is read once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched
-before the wait.
+Roofline: bound by memory: W_UV is read once. For V3.2 this is 8.4 MB, which takes 2.8 us at 3 TB/s. Part of W_UV
+arrives in the L2 cache before the wait for the previous kernel ends.
 """
 
 from collections.abc import Callable
@@ -182,8 +182,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def store(self, quarters, values, scale, token, group, lane):
-        """Add the four quarters' sums of one token, and store the token's 128 results of group `group` in e4m3, four
-        per lane, and their scale."""
+        """Add up a token's sums over the four quarters of the latent channels. Store the token's 128 results of group
+        `group` in e4m3, four per lane, and the group's scale."""
         y = cute.make_rmem_tensor((4,), Float32)
         in_order(quarters, y)
         round_to(y, BFloat16)

@@ -6,8 +6,8 @@ first key that query t can select; without `starts` it is 0.
 A word contains the bits that a lane of mha_varlen_fwd_sm90.py needs for one row (query) of scores and 128 keys: in a
 wgmma accumulator the lane has columns 8 i + 2 c + j, with c = lane % 4.
 
-Work: a CTA handles one query. It clears CHUNK words of shared memory, sets the bits of the selected keys that these
-words cover by atomicOr, and writes the words to global memory. It repeats this for the next CHUNK words, and reads the
+Work: a CTA handles one query. It clears CHUNK words of shared memory, sets by atomicOr the bits of the selected keys
+that these words cover, and writes the words to global memory. It repeats this for the next CHUNK words, and reads the
 indices again, until all max_keys keys are covered.
 Warp roles: none, all warps do the same. Shared memory: CHUNK words.
 Launch: programmatic dependent launch.

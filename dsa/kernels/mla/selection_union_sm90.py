@@ -21,9 +21,9 @@ Work
   rejects most groups that share too little. A wrong estimate costs only time. The union of a group that selects only
   multiples of SAMPLE is estimated SAMPLE times too large, so the group is never computed together. A group that selects
   no multiple of SAMPLE always passes, and its union is counted in full.
-- A round reads all indices of the group three times, even if none is in the round's range. The table of the sample
-  covers the keys of SAMPLE rounds, 2^21 for groups of 8. So the op groups queries only if there are at most 2^21 keys
-  (`dsa.ops.mla._shared_keys`).
+- The op groups queries only if there are at most 2^21 keys (`dsa.ops.mla._shared_keys`). With more keys there would be
+  too many rounds: a round reads all indices of the group three times, even if none is in the round's range. For groups
+  of 8 the table of the sample also has no room for more keys.
 Order of a list: by round, then by the warp that reads the index, then by member. The order depends only on the group's
 selections.
 Warp roles: none, all warps do the same. Launch: programmatic dependent launch.
@@ -50,8 +50,9 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
-# In percent of the largest union that MOST_UNION allows. If the union estimated from the sample is larger than this,
-# the group's queries go to the queue of single queries. The limit is above 100 because the estimate is not exact.
+# Limit of the estimated size of the union, in percent of the largest union that MOST_UNION allows. If the estimate from
+# the sample is above the limit, the group's queries go to the queue of single queries. The limit is above 100 because
+# the estimate is not exact.
 SLACK = 110
 UNROLL = 4
 
@@ -190,8 +191,8 @@ class SelectionUnionSm90:
 
     @cute.jit
     def insert(self, indices, ends, first_query, keys, first, memory: Memory, warp, lane, sample: cutlass.Constexpr):
-        """Set the bits of the members in the table, for the keys of the round that begins at `first` or, with `sample`,
-        of the sample. Update `memory.found`. ends: number of indices of each query."""
+        """Set the bits of the keys' members in the table. The keys are those of the sample if `sample`, otherwise those
+        of the round that begins at `first`. Update `memory.found`. ends: number of indices of each query."""
         selected, different, repeated = Int32(0), Int32(0), Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -237,7 +238,7 @@ class SelectionUnionSm90:
     def append(self, lists, indices, ends, first_query, keys, first, group, length, memory: Memory, warp, lane):
         """Append the entries of a round, whose keys begin at `first`, to the group's list, which has `length` entries.
 
-        Return the number of new entries, including those for which the list has no room, which are dropped.
+        Return the number of new entries. Entries for which the list has no room are counted but dropped.
         """
         own = Int32(0)
         for m in cutlass.range_constexpr(self.size):
@@ -267,8 +268,8 @@ def compile_selection_union(size: int):
     counts   if has_counts > 0, [T]: only the first counts[t] indices of query t are used. Otherwise [1], and not read
     width    at least the longest list of a group that is computed together: MOST_UNION of size * K, or `keys` if that
              is less
-    queued   zeros before the launch. The kernel adds the number of queued groups to queued[0], of single queries to
-             queued[1]
+    queued   zeros before the launch. The kernel adds the number of queued groups to queued[0], and the number of queued
+             single queries to queued[1]
     groups   the queue of groups: the first queued[0] entries are written
     queries  the queue of single queries: the first queued[1] entries are written
 

@@ -6,8 +6,8 @@ The sum runs over the selected keys j of query t. The last 64 channels of o are 
 query's position. The result is e4m3 with one fp32 scale per 128 channels of a head.
 
 This is sparse_mla_sm90.py with `CastEpilogue` (mla_epilogue.py). Queries are never split, and LSE is not written. The
-result has its h heads divided into G groups, [G, T, h / G * 512], as the grouped GEMM that follows attention in
-DeepSeek-V4 reads it.
+result is [G, T, h / G * 512]: the h heads are divided into G groups. The grouped GEMM that follows attention in
+DeepSeek-V4 reads this layout.
 Roofline: as sparse_mla_sm90.py. This epilogue has 500 more instructions per lane than that kernel's and writes half the
 bytes: 33 KiB instead of 64 KiB per query and 64 heads. It saves a separate pass that reads, rotates and casts the
 result.

@@ -13,7 +13,7 @@ Work: a CTA computes `head_tile` heads of several queries, one query after the o
 group of queries, the CTA computes `head_tile` rows, which are the queries x heads of the group.
 Scheduler: StreamKScheduler, or QueueScheduler for a queue. With the StreamKScheduler full waves of whole queries come
 first. The queries after them can be split among CTAs; then mla_combine_sm90.py combines the partial results. The CTAs
-of one query's head tiles have adjacent indices, so the L2 cache serves them the same keys.
+of one query's head tiles have adjacent indices, so they read the same keys at about the same time, from the L2 cache.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
 Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume work tiles,
 Q and keys, and produce P. The output warpgroups consume work tiles, keys and P.
@@ -48,19 +48,20 @@ class SparseMlaKernel:
     [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial
     [splits, 1, h], max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers).
 
-    caches, indices and counts are Python lists with one or two elements, one per list of keys; K can differ. T, h,
-    pages > 0. lse, partial results, max_logits and sink are fp32; indices and counts are int32. With max_logits, the
+    caches, indices and counts are Python lists with one or two elements, one per list of keys; their K can differ. T,
+    h, pages > 0. lse, partial results, max_logits and sink are fp32; indices and counts are int32. With max_logits, the
     layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h, 512], lse
     [T, h].
 
     If bit i of `counted` is set, query t uses only its first counts[i][t // s_q] indices in list i, and n is T / s_q.
     Otherwise counts[i] is not read. If has_sink > 0, m is h; otherwise `sink` is not read. Rows of q and of the caches
-    start at multiples of 16 bytes. The queries after the first full_waves * workers are split, and `splits`, the number
-    of partial results, is 2 * split_workers (StreamKScheduler). With max_logits no query may be split.
+    start at multiples of 16 bytes. The queries after the first full_waves * workers can be split, and `splits`, the
+    number of partial results, is 2 * split_workers (StreamKScheduler). With max_logits the caller must choose these
+    arguments so that no query is split.
 
     kv               stages of keys, and how they are loaded
     exchange_memory  layout of the memory through which score warpgroups pass P to the output warpgroups
-    all_heads        whether a CTA computes all heads of a query, so that h <= head_tile
+    all_heads        whether a CTA computes all heads of a query; then h is at most head_tile
 
     A variant defines these methods, and can override `head_of_row` and `thread`. `group` is s_q as a divisor.
 

@@ -28,8 +28,8 @@ class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
     [2], queries [T]).
 
     The arguments up to `workers` are as in `SparseMlaKernel` with max_logits and one list of keys; has_counts is the
-    `counted` of that class. No query is split, so out_partial and lse_partial are not written. `queued` and `queries`
-    are as the kernel of `compile_selection_union` and then the kernel of `SparseMlaUnionSm90` left them: the first
+    `counted` of that class. No query is split, so out_partial and lse_partial are not written. The kernel of
+    `compile_selection_union` and then the kernel of `SparseMlaUnionSm90` write `queued` and `queries`: the first
     queued[1] entries of `queries` are the queries to compute, in any order. Only these queries' rows of out, lse and
     max_logits are written.
     """

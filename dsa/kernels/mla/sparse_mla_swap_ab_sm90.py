@@ -11,9 +11,9 @@ for 64 heads.
 Work, scheduler, launch: sparse_mla_kernel.py; a CTA computes all heads of a query.
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py). The consumers' mainloops are in swap_ab_attention.py.
-Epilogue: of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. The warps transpose
-O^T through shared memory, so that a lane stores 16 bytes of a head's O at a time. They store partial results directly
-to global memory, one fp32 channel at a time.
+Epilogue: a warp has 16 of each 64 channels, and a lane has channels lane / 4 and lane / 4 + 8 of these 16. The warps
+transpose O^T through shared memory, so that a lane stores 16 bytes of a head's O at a time. They store partial results
+directly to global memory, one fp32 channel at a time.
 Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and, for 576 channels, a ring of 8 KiB rope parts. The
 rings have room for two to three tiles of keys.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
@@ -180,8 +180,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
             self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
-        """Return the position in V_CHUNK_ORDER of the v chunk that contains the n-th loaded k chunk. If that is the
-        rope part, the result has no meaning."""
+        """Return the position in V_CHUNK_ORDER of the v chunk that contains the n-th loaded k chunk. If the k chunk is
+        the rope part, the result has no meaning."""
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit
@@ -222,8 +222,8 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        """See `SwapAbAttention`. `state` is the stage of the first of the tile's two v chunks that this warpgroup
-        reads."""
+        """See `SwapAbAttention`. This warpgroup reads two v chunks of the tile; `state` is the ring state of the first
+        one."""
         pipeline, exchange = shared.pipeline, shared.exchange
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)

@@ -45,8 +45,8 @@ def member_of(row, size: int):
 
 
 def head_of(row, size: int):
-    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. If it is not below the number
-    of heads, the row is padding."""
+    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. If the result is not below the
+    number of heads, the row is padding."""
     return row % (TILE_M // size)
 
 
@@ -148,10 +148,10 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     queries [T]).
 
     q, kv and the arguments from sink to workers are as in `SparseMlaKernel` with max_logits. No query is split, so
-    out_partial and lse_partial are not written. The other arguments are as the kernel of `compile_selection_union` left
-    them: the first queued[0] entries of `groups` are the groups to compute, and group i has lengths[i] entries in
-    lists[i]. If O of a group has a NaN or infinity, the kernel appends the group's queries to `queries`, increases
-    queued[1] by their number, and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
+    out_partial and lse_partial are not written. The kernel of `compile_selection_union` writes the other arguments: the
+    first queued[0] entries of `groups` are the groups to compute, and group i has lengths[i] entries in lists[i]. If O
+    of a group has a NaN or infinity, the kernel appends the group's queries to `queries`, increases queued[1] by their
+    number, and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
     """
 
     all_heads = True
@@ -218,8 +218,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         tile_row = tid // 32 * 16 + lane // 4
         for r in cutlass.range_constexpr(2):
             member = member_of(tile_row + 8 * r, q_tile.size)
-            # With 16 rows per query, the lane's two rows, 8 apart, belong to the same query, so the first row's mask
-            # serves both. With 8 rows per query they do not.
+            # The lane's two rows are 8 apart. With 16 rows per query they belong to the same query, so the first row's
+            # mask serves both. With 8 rows per query they belong to different queries.
             if const_expr(r == 0 or q_tile.size == TILE_M // 8):
                 cute.autovec_copy(masks[None, member, state.rope.stage], mask)
                 for i in cutlass.range_constexpr(MASK_WORDS):
@@ -248,9 +248,9 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     ):
         """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries, whose
         kernel then overwrites their results."""
-        # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane exchanges the
-        # length of the group's list for -1. Only the first such warp gets the length and not -1, and this warp queues
-        # the group's queries.
+        # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane replaces the
+        # length of the group's list by -1 and gets the old value. Only the first such warp gets the length and not -1,
+        # so only this warp queues the group's queries.
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)

@@ -90,7 +90,7 @@ class SwapAbAttention(SparseMlaKernel):
 
     load_q(operands, shared, ring, coord)
         Copy the work tile's Q, which begins at tile number `ring` of the ring of keys, to the memory of Q. Return
-        `q_power` for `score_tile`: the power of two by which Q was divided; None if it was not.
+        `q_power` for `score_tile`: the power of two by which Q was divided, or None if Q was not divided.
     score_tile(operands, shared, q_power, ring, tile_count, tile, max_logits, scale, thread)
         Compute P^T of tile `tile` of the work tile. The work tile's first tile is number `ring` of the ring of
         keys and number `tile_count` of the tiles of P.
@@ -386,8 +386,8 @@ class SwapAbAttention(SparseMlaKernel):
 
     @cute.jit
     def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
-        """Reduce the values of each column over the eight lanes of the warp that have the column, by `combine`, and
-        write the results to `by_warp`.
+        """Reduce the values of each column by `combine`, over the eight lanes of the warp that have the column. Write
+        the results to `by_warp`.
 
         `values` has one value per column of the lane. All columns are reduced together, so that their shuffles overlap.
         Reduced one after the other, each column would wait for three shuffles.
@@ -435,7 +435,7 @@ class SwapAbAttention(SparseMlaKernel):
         """Run an output warpgroup, which computes half of the channels of O^T, over all work tiles of this CTA.
 
         v      V^T as a wgmma operand
-        state  the warpgroup's first state in the ring of keys, of v chunks if keys have 16 bits
+        state  the warpgroup's first state in the ring of tiles (FP8 keys) or of v chunks (16-bit keys)
         """
         pipeline, exchange, thread = shared.pipeline, shared.exchange, coord.thread
         thr = mma.get_slice(thread.tid)

@@ -22,8 +22,9 @@ P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
 # A factor of a ScaleTable is scale / 2^e * 2^F16_ROOM, where e is the exponent of the key's largest scale. scale / 2^e
-# is below 2, so an e4m3 value times its factor is at most 448 * 2^7. A bf16 value (d = 512) is below 2^(e + 10), so
-# times the factor 2^(F16_ROOM - e) it is at most 65280. Both products fit in f16.
+# is below 2, so an e4m3 value times its factor is at most 448 * 2^7. For a bf16 value (d = 512), e is at least the
+# value's exponent - 9 (ScaleTable), so the value is below 2^(e + 10). Times the factor 2^(F16_ROOM - e) it is at most
+# 65280. Both products fit in f16.
 F16_ROOM = 6
 
 
@@ -58,7 +59,8 @@ class SwapAbExchange:
     Only kernels for FP8 caches use these:
     q_f16         a view of q's memory as f16
     scale_tables  address of P_STAGES ScaleTables
-    q_largest     [score warps]: largest magnitude in a warp's part of Q, as bf16 bits
+    q_largest     [score warps] uint32: the largest magnitudes in even and in odd channels of a warp's part of Q, as two
+                  bf16
     """
 
     q: cute.Tensor
@@ -78,7 +80,7 @@ class SwapAbExchange:
 
     @cute.jit
     def init(self):
-        """Initialize the barriers; called by one thread. One score warpgroup, four warps, writes each tile of P^T."""
+        """Initialize the barriers; called by one thread. The four warps of one score warpgroup write a tile of P^T."""
         self.p_pipeline.init(consumers=OUTPUT_WARPS, producers=4)
         self.order.init(4)
         self.end.init(consumers=OUTPUT_WARPS, producers=4)

@@ -21,8 +21,9 @@ class SchedulerState(NamedTuple):
 
     query     query of the next work tile; not valid at the worker's first work tile after the full waves
     wave      number of work tiles that the worker has done; below full_waves it is the index of the next wave
-    tile      up to the worker's first work tile after the full waves: this work tile's first tile, counted over all
-              split queries. Later: first tile of the next work tile in `query`
+    tile      until the worker begins the first work tile after the full waves: the first tile of that work tile,
+              counted over all split queries. Afterwards: the first tile of the next work tile, counted from the start
+              of `query`
     left      number of split tiles that this worker has yet to compute
     is_valid  whether there is a next work tile
     """

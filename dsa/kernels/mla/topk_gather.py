@@ -197,8 +197,8 @@ class TopkGather(KvStages):
 
     @cute.jit
     def spread(self, address: Int64, mask: Uint32, lane):
-        """Turn one address per lane, where lane i < 16 has the address of key i, into addresses for 8 lanes per key, 16
-        bytes apart.
+        """Distribute the addresses of 16 keys among the lanes. Lane i < 16 passes the address of key i. Eight lanes
+        share a key, and the addresses that they get are 16 bytes apart.
 
         A lane copies 16 bytes of each of four keys. Return two lists: the lane's address in each of these keys, and
         whether each of these keys is valid.
@@ -227,8 +227,8 @@ class TopkGather(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """Load the 64 rows of Q from `first_row` on into the stages of one tile, then the work tile's keys. Return the
-        state after the work tile.
+        """Load 64 rows of Q, beginning with row `first_row`, into the stages of one tile. Then load the work tile's
+        keys. Return the state after the work tile.
 
         The loop's first iteration, with `tile` = `first` - 1, loads Q.
         """

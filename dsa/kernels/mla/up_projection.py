@@ -89,7 +89,7 @@ def load_words(row: cute.Tensor, place, target: cute.Tensor):
 
 @cute.jit
 def in_order(slices: cute.Tensor, sums: cute.Tensor):
-    """Set sums [n] to the sum of `slices` [n, number of slices] over the slices, added in order from zero on."""
+    """Set sums [n] to the sum of `slices` [n, number of slices] over the slices, added in order, starting from zero."""
     values = cute.make_rmem_tensor(slices.shape, Float32)
     for i in cutlass.range_constexpr(slices.shape[1]):
         cute.autovec_copy(slices[None, i], values[None, i])

@@ -3,8 +3,8 @@
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
 The query is at position p of a sequence whose first key is k0; the last query of a sequence is at the position of the
-last key. For `indices` it is query t of packed sequences, for `slots` it is query i of sequence b. Columns after the
-last key are -1.
+last key. In indices[t] the query is query t of the packed sequences; in slots[b, i] it is query i of sequence b.
+Columns after the last key are -1.
 
 The cache is paged with a block table, or it is a ring. In a ring, page b belongs to sequence b, and position p is at
 offset p modulo the page size.
