@@ -1,5 +1,5 @@
-"""Select the k candidates of each query with the largest scores, in ascending order of keys. Ties (equal scores) go to
-the lowest keys.
+"""For each query, select the k candidates with the largest scores, in ascending order of keys. Ties (equal scores) go
+to the lowest keys.
 
 The kernel writes the results of queries whose list determines them, and marks the other queries in `remaining`.
 
@@ -257,8 +257,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: RankFound, memory: Memory, tid) -> Int32:
-        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. This key is the
-        largest number below which there are fewer than `found.rank` of these keys, found bit by bit."""
+        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. It is found bit by
+        bit, as the largest number that has fewer than `found.rank` of these keys below it."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))

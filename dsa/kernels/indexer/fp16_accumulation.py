@@ -1,5 +1,5 @@
-"""fp16 accumulation: the sum over the heads in a tile of index scores, with two instructions for two heads of a query
-and a key, where fp32 needs four.
+"""fp16 accumulation of index scores: the sum over the heads, in fp16. Two heads of a query and a key take two
+instructions; with fp32 accumulation they take four.
 
 An FP8 wgmma can round the products q . k to fp16. A register then has the products of two adjacent columns, which are
 two heads of a query. One maximum and one multiply-add, on different pipes, add such a pair to the sums over the heads.
