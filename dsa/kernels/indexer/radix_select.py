@@ -322,8 +322,8 @@ class RankMemory:
         `slack` numbers; the digit contains at most `few` numbers; or the digit is a single order.
 
         orders  this thread's orders, LOWEST in empty registers
-        count   if it is at most b * `threads`, where b is the first register of a batch, this warp's registers from b
-                on are empty
+        count   number of orders in all threads, or the result of `from_warp` for it. If `count` is at most b *
+                `threads`, where b is the first register of a batch, this warp's registers from b on must be empty
         low     at least the order of -inf, and at most all orders but LOWEST
         rank    at least 1
         The caller may call `digits.clear` right before, without a barrier. Contains a barrier before the first use of

@@ -2,9 +2,9 @@
 
 Plan
 - One CTA. It turns cu_queries and cu_keys (cu_seqlens) into valid `bounds`, which ascend and lie within the tensors of
-  queries and keys, so the other kernels need no checks. The CTA replaces an entry that is outside the tensor or below
-  the bound before it by that bound (0 for the first entry). An entry outside the tensor changes only the two sequences
-  that it separates.
+  queries and keys, so the other kernels need no checks. If an entry is outside the tensor or below the previous bound,
+  the previous bound replaces the entry (0 replaces the first entry). An entry outside the tensor changes only the two
+  sequences that it separates.
 - The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
   tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
 Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048 queries.
@@ -105,8 +105,7 @@ class QTilePlanSm90:
 
     @cute.jit
     def ascend(self, cu_seqlens, bounds, end, maxima, tid, lane, warp):
-        """Set bounds[i] to the largest of cu_seqlens[0] to cu_seqlens[i] that are in [0, end], or to 0 if none of these
-        is."""
+        """Set bounds[i] to the largest number in cu_seqlens[: i + 1] that is in [0, end], or to 0 if there is none."""
         highest, count = Int32(0), bounds.shape[0]
         for base in cutlass.range(0, count, THREADS, unroll=1):
             own = Int32(0)

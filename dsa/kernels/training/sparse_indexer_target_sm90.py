@@ -357,8 +357,8 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume the q rows of the 64 heads `part` from the pipeline of keys. If these are heads of this warpgroup,
-        copy the first RMEM_CHUNKS chunks of the rows to registers and the others to shared memory."""
+        """Consume the q rows of block `part` of 64 heads from the pipeline of keys. If this warpgroup computes with
+        these heads, copy the rows' first RMEM_CHUNKS chunks to registers and the other chunks to shared memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -515,7 +515,7 @@ class SparseIndexerTargetSm90:
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
         """Compute the query's distributions, kl and d_scores, and store the latter two. row_sum, row_max: the thread's
-        results over its column of all tiles (see `index`)."""
+        results over its column in all tiles (see `index`)."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
@@ -530,7 +530,7 @@ class SparseIndexerTargetSm90:
         row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
         row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
         row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
-        # A target whose sum is 0, as without valid keys, gives a loss and gradients of 0.
+        # If the target's sum is 0, for example without valid keys, the loss and the gradients are 0.
         inverse, lse = Float32(0.0), Float32(INFINITY)
         if not mass == 0.0:
             inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
