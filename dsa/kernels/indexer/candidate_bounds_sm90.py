@@ -246,9 +246,9 @@ class CandidateBoundsSm90:
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """Return the kernel that computes each query's bound for the next pass, writes it to bounds, and leaves in entries
-    the candidates that reach it; counts becomes (length, 0). If a list overflowed, the bound is NaN and the length
-    CAPACITY + 1.
+    """Return the kernel that computes each query's bound for the next pass. It writes the bound to bounds, the
+    candidates that reach the bound to entries, and (number of these candidates, 0) to counts. If a list overflowed, the
+    bound is NaN and counts is (CAPACITY + 1, 0).
 
     sample: True after the first pass: entries holds fp32 scores of each query, and bounds and counts are only written.
     False after later passes: entries, counts (entries at the front, at the back) and bounds are also inputs.

@@ -74,7 +74,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 # kernels, so they need more registers than dsa.cute.sm90's table gives them.
 REGISTERS = {2: (224, 56), 3: (152, 56)}
 PRODUCER_WARPS = 4
-QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
+QUERY_WARP = PRODUCER_WARPS - 1  # the producer warp that loads queries: the last one
 PADDING = 4  # words after the weights of each lane of a quad, so that the four lanes access different banks
 NO_BLOCK = -1
 QUIET_NAN = float("nan")
@@ -113,13 +113,16 @@ class WorkTileInfo(NamedTuple):
 class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    Each stage contains the fields of a WorkTileInfo (`info`). Per query it contains the bound, the key range
-    (first_keys, and the number of keys in counts), the number of entries at that end of the list where the CTA appends
-    (counters), and with fp16 accumulation the power of two that the scores are multiplied by (units). A query past the
-    end has a count below 0. `factors` is the address of the powers of two that the query rows were divided by (with
-    fp16 accumulation). `weights` is the address of the packed weights, one row per lane of a quad and stage. info,
-    bounds, key ranges and counters are valid after the queries' full barrier; all fields are valid after the barrier
-    `ready`."""
+    info                the fields of a WorkTileInfo
+    bounds              bound of each query
+    first_keys, counts  key range of each query: first key and number of keys. A query past the end has a count below 0
+    counters            per query, the number of entries at that end of the list where the CTA appends
+    units               with fp16 accumulation, per query: the power of two that the scores are multiplied by
+    factors             with fp16 accumulation: address of the powers of two that the query rows were divided by
+    weights             address of the packed weights, one row per lane of a quad and stage
+    ready               barriers. The full barrier of the queries makes info, bounds, first_keys, counts and counters
+                        valid; `ready` makes all fields valid
+    """
 
     info: cute.Tensor
     bounds: cute.Tensor

@@ -18,7 +18,7 @@ Plan
   by named barriers (ping-pong) gained nothing: wgmma and the sums compete for the register file
   (docs/explanation/kernels.md).
 - fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and the
-  weights by the inverse factors. The sums over heads then take two heads per instruction (fp16_accumulation.py).
+  weights by the inverse factors. The sums over heads then take half as many instructions (fp16_accumulation.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
   are replaced by -inf or, with `compressed`, not written.
@@ -27,8 +27,8 @@ Registers: N / 2 for accumulators and N / 4 for weights per consumer thread, or 
 consumer thread has 232 registers with two consumer warpgroups and 160 with three; the other threads have 40 or 32.
 Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But with fp32 accumulation the sums over
 heads (two instructions per accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about
-830 cycles. With fp16 accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel
-then reaches the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
+830 cycles. With fp16 accumulation, there are half as many instructions, and three warpgroups hide them. The kernel then
+reaches the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable

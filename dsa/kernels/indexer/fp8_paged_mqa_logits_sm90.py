@@ -64,7 +64,7 @@ from dsa.kernels.indexer.score_mainloop import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-FILL_BYTES = 8192  # bytes of a row in one work tile of the warps that write -inf
+FILL_BYTES = 8192  # bytes per row in a work tile of the warps that write -inf
 # Up to this many columns per tile (next_n * heads), fp16 accumulation is not faster than fp32, so it is not used. It
 # also needs a multiple of 32 columns, so that whole warps scale the queries.
 MEMORY_BOUND_COLUMNS = 128
@@ -583,7 +583,8 @@ def bound_by_arithmetic(heads: int, next_n: int) -> bool:
 
 
 def choose_config(heads: int, next_n: int, half: bool = False) -> PagedMqaLogitsConfig:
-    """Return the configuration that was fastest in measurements; fp16 accumulation has one for all shapes."""
+    """Return the configuration that was fastest in measurements. With fp16 accumulation all shapes have the same
+    one."""
     if half:
         return FP16_CONFIG
     return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")

@@ -87,8 +87,8 @@ class SelectConfig:
     score_stages: int = 12
 
     def fits(self, heads: int, dim: int) -> bool:
-        """Whether a consumer thread has enough registers for this configuration with fp32 accumulation, and a CTA
-        enough shared memory (with room for alignment)."""
+        """Whether this configuration fits: a consumer thread must have enough registers for fp32 accumulation, and a
+        CTA enough shared memory, with room for alignment."""
         scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
         lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
         shared = (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024

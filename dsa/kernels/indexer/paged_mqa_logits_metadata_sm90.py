@@ -5,8 +5,8 @@ Plan
   time: a scan gives the number of splits up to the end of each sequence.
 - Boundary i of the schedule is the index of the first split of SM i, computed from the total. In the round of 1024
   sequences that contains this split, thread i % 1024 finds the split's sequence by binary search in the scanned ends.
-- A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores, because
-  an SM whose splits end in a later sequence processes all remaining keys of this one.
+- A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores: if an
+  SM's splits end in a later sequence, the SM processes all remaining keys of the sequences before it.
 Shared memory: 1024 ends and 32 sums, all int32. Constraints: none on the number of sequences or SMs.
 Roofline: bound by latency, a few microseconds.
 """

@@ -282,8 +282,8 @@ def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
 
 
 class RankFound(NamedTuple):
-    """A digit: the orders [low, low + (1 << shift)). `inside` numbers have such an order. The `rank`-th largest of
-    these is the number that the search looks for."""
+    """A digit: the orders [low, low + (1 << shift)). `inside` numbers have an order in this range. The search looks for
+    the `rank`-th largest of them."""
 
     low: Int32
     shift: Int32

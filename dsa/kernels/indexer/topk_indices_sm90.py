@@ -74,7 +74,7 @@ MAX_ATTEMPTS = 3  # a row is read at most three times: twice with a threshold, t
 @dataclass(frozen=True)
 class Row:
     """scores [cols]: a row of the matrix. The selection uses its columns [lo, lo + n). They lie in `vectors` aligned
-    vectors of 16 bytes, the first of which begins `ahead` numbers before lo."""
+    vectors of 16 bytes. The first vector begins `ahead` numbers before column lo."""
 
     scores: cute.Tensor
     lo: Int32
@@ -328,8 +328,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """For each set bit j of the mask, append the tile's number `place` + j and its column, `column` + j, to the
-        list. The first appended number becomes entry `at`."""
+        """For each set bit j of the mask, append tile[place + j] and its column, `column` + j, to the list. The first
+        appended number becomes entry `at`."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
@@ -383,8 +383,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
-        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA tid % cluster). Each element `place` of
-        list_sizes can be used only once, because no barrier follows the reads."""
+        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA tid % cluster). Each call must use
+        another element `place` of list_sizes, because no barrier follows the reads."""
         if tid == 0:
             list_sizes[place] = count
         cluster_sync()

@@ -300,8 +300,8 @@ class IndexerKeyGradSm90:
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
         # Each lane gives ldmatrix the address of a row of matrix lane / 8. For w, the four matrices are 8 columns each.
-        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects the tile of 64 keys if a column block
-        # is one query, and else one of two queries.
+        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects one of the two tiles of 64 keys if a
+        # column block is one query, and otherwise one of two queries.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16

@@ -161,8 +161,8 @@ def compile_q_tile_plan():
     causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds, before,
     q_tiles and key_tiles are results. bounds: row 0 has the bounds of queries, row 1 has those of keys. before[b]:
     number of q tiles in the sequences before b. key_tiles[s]: number of key tiles in the q tiles before s; the last
-    entry is the total. causal: 0 or 1. queries, keys: numbers of rows of the packed queries and keys. most: largest
-    number of key tiles per q tile.
+    entry is the total. causal: 0 or 1. queries, keys: numbers of rows of the packed queries and keys. most: upper limit
+    on the number of key tiles per q tile.
     """
     bounds = cute.sym_int()
     return compile_sm90(

@@ -52,8 +52,8 @@ class QTile(NamedTuple):
 
     @cute.jit
     def visible(self, row):
-        """Return the number of keys that a row sees in the q tile's key tiles. The row sees more keys than that if the
-        sequence is longer than the caller's maximum length, which limits key_tiles."""
+        """Return the number of keys that a row sees in the q tile's key tiles. The caller's maximum length limits
+        key_tiles. If the sequence is longer, the row can see more keys than these."""
         end = cutlass.min(self.keys, self.key_tiles * K_TILE)
         return cutlass.max(cutlass.min(self.seen + self.step * row, end), 0)
 
