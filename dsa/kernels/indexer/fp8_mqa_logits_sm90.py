@@ -185,8 +185,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane):
         """-> (block, first, end, first key tile of the chunk) of work tile `index`. `block` is the index of the block
-        of queries. Of the chunk's key tiles, those in [first, end) lie between the smallest start and the largest end
-        of the block's queries.
+        of queries. [first, end) are the chunk's key tiles between the smallest start and the largest end of the block's
+        queries.
 
         Blocks of later queries come first: in a causal batch, they see the most keys, and long work tiles at the end
         would leave SMs idle. Consecutive work tiles are different blocks with the same chunk. If they were different

@@ -65,8 +65,8 @@ from dsa.kernels.indexer.score_mainloop import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_BYTES = 8192  # bytes per row in a work tile of the warps that write -inf
-# Up to this many columns per tile (next_n * heads), fp16 accumulation is not faster than fp32, so it is not used. It
-# also needs a multiple of 32 columns, so that whole warps scale the queries.
+# Up to this many columns per tile (next_n * heads), fp16 accumulation is not faster than fp32, so it is not used. fp16
+# accumulation also needs a multiple of 32 columns, so that whole warps scale the queries.
 MEMORY_BOUND_COLUMNS = 128
 
 

@@ -59,8 +59,8 @@ class QTile(NamedTuple):
 
     @cute.jit
     def visible_to(self, row, count):
-        """Return the number of keys that the last valid one of the rows `row` to `row` + `count` - 1 sees; 0 if none is
-        valid."""
+        """Return the number of keys that the q tile's last row in the range [row, row + count) sees; 0 if the q tile
+        has no row in this range."""
         last = cutlass.min(row + count, self.rows) - 1
         result = Int32(0)
         if last >= row:
