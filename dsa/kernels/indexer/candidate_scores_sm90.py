@@ -501,8 +501,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             entry_step = opaque(8 - 16 * tile.back)
             v, turn = self.first_tile(tile, turn, given.log_period)
             v = opaque(v)
-            # The first iteration runs an epilogue although there is no previous tile. In a sample, it stores nothing
-            # for NO_KEY. In other passes, scales of NaN give scores that are never candidates.
+            # The first iteration runs an epilogue although a previous tile does not exist. In a sample, it stores
+            # nothing for NO_KEY. In other passes, scales of NaN give scores that are never candidates.
             scoring.scales.fill(QUIET_NAN)
             key, pending = Int32(NO_KEY), Int32(0)
             if v < tile.end:

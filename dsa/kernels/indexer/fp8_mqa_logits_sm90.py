@@ -291,8 +291,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                # The first iteration runs an epilogue although there is no previous tile. With NO_KEY this epilogue
-                # stores nothing.
+                # The first iteration runs an epilogue although a previous tile does not exist. With NO_KEY this
+                # epilogue stores nothing.
                 key = Int32(NO_KEY)
                 if tile < last:
                     ring.consumer_wait(k_state)

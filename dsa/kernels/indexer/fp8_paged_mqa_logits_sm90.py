@@ -463,8 +463,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = info[FIELDS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
-                # The first iteration runs an epilogue although there is no previous tile. With NO_KEY this epilogue
-                # stores nothing.
+                # The first iteration runs an epilogue although a previous tile does not exist. With NO_KEY this
+                # epilogue stores nothing.
                 scale, masked_key, key = Float32(0.0), Int32(NO_KEY), Int32(NO_KEY)
                 if tile < tiles:
                     ring.consumer_wait(k_state)

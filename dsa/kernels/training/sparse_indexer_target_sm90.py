@@ -6,7 +6,7 @@ kl = sum_j p[j] log(p[j] / softmax(I)[j]);  d_scores[j] = softmax(I)[j] - p[j], 
 
 Plan
 - A work tile is a query (static persistent scheduler). A CTA iterates over the query's keys, in tiles of 64. The rows
-  of the products are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
+  of the products are heads, so each lane keeps the LSEs and weights of two rows in registers. Q stays in registers
   (RMEM_CHUNKS chunks of 64 channels) and in shared memory (the other chunks). Operand B is the keys, in shared memory.
 - Two attention warpgroups. With more than 64 heads, each has 64 heads and computes every tile. With at most 64 heads,
   each has all heads, and the warpgroups alternate tiles. One computes exponentials while the other multiplies. Each
