@@ -7,11 +7,10 @@ Plan
   new bound, ties with the bound included, become the list, stored from the front.
 - radix_select.py searches for the rank-th largest number: it counts the numbers in ranges of equal width ("digits").
   For a sample, the search counts maxima instead of scores. A thread has four maxima, each over up to six scores of
-  different tiles. Each thread has a largest maximum; let x be the least of these over all threads. Every thread has a
-  maximum of at least x, so the rank-th largest maximum is at least x if the rank is at most the number of threads. The
-  digits begin at x, and one pass over the maxima, a sixth of the numbers, is usually enough. If a query sees so little
-  of the sample that there are fewer maxima than `rank`, or if the rank exceeds the number of threads, the CTA counts
-  all scores.
+  different tiles. Let x be the largest number such that every thread has a maximum of at least x. If the rank is at
+  most the number of threads, the rank-th largest maximum is at least x. The digits begin at x, and one pass over the
+  maxima, a sixth of the numbers, is usually enough. If a query sees so little of the sample that there are fewer maxima
+  than `rank`, or if the rank exceeds the number of threads, the CTA counts all scores.
 - After the first pass, the bound is -inf if all keys that the query sees fit in a list, or if the sample has at most
   `rank` scores. After a later pass, a bound of -inf stays, and so does the bound of a list with at most `rank` entries.
   A list that overflowed gets a bound of NaN, which no score reaches, and a length of CAPACITY + 1.
@@ -182,9 +181,10 @@ class CandidateBoundsSm90:
         """-> an order that is at most the rank-th largest of the sample, and close to it; `low` if there are fewer
         maxima than `rank`.
 
-        The search runs over maxima, of which there are a sixth as many as scores. A thread has VECTOR maxima: maximum j
-        is the maximum of the j-th scores of all the thread's vectors, which belong to different tiles. Two of the
-        largest few percent of the scores hardly ever share a maximum, so few of these scores are lost."""
+        The search runs over maxima, because these are a sixth as many numbers as the scores. A thread has VECTOR
+        maxima: maximum j is the largest of the j-th scores of all the thread's vectors. The search misses a score if
+        its maximum is a larger score. The j-th scores belong to different tiles, so this seldom happens to the largest
+        few percent of the scores."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]
@@ -218,10 +218,10 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store in the list the `total` scores whose orders are not below `low`, but at most CAPACITY. Those of this
-        thread go to entry `place` and the following entries. The threads first write the orders and their indices in
-        the sample to `kept` (shared memory), because the threads have different numbers of them. Then each thread
-        computes the keys of equally many scores."""
+        """Store in the list the scores whose orders are not below `low`. There are `total` such scores, and the list
+        gets the first CAPACITY of them. This thread's scores go to entry `place` and the following entries. The threads
+        have different numbers of these scores. So they first write the orders, and the scores' indices in the sample,
+        to `kept` (shared memory). Then each thread computes the keys of equally many scores."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
@@ -239,15 +239,16 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:
-        """Return the index in the sample of the first score of this thread's vector number `vector`."""
+        """Return the index of the first score in this thread's vector number `vector`, counted from the start of the
+        sample."""
         return (tid + vector * self.threads) * VECTOR
 
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """Return the kernel that computes each query's bound for the next pass, writes it to bounds, and leaves in entries
-    the candidates that reach it; counts becomes (length, 0). If a list overflowed, the bound is NaN and the length
-    CAPACITY + 1.
+    """Return the kernel that computes each query's bound for the next pass. It writes the bound to bounds, the
+    candidates that reach the bound to entries, and (number of these candidates, 0) to counts. If a list overflowed, the
+    bound is NaN and counts is (CAPACITY + 1, 0).
 
     sample: True after the first pass: entries holds fp32 scores of each query, and bounds and counts are only written.
     False after later passes: entries, counts (entries at the front, at the back) and bounds are also inputs.

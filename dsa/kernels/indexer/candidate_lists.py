@@ -22,12 +22,12 @@ SAMPLES = SAMPLE_TILES * TILE
 FINAL_STRIDE = 4  # the bound for the last pass comes from every 4th key tile
 MOST_RATIO = 64  # largest ratio of the strides of consecutive passes
 LOG_MAX_KEYS = 28
-MAX_KEYS = 1 << LOG_MAX_KEYS  # with fewer keys, a number of tiles times a number of CTAs fits an int32
+MAX_KEYS = 1 << LOG_MAX_KEYS  # with fewer keys, the product of the numbers of key tiles and CTAs fits an int32
 NOTHING_LEFT = -(2**31)  # value in `remaining` (candidate_select_sm90.py) of a query whose result is complete
 
 
 def pass_strides(keys: int) -> tuple[int, ...]:
-    """Return the strides of all passes over `keys` keys, counted in key tiles. The last stride is 1."""
+    """Return the stride of each pass, in key tiles, for `keys` keys. The last stride is 1."""
     tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # upper bound: a block's first key can be inside a group
     strides = [FINAL_STRIDE]
     while -(-tiles // strides[0]) > SAMPLE_TILES:
@@ -60,6 +60,6 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def choose_ctas(queries: int, block_q: int, sms: int) -> int:
     """Return the number of CTAs of a pass on `sms` SMs. At most two CTAs process a block of `block_q` queries, because
-    a list can be filled from its two ends."""
+    a list has two ends and each CTA appends at one of them."""
     blocks = -(-queries // block_q)
     return 2 * blocks if 2 * blocks <= sms else min(blocks, sms)

@@ -65,9 +65,9 @@ def load_candidates(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """Load a query's list of `count` entries into the registers of a CTA's threads. Entries are numbered from the front
-    of the list, which has `front` of them, and then from the list's end backwards. Register i of thread `tid` gets
-    entry `tid` + i * `threads`.
+    """Load a query's list of `count` entries into the registers of a CTA's threads. Entries 0 to `front` - 1 are those
+    at the front of the list. The following numbers are those of the entries at the list's end, counted backwards.
+    Register i of thread `tid` gets entry `tid` + i * `threads`.
 
     orders    gets the orders of the scores (`order_of`), and LOWEST in registers without an entry
     own_keys  gets the keys minus first_key; meaningless where `orders` is LOWEST"""
@@ -94,8 +94,8 @@ def load_candidates(
 
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
-    """Return `count` minus the index of this warp's first thread in the CTA. In round b, thread t has item b * threads
-    + t. So if the result is at most b * threads, all items of this warp from round b on are past the end of `count`
+    """Return `count` minus the thread index of this warp's first thread. In round b, thread t has item b * threads + t.
+    So if the result is at most b * threads, all items of this warp from round b on are past the end of `count`
     items."""
     return count - tid // WARP * WARP
 

@@ -74,7 +74,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 # kernels, so they need more registers than dsa.cute.sm90's table gives them.
 REGISTERS = {2: (224, 56), 3: (152, 56)}
 PRODUCER_WARPS = 4
-QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
+QUERY_WARP = PRODUCER_WARPS - 1  # the producer warp that loads queries: the last one
 PADDING = 4  # words after the weights of each lane of a quad, so that the four lanes access different banks
 NO_BLOCK = -1
 QUIET_NAN = float("nan")
@@ -98,8 +98,8 @@ class Pass(NamedTuple):
 
 class WorkTileInfo(NamedTuple):
     """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: the block's first key group and
-    number of key tiles (`frame_of`). first, end: range of v, where the pass's tile v is the block's tile v <<
-    log_stride. back: whether the CTA appends from the lists' end."""
+    number of key tiles (`frame_of`). first, end: the pass's tiles that belong to the work tile; tile v of the pass is
+    tile v << log_stride of the block. back: whether the CTA appends from the lists' end."""
 
     block: Int32
     base: Int32
@@ -113,13 +113,16 @@ class WorkTileInfo(NamedTuple):
 class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    Each stage contains the fields of a WorkTileInfo (`info`). Per query it contains the bound, the key range
-    (first_keys, and the number of keys in counts), the number of entries at that end of the list where the CTA appends
-    (counters), and with fp16 accumulation the power of two that the scores are multiplied by (units). A query past the
-    end has a count below 0. `factors` is the address of the powers of two that the query rows were divided by (with
-    fp16 accumulation). `weights` is the address of the packed weights, one row per lane of a quad and stage. info,
-    bounds, key ranges and counters are valid after the queries' full barrier; all fields are valid after the barrier
-    `ready`."""
+    info                the fields of a WorkTileInfo
+    bounds              bound of each query
+    first_keys, counts  key range of each query: first key and number of keys. A query past the end has a count below 0
+    counters            per query, the number of entries at that end of the list where the CTA appends
+    units               with fp16 accumulation, per query: the power of two that the scores are multiplied by
+    factors             with fp16 accumulation: address of the powers of two that the query rows were divided by
+    weights             address of the packed weights, one row per lane of a quad and stage
+    ready               barriers. The full barrier of the queries makes info, bounds, first_keys, counts and counters
+                        valid; `ready` makes all fields valid
+    """
 
     info: cute.Tensor
     bounds: cute.Tensor
@@ -244,8 +247,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def work_tiles_of_cta(self, queries):
         """-> (number of this CTA's work tiles, (whole, piece, begin, end)). Each CTA first computes `whole` blocks of
-        queries. The remaining blocks are divided evenly among all CTAs. This CTA computes the range [begin, end) of
-        them, counted in units of 1 / CTAs of a block. `piece` is the first remaining block that this range touches."""
+        queries. The remaining blocks are divided evenly among all CTAs: each block is divided into as many units as
+        there are CTAs, and this CTA computes the units [begin, end) of all remaining blocks. `piece` is the remaining
+        block that contains unit `begin`."""
         cta, ctas = static_persistent_scheduler()
         blocks = cute.ceil_div(queries, self.block_q)
         whole = cutlass.max(blocks // ctas - 1, 0)
@@ -351,9 +355,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """Prepare quarter `part` of a block's columns, that of this producer warp. The block's queries must have
-        arrived. With fp16 accumulation, scale the queries into fp16's range. With either accumulation, pack the
-        weights. Then arrive at the stage's barrier `ready`."""
+        """Prepare a quarter of a block's columns: the quarter with index `part`, which belongs to this producer warp.
+        The block's queries must have arrived. With fp16 accumulation, scale the queries into fp16's range. With either
+        accumulation, pack the weights. Then arrive at the stage's barrier `ready`."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
         # Each lane has a pair of adjacent heads. If the quarter has fewer pairs than lanes, several lanes have the same
@@ -423,9 +427,10 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def first_tile(self, tile: WorkTileInfo, turn, log_period):
-        """-> (index among the pass's tiles of a warpgroup's first tile in this work tile, the warpgroup's turn in the
-        next work tile). The warpgroup with `turn` 0 takes the first tile, the one with `turn` 1 the second tile, and so
-        on. The turns continue across work tiles, so the warpgroups' numbers of tiles differ by at most one."""
+        """-> (v, the warpgroup's turn in the next work tile). Tile v of the pass is the first tile that the warpgroup
+        processes in this work tile. The warpgroup with `turn` 0 takes the first tile, the one with `turn` 1 the second
+        tile, and so on. The turns continue across work tiles, so the warpgroups' numbers of tiles differ by at most
+        one."""
         v, count = tile.first + turn, tile.end - tile.first
         if const_expr(not self.sample):
             v += 1
@@ -496,8 +501,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             entry_step = opaque(8 - 16 * tile.back)
             v, turn = self.first_tile(tile, turn, given.log_period)
             v = opaque(v)
-            # No tile waits for its epilogue yet, but the first iteration runs an epilogue. A scale of NaN makes scores
-            # that are never candidates, and a sample stores nothing for NO_KEY.
+            # The first iteration runs an epilogue although a previous tile does not exist. In a sample, it stores
+            # nothing for NO_KEY. In other passes, scales of NaN give scores that are never candidates.
             scoring.scales.fill(QUIET_NAN)
             key, pending = Int32(NO_KEY), Int32(0)
             if v < tile.end:
@@ -549,9 +554,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
-        """Append to the query's list, while there is room, those of a lane's scores of `key` and `key` + 8 for which
-        `taken` is 1. One atomic assigns the entries of both scores, because the atomic's latency is most of the cost of
-        an append."""
+        """Append a lane's scores of `key` and `key` + 8 to the query's list, each of them only if its element of
+        `taken` is 1 and the list has room. One atomic assigns the entries of both scores, because the atomic's latency
+        is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",

@@ -1,5 +1,5 @@
-"""Select the k candidates of each query with the largest scores, in ascending order of keys. Ties (equal scores) go to
-the lowest keys.
+"""For each query, select the k candidates with the largest scores, in ascending order of keys. Ties (equal scores) go
+to the lowest keys.
 
 The kernel writes the results of queries whose list determines them, and marks the other queries in `remaining`.
 
@@ -62,11 +62,15 @@ NO_KEY = -1
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory, int32; keys are relative to the query's first key. rank: memory of the search, whose digit counts
-    are later reused as buckets. few [2, FEW]: orders and keys of the candidates of the digit that the search found, if
-    they are at most FEW. few_count [1]: number of candidates in `few`. last [2]: order and key of the worst candidate
-    in `few` that is selected. keys, orders [MAX_SELECTED]: the selected candidates, sorted by bucket; `keys` has two
-    more elements, a NO_KEY before the first key and one after the last. orders is written only with VALUES."""
+    """Shared memory, int32. Keys are relative to the query's first key.
+
+    rank          memory of the search; its digit counts are later reused as buckets
+    few           [2, FEW]: if the digit that the search found has at most FEW candidates, their orders and keys
+    few_count     [1]: number of candidates in `few`
+    last          [2]: order and key of the worst candidate in `few` that is selected
+    keys, orders  [MAX_SELECTED]: the selected candidates, sorted by bucket. `keys` has two more elements: a NO_KEY
+                  before the first key and one after the last. `orders` is written only with VALUES
+    """
 
     rank: RankMemory
     few: cute.Tensor
@@ -257,8 +261,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: RankFound, memory: Memory, tid) -> Int32:
-        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. This key is the
-        largest number below which there are fewer than `found.rank` of these keys, found bit by bit."""
+        """Return the `found.rank`-th lowest key of the candidates that tie at order `found.low`. It is found bit by
+        bit, as the largest number that has fewer than `found.rank` of these keys below it."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))
@@ -274,8 +278,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def add_to_bucket(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
-        """Increment the bucket's number. -> the number before: the bucket's count so far or, after `begin_buckets`, the
-        bucket's next free position."""
+        """Increment a bucket's number. -> the number before the increment: the bucket's count so far or, after
+        `begin_buckets`, the bucket's next free position."""
         half = (bucket & 1) << 4
         word = cute.arch.atomic_add(buckets.iterator + (bucket >> 1), Int32(1) << half, scope="cta")
         return (word >> half) & 0xFFFF

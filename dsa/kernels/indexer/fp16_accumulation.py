@@ -1,9 +1,10 @@
-"""fp16 accumulation: the sum over the heads in a tile of index scores, with two instructions for two heads of a query
-and a key, where fp32 needs four.
+"""fp16 accumulation of index scores: the sum over the heads, in fp16. Two heads of a query and a key take two
+instructions; with fp32 accumulation they take four.
 
 An FP8 wgmma can round the products q . k to fp16. A register then has the products of two adjacent columns, which are
-two heads of a query. One maximum and one multiply-add, on different pipes, add such a pair to the sums over the heads.
-The tensor cores read and write half as many registers as with fp32. To avoid overflow, queries and weights are scaled:
+two heads of a query. One maximum and one multiply-add, on different pipes, add both products to the sums over the
+heads. The tensor cores read and write half as many registers as with fp32. To avoid overflow, queries and weights are
+scaled:
 - The row q[t, h] of query t and head h is scaled into fp16's range: q' = q 2^-e with the smallest e for which the sum
   of magnitudes |q'|_1 is at most ROW_SUM. No channel of a key exceeds 448, so no product or partial sum overflows,
   whatever the keys are. Rounding has two sources: e4m3 loses bits of q' below 2^-6, and sums are rounded to fp16.

@@ -18,7 +18,7 @@ Plan
   by named barriers (ping-pong) gained nothing: wgmma and the sums compete for the register file
   (docs/explanation/kernels.md).
 - fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and the
-  weights by the inverse factors. The sums over heads then take two heads per instruction (fp16_accumulation.py).
+  weights by the inverse factors. The sums over heads then take half as many instructions (fp16_accumulation.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles before the smallest
   start or after the largest end of the block's queries are skipped. In the other tiles, scores outside a query's range
   are replaced by -inf or, with `compressed`, not written.
@@ -27,8 +27,8 @@ Registers: N / 2 for accumulators and N / 4 for weights per consumer thread, or 
 consumer thread has 232 registers with two consumer warpgroups and 160 with three; the other threads have 40 or 32.
 Roofline: bound by the tensor cores, 512 cycles for a tile of 64 x 256 x 128. But with fp32 accumulation the sums over
 heads (two instructions per accumulator, x + |x| and a multiply-add) do not overlap with wgmma, so a tile takes about
-830 cycles. With fp16 accumulation, one instruction per accumulator is left, and three warpgroups hide it. The kernel
-then reaches the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
+830 cycles. With fp16 accumulation, there are half as many instructions, and three warpgroups hide them. The kernel then
+reaches the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,8 @@ class MqaLogitsConfig:
 
     def fits(self, heads: int, half: bool = False) -> bool:
         """Whether this configuration has enough registers (fp16 accumulation needs half as many), enough shared memory
-        for 128 channels, and a multiple of four queries per block, so that the lanes of a quad store equally many."""
+        for 128 channels, and a multiple of four queries per block, so that the lanes of a quad store equally many
+        scores."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         columns = self.columns // 2 if half else self.columns
         return registers_fit(columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
@@ -184,12 +185,13 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane):
         """-> (block, first, end, first key tile of the chunk) of work tile `index`. `block` is the index of the block
-        of queries. Of the chunk's key tiles, those in [first, end) lie between the smallest start and the largest end
-        of the block's queries.
+        of queries. [first, end) are the chunk's key tiles between the smallest start and the largest end of the block's
+        queries.
+
         Blocks of later queries come first: in a causal batch, they see the most keys, and long work tiles at the end
-        would leave SMs idle. Consecutive work tiles are blocks of the same chunk. If they were chunks of the same
-        block, a CTA could get the same chunk of every block, for example with two chunks and an even number of CTAs. In
-        a causal batch the chunks differ in work, so the CTAs would, too.
+        would leave SMs idle. Consecutive work tiles are different blocks with the same chunk. If they were different
+        chunks of the same block, a CTA could get the same chunk of every block, for example with two chunks and an even
+        number of CTAs. In a causal batch the chunks differ in work, so some CTAs would get more work than others.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -289,8 +291,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                # No tile waits for its epilogue yet, but the first iteration runs an epilogue. With NO_KEY it stores
-                # nothing.
+                # The first iteration runs an epilogue although a previous tile does not exist. With NO_KEY this
+                # epilogue stores nothing.
                 key = Int32(NO_KEY)
                 if tile < last:
                     ring.consumer_wait(k_state)
@@ -366,9 +368,9 @@ def compile_fp8_mqa_logits(
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
     """Return the configuration that was fastest in measurements. With fewer than 64 heads, a tile of 256 columns has
-    many queries, whose ranges and reductions need registers and time. So these shapes use 128 columns, most of them
-    with a third consumer warpgroup (docs/explanation/kernels.md). fp16 accumulation differs only with 32 or 64 heads of
-    128 channels, where it uses HALF_CONFIG."""
+    many queries, whose ranges and reductions need registers and time. So these shapes use 128 columns and, except with
+    8 heads, a third consumer warpgroup (docs/explanation/kernels.md). fp16 accumulation differs only with 32 or 64
+    heads of 128 channels, where it uses HALF_CONFIG."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")

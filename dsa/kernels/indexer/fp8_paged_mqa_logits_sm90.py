@@ -64,15 +64,15 @@ from dsa.kernels.indexer.score_mainloop import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-FILL_BYTES = 8192  # bytes of a row in one work tile of the warps that write -inf
-# Up to this many columns per tile (next_n * heads), fp16 accumulation is not faster than fp32, so it is not used. It
-# also needs a multiple of 32 columns, so that whole warps scale the queries.
+FILL_BYTES = 8192  # bytes per row in a work tile of the warps that write -inf
+# Up to this many columns per tile (next_n * heads), fp16 accumulation is not faster than fp32, so it is not used. fp16
+# accumulation also needs a multiple of 32 columns, so that whole warps scale the queries.
 MEMORY_BOUND_COLUMNS = 128
 
 
 class WorkTileInfo(NamedTuple):
-    """first_tile: index in the sequence of the work tile's first key tile. tiles: number of key tiles, 0 after the last
-    work tile."""
+    """first_tile: the work tile's first key tile, counted from the start of the sequence. tiles: number of key tiles, 0
+    after the last work tile."""
 
     sequence: Int32
     first_tile: Int32
@@ -241,7 +241,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
         """Return the number of keys that row `row` of a sequence sees, at most `capacity`. With one length per
-        sequence, the last row sees that many keys, and each earlier row sees one fewer than the next row."""
+        sequence, the length is the number of keys that the last row sees, and each earlier row sees one key fewer than
+        the next row."""
         columns = lengths.shape[1]
         # Clip to 0 before the subtraction, which would overflow for the lowest int32.
         length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
@@ -413,7 +414,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
-        """Write -inf to the columns of every row from the end of the sequence's last key tile up to fill_columns."""
+        """In every row, write -inf to the columns from the end of the sequence's last key tile up to fill_columns."""
         width = 128 // self.out_dtype.width
         chunk = FILL_BYTES * 8 // self.out_dtype.width
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
@@ -462,8 +463,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = info[FIELDS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
-                # No tile waits for its epilogue yet, but the first iteration runs an epilogue. With NO_KEY it stores
-                # nothing.
+                # The first iteration runs an epilogue although a previous tile does not exist. With NO_KEY this
+                # epilogue stores nothing.
                 scale, masked_key, key = Float32(0.0), Int32(NO_KEY), Int32(NO_KEY)
                 if tile < tiles:
                     ring.consumer_wait(k_state)
@@ -541,7 +542,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
 @cute.jit
 def quad_pair(a, b, upper):
-    """Return the sum of a over a quad of lanes in lanes 0 and 1, and the sum of b in lanes 2 and 3, with two shuffles.
+    """Sum a and b over a quad of lanes, with two shuffles. Lanes 0 and 1 return the sum of a, lanes 2 and 3 that of b.
     The additions are in the same order as in `quad_reduce_scatter`."""
     keep = b if upper else a
     send = a if upper else b
@@ -582,7 +583,8 @@ def bound_by_arithmetic(heads: int, next_n: int) -> bool:
 
 
 def choose_config(heads: int, next_n: int, half: bool = False) -> PagedMqaLogitsConfig:
-    """Return the configuration that was fastest in measurements; fp16 accumulation has one for all shapes."""
+    """Return the configuration that was fastest in measurements. With fp16 accumulation all shapes have the same
+    one."""
     if half:
         return FP16_CONFIG
     return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")

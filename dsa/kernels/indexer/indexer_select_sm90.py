@@ -27,8 +27,7 @@ Plan
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D bytes of keys, GROUPS x score_stages x 4 x 72
 scores, four lists of CAPACITY (order, key) pairs, 1 KiB of counts per selecting warp; together at most 208 KiB.
 Registers: those of fp8_mqa_logits_sm90 with two consumer warpgroups.
-Constraints: k up to CAPACITY - 1024 = 2048, so that after a cut to 2048 keys a list has room for nearly half as many
-new ones.
+Constraints: k is at most CAPACITY - 1024 = 2048, so that a list that was cut has room for at least 960 new keys.
 Roofline: with 64 heads, bound like fp8_mqa_logits_sm90. A selecting warp takes some 300 cycles per key tile for its two
 queries and about 6 us per cut. The consumers multiply meanwhile, 830 cycles per tile with fp32 accumulation. With fewer
 heads, the four queries of a tile have fewer columns than a tile of fp8_mqa_logits_sm90, and the selection takes as long
@@ -72,10 +71,10 @@ SELECT_WARP, SELECTING_WARPS = 1, 2  # first selecting warp in the last warpgrou
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS  # queries per selecting warp
 CAPACITY = MAX_SELECTED + 1024  # entries per list
 HALVES = TILE // WARP  # per query, a lane of a selecting warp has one score of each half of a key tile
-DIGIT_BITS = 8  # bits per digit of a list's orders
+DIGIT_BITS = 8  # a cut divides a range of orders into up to 1 << DIGIT_BITS digits
 DIGITS = 1 << DIGIT_BITS
 AHEAD = 4  # list entries that a lane loads before it uses the first
-SLACK = 64  # entries beyond k that a cut of a full list may keep, which saves passes over the list
+SLACK = 64  # a cut of a full list keeps up to this many entries beyond k, which saves passes over the list
 SCORE_ROW = TILE + 8  # stride between two queries' scores, so that a warp's stores have no bank conflicts
 
 
@@ -88,8 +87,8 @@ class SelectConfig:
     score_stages: int = 12
 
     def fits(self, heads: int, dim: int) -> bool:
-        """Whether a consumer thread has enough registers for this configuration with fp32 accumulation, and a CTA
-        enough shared memory (with room for alignment)."""
+        """Whether this configuration fits: a consumer thread must have enough registers for fp32 accumulation, and a
+        CTA enough shared memory, with room for alignment."""
         scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
         lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
         shared = (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
@@ -152,7 +151,8 @@ class SelectionList:
             digits = Int32(1) << (shift - narrower) if shift > 0 else Int32(0)
             if excess > slack:
                 shift = narrower
-        # Entries of the last digit stay. If they are ties, only the first `rank` of them stay, with the lowest keys.
+        # If the entries of the last digit are ties, the first `rank` of them stay, which have the lowest keys.
+        # Otherwise all entries of the digit stay.
         equal = digits == 0
         count = self.keep(count, low, rank if equal else Int32(HIGHEST), lane)
         return count, low if equal else low - 1

@@ -14,7 +14,7 @@ ROTATED = (32, 64, 128)  # how many of the 128 channels RoPE rotates
 
 # Scores and selection in one op.
 MAX_SELECTED = 2048  # largest k
-TWO_OPS_KEYS = 8192  # up to this many keys the op stores all scores, 32 KiB per query, like a list of candidates
+TWO_OPS_KEYS = 8192  # up to this many keys the op stores all scores: 32 KiB per query, as large as a list of candidates
 
 # Top-k.
 TOPK_DTYPES = ("float32", "bfloat16")  # dtypes of the scores

@@ -5,8 +5,8 @@ Plan
   time: a scan gives the number of splits up to the end of each sequence.
 - Boundary i of the schedule is the index of the first split of SM i, computed from the total. In the round of 1024
   sequences that contains this split, thread i % 1024 finds the split's sequence by binary search in the scanned ends.
-- A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores, because
-  an SM whose splits end in a later sequence processes all remaining keys of this one.
+- A sequence counts as at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores: if an
+  SM's splits end in a later sequence, the SM processes all remaining keys of the sequences before it.
 Shared memory: 1024 ends and 32 sums, all int32. Constraints: none on the number of sequences or SMs.
 Roofline: bound by latency, a few microseconds.
 """
@@ -87,7 +87,7 @@ class PagedMqaLogitsMetadataSm90:
 
     @cute.jit
     def splits(self, lengths, b, most):
-        """Return the number of splits of sequence b, at most `most`."""
+        """Return the smaller of `most` and the number of splits of sequence b."""
         longest = Int32(0)
         for i in cutlass.range(lengths.shape[1], unroll=1):
             longest = cutlass.max(longest, lengths[b, i])
@@ -98,7 +98,7 @@ class PagedMqaLogitsMetadataSm90:
 @cached
 def compile_paged_mqa_logits_metadata():
     """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32). A sequence's length is the largest number in a row of
-    lengths. Row i of schedule is (sequence, split in the sequence) at which SM i begins and SM i - 1 ends."""
+    lengths. Row i of schedule is the pair (sequence, split in the sequence) at which SM i begins and SM i - 1 ends."""
     lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())

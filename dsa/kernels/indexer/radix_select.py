@@ -37,10 +37,13 @@ MINUS_INFINITY = 0xFF800000  # bits of the fp32 number -inf
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory, int32. counts [BINS + 4]: the digit counts, and in element BINS the count of numbers without a
-    digit, which is not read. sums [2, 32]: the memory of block scans, two rows so that two consecutive scans need no
-    barrier between them. found [4]: the result of `find_digit`, which one thread passes to all. `clear` zeroes counts
-    and sums before their first use."""
+    """Shared memory, int32. `clear` zeroes counts and sums before their first use.
+
+    counts  [BINS + 4]: the digit counts. Element BINS counts numbers without a digit, and is not read
+    sums    [2, 32]: memory of block scans. Two consecutive scans need no barrier between them if they use different
+            rows
+    found   [4]: the result of `find_digit`, which one thread passes to all
+    """
 
     counts: cute.Tensor
     sums: cute.Tensor
@@ -142,7 +145,7 @@ def find_digit(
 ):
     """-> (digit of the rank-th largest number, the number's rank within the digit, how many numbers have this digit,
     whether at least `rank` numbers were counted). If fewer were counted, the first three results mean nothing. The
-    numbers' digits have been counted in `memory.counts`. Ranks begin with 1, the largest.
+    caller has counted the numbers' digits in `memory.counts`. Ranks begin with 1, the largest.
 
     The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. first_pass: ignore the numbers with NaN's digit.
     Begins and ends with a barrier, and zeroes the digit counts.
@@ -282,8 +285,8 @@ def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
 
 
 class RankFound(NamedTuple):
-    """A digit: the orders [low, low + (1 << shift)). `inside` numbers have such an order. The `rank`-th largest of
-    these is the number that the search looks for."""
+    """A digit: the orders [low, low + (1 << shift)). `inside` numbers have an order in this range. The search looks for
+    the `rank`-th largest of them."""
 
     low: Int32
     shift: Int32
@@ -322,8 +325,8 @@ class RankMemory:
         `slack` numbers; the digit contains at most `few` numbers; or the digit is a single order.
 
         orders  this thread's orders, LOWEST in empty registers
-        count   if it is at most b * `threads`, where b is the first register of a batch, this warp's registers from b
-                on are empty
+        count   number of orders in all threads, or the result of `from_warp` for it. If `count` is at most b *
+                `threads`, where b is the first register of a batch, this warp's registers from b on must be empty
         low     at least the order of -inf, and at most all orders but LOWEST
         rank    at least 1
         The caller may call `digits.clear` right before, without a barrier. Contains a barrier before the first use of

@@ -1,6 +1,6 @@
-"""Tiles of index scores, as the score kernels of this folder compute them. An FP8 wgmma multiplies 64 keys by N
-columns, one column per (query, head). Each lane sums the weighted relu of the products over its heads. Then the four
-lanes of a quad add up their sums, so that each lane gets the scores of different queries or keys.
+"""Computation of a tile of index scores, which the score kernels of this folder share. An FP8 wgmma multiplies 64 keys
+by N columns, one column per (query, head). Each lane sums the weighted relu of the products over its heads. Then the
+four lanes of a quad add up their sums, so that each lane gets the scores of different queries or keys.
 
 Each kernel's mainloop chooses the key tiles and uses their scores. With contiguous keys (not in cache pages), the steps
 for a tile are:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-BITS = 32  # most numbers from which a thread selects: its mask of the selected ones has 32 bits
+BITS = 32  # a thread selects from at most this many numbers, because its mask has 32 bits, one per number
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class TopkConfig:
     cluster: int = 1
 
     def resident_vectors(self, width: int) -> int:
-        """Return the most 16-byte vectors that a resident row of `width`-bit numbers can overlap; 0 for clusters, which
-        stream every row."""
+        """Return the largest number of 16-byte vectors that a resident row of `width`-bit numbers can overlap; 0 for
+        clusters, which stream every row."""
         return min(self.threads * BITS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
 
     def takes(self, k: int) -> bool:

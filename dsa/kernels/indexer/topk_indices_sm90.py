@@ -66,15 +66,15 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 MINUS_INFINITY, NAN = Float32(float("-inf")), Float32(float("nan"))
 ITEMS_AT_ONCE = 4  # candidates per thread and round when a list is cut
-SAMPLE = 4096  # most numbers in a sample; a list of any configuration has room for them
+SAMPLE = 4096  # largest number of scores in a sample; a list of any configuration has room for them
 MARGIN = 4.5  # in standard deviations: how far the threshold's rank in the sample exceeds the expected rank
-MAX_ATTEMPTS = 3  # most reads of a row: two with a threshold, one without
+MAX_ATTEMPTS = 3  # a row is read at most three times: twice with a threshold, then without
 
 
 @dataclass(frozen=True)
 class Row:
     """scores [cols]: a row of the matrix. The selection uses its columns [lo, lo + n). They lie in `vectors` aligned
-    vectors of 16 bytes, the first of which begins `ahead` numbers before lo."""
+    vectors of 16 bytes. The first vector begins `ahead` numbers before column lo."""
 
     scores: cute.Tensor
     lo: Int32
@@ -315,8 +315,8 @@ class TopkIndicesSm90:
     @cute.jit
     def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
         """Return a threshold that is likely to be slightly below the row's k-th largest score. The second attempt
-        doubles its rank. The search can stop at a lower number if that saves a pass and the row is still expected to
-        fill at most 0.8 of the list."""
+        doubles the threshold's rank. The search can stop at a lower number if that saves a pass and the row is still
+        expected to fill at most 0.8 of the list."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         samples = self.samples(n)
@@ -328,8 +328,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """For each set bit j of the mask, append the tile's number `place` + j and its column, `column` + j, to the
-        list. The first appended number becomes entry `at`."""
+        """For each set bit j of the mask, append tile[place + j] and its column, `column` + j, to the list. The first
+        appended number becomes entry `at`."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
@@ -383,8 +383,8 @@ class TopkIndicesSm90:
 
     @cute.jit
     def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
-        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA tid % cluster). Each element `place` of
-        list_sizes can be used only once, because no barrier follows the reads."""
+        """-> (sum of the list lengths of the cluster's CTAs, list length of CTA tid % cluster). Each call must use
+        another element `place` of list_sizes, because no barrier follows the reads."""
         if tid == 0:
             list_sizes[place] = count
         cluster_sync()
@@ -484,7 +484,7 @@ class TopkIndicesSm90:
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
         before, found = block_exclusive_scan(here, memory.sums[0, None], tid % WARP, tid // WARP)
-        # After the scan's barrier all threads have their bits, and the numbers are no longer needed. So the columns may
+        # After the scan's barrier all threads have their bits, and the numbers are no longer needed. So the columns can
         # overwrite the numbers.
         at = before + here
         place = tid * own * self.width

@@ -61,8 +61,8 @@ def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def negated_head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """Return [the sum for key r, the sum for key r + 8] of w[h] relu(-acc[key, query * heads + h]) over this lane's
-    heads h. r is the first of the lane's two keys.
+    """Return the list [sum for key r, sum for key r + 8], where r is the first of the lane's two keys. The sum for a
+    key is sum_h w[h] relu(-acc[key, query * heads + h]) over this lane's heads h.
 
     acc      this thread's accumulators, flat: [column / 8][key half][2 adjacent columns]
     weights  w / 2 of this lane's columns, flat: [column / 8][2]

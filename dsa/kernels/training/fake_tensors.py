@@ -59,7 +59,8 @@ def fake_tiles(*extents: int) -> cute.Tensor:
 
 def fake_gradients() -> cute.Tensor:
     """Return a fake dI, the gradient of the scores, bf16 [S, N, 2, 64, 128]: 2 x 64 queries x 128 keys per (q tile, key
-    tile). dI overwrites the scores, which are fp32: each 64 rows of dI begin where the scores of these rows began."""
+    tile). dI overwrites the scores, which are fp32: each block of 64 rows of dI begins where the scores of these rows
+    began."""
     half = Q_TILE * K_TILE
     shape = cute.sym_int(), cute.sym_int(), 2, Q_TILE // 2, K_TILE
     return fake(BFloat16, shape, (cute.sym_int64(divisibility=2 * half), 2 * half, half, K_TILE, 1))

@@ -204,7 +204,7 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
-        """Return how many tiles of 128 keys of the key block the column block sees. The column block is one of `span`
+        """Return how many of the key block's tiles of 128 keys the column block sees. The column block is one of `span`
         (key_block_scheduler.py), and sees a tile if it sees the tile's first key."""
         count = Int32(0)
         for tile in cutlass.range_constexpr(self.warpgroups):
@@ -300,8 +300,8 @@ class IndexerKeyGradSm90:
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
         # Each lane gives ldmatrix the address of a row of matrix lane / 8. For w, the four matrices are 8 columns each.
-        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects the tile of 64 keys if a column block
-        # is one query, and else one of two queries.
+        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects one of the two tiles of 64 keys if a
+        # column block is one query, and otherwise one of two queries.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -408,8 +408,8 @@ class IndexerKeyGradSm90:
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
         """Add the partial sums to dk (the fixup). The CTAs (x, y) of this kernel handle the tail of CTA x of the first
-        kernel if that CTA's TAIL is 1; y selects 4 * FIXUP_THREADS numbers of it. They add the partial sums of CTA x,
-        then those of the following CTAs up to the end of the key block, and then add the total to dk."""
+        kernel if that CTA's TAIL is 1; y selects 4 * FIXUP_THREADS of the tail's numbers. They add the partial sums of
+        CTA x, then those of the following CTAs up to the end of the key block, and then add the total to dk."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid

@@ -322,8 +322,8 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def staged_offset(self, row, chunk):
-        """Return the byte offset of 16-byte chunk `chunk` of row `row` in a block's 16 staged rows of a warp. The
-        swizzle puts the same chunk of eight adjacent rows into different banks."""
+        """Return the byte offset of 16-byte chunk `chunk` of row `row`, counted from the start of the 16 rows that a
+        warp stages per block. The swizzle puts the same chunk of eight adjacent rows into different banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit

@@ -70,7 +70,7 @@ class SchedulerState(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """The column blocks `column_block` to `end` - 1 of a key block of a span."""
+    """The column blocks `column_block` to `end` - 1 of a span, with one of the span's key blocks."""
 
     span: Span
     key_block: Int32

@@ -17,11 +17,11 @@ MAX_INDEX_HEADS = max(INDEX_HEADS)
 Q_TILE = 128  # queries per q tile
 K_TILE = 128  # keys per score tile
 Q_TILE_FIELDS = 8  # numbers per row of `q_tiles` (q_tiles.py)
-MAX_Q_TILES = 1024  # most q tiles per launch of the key gradient
+MAX_Q_TILES = 1024  # a launch of the key gradient takes at most this many q tiles
 
-# The sparse stage: attention to selected keys, and the loss over them. SPARSE_DTYPES are those of attention's
-# gradients; the loss accepts only bf16. The other numbers: selected keys and heads per tile; largest numbers of heads
-# and of selected keys per query.
+# The sparse stage: attention to selected keys, and the loss over them. Attention's gradients accept SPARSE_DTYPES; the
+# loss accepts only bf16. A tile has SPARSE_KEY_TILE selected keys and SPARSE_HEAD_TILE heads. The loss accepts up to
+# MAX_SPARSE_HEADS heads, and up to MAX_SPARSE_KEYS selected keys per query; attention's gradients accept any numbers.
 SPARSE_DTYPES = "bfloat16", "float16"
 SPARSE_KEY_TILE, SPARSE_HEAD_TILE = 64, 64
-MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # for the loss; attention's gradients accept any number
+MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048

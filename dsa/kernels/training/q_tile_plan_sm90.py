@@ -2,9 +2,9 @@
 
 Plan
 - One CTA. It turns cu_queries and cu_keys (cu_seqlens) into valid `bounds`, which ascend and lie within the tensors of
-  queries and keys, so the other kernels need no checks. The CTA replaces an entry that is outside the tensor or below
-  the bound before it by that bound (0 for the first entry). An entry outside the tensor changes only the two sequences
-  that it separates.
+  queries and keys, so the other kernels need no checks. If an entry is outside the tensor or below the previous bound,
+  the previous bound replaces the entry (0 replaces the first entry). An entry outside the tensor changes only the two
+  sequences that it separates.
 - The CTA computes the prefix sum of the sequences' numbers of q tiles. Then each thread finds the sequence of its q
   tile by binary search in these sums, and the CTA computes the prefix sum of the q tiles' numbers of key tiles.
 Constraints: any number of sequences. Roofline: bound by latency, 2 us for four sequences of 2048 queries.
@@ -105,8 +105,7 @@ class QTilePlanSm90:
 
     @cute.jit
     def ascend(self, cu_seqlens, bounds, end, maxima, tid, lane, warp):
-        """Set bounds[i] to the largest of cu_seqlens[0] to cu_seqlens[i] that are in [0, end], or to 0 if none of these
-        is."""
+        """Set bounds[i] to the largest number in cu_seqlens[: i + 1] that is in [0, end], or to 0 if there is none."""
         highest, count = Int32(0), bounds.shape[0]
         for base in cutlass.range(0, count, THREADS, unroll=1):
             own = Int32(0)
@@ -139,7 +138,7 @@ class QTilePlanSm90:
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
     """-> (the maximum of 0 and of `own` over the threads up to and including this one, the maximum of `own` over all
-    threads of the CTA). Called by all threads of the CTA. The caller passes another barrier before `maxima` is reused.
+    threads of the CTA). Called by all threads of the CTA. Another barrier must come before `maxima` is reused.
 
     maxima  Int32 [32] scratch in shared memory, one number per warp
     """
@@ -162,8 +161,8 @@ def compile_q_tile_plan():
     causal, queries, keys, most), all int32 and contiguous. B > 0; S is at least queries // 128 + B. bounds, before,
     q_tiles and key_tiles are results. bounds: row 0 has the bounds of queries, row 1 has those of keys. before[b]:
     number of q tiles in the sequences before b. key_tiles[s]: number of key tiles in the q tiles before s; the last
-    entry is the total. causal: 0 or 1. queries, keys: numbers of rows of the packed queries and keys. most: largest
-    number of key tiles per q tile.
+    entry is the total. causal: 0 or 1. queries, keys: numbers of rows of the packed queries and keys. most: upper limit
+    on the number of key tiles per q tile.
     """
     bounds = cute.sym_int()
     return compile_sm90(

@@ -52,15 +52,15 @@ class QTile(NamedTuple):
 
     @cute.jit
     def visible(self, row):
-        """Return the number of keys that a row sees in the q tile's key tiles. The row sees more keys than that if the
-        sequence is longer than the caller's maximum length, which limits key_tiles."""
+        """Return the number of keys that a row sees in the q tile's key tiles. The caller's maximum length limits
+        key_tiles. If the sequence is longer, the row can see more keys than these."""
         end = cutlass.min(self.keys, self.key_tiles * K_TILE)
         return cutlass.max(cutlass.min(self.seen + self.step * row, end), 0)
 
     @cute.jit
     def visible_to(self, row, count):
-        """Return the number of keys that the last valid one of the rows `row` to `row` + `count` - 1 sees; 0 if none is
-        valid."""
+        """Return the number of keys that the q tile's last row in the range [row, row + count) sees; 0 if the q tile
+        has no row in this range."""
         last = cutlass.min(row + count, self.rows) - 1
         result = Int32(0)
         if last >= row:

@@ -8,7 +8,7 @@ i runs over the index heads. d_scores come from sparse_indexer_target_sm90.py, a
 kl[t].
 
 Plan
-- A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
+- A work tile is a query (static persistent scheduler). A CTA iterates over the query's selected keys, in tiles of 64.
   The producer warpgroup gathers the keys and copies their d_scores, 16 bytes per lane, into a pipeline of tiles. A
   query's q is loaded once for all tiles of the query.
 - The query warpgroup computes the products q k of a tile, with heads as rows. It multiplies the keys by d_scores where
@@ -99,7 +99,7 @@ class SharedTensors:
 @dataclass(frozen=True)
 class Inputs:
     """The inputs: q [T, H, di], k [Tk, di], w [T, H] fp32, indices [T, K] int32, d_scores [T, K rounded up to a
-    multiple of 64], g [T] fp32. The others are bf16."""
+    multiple of 64], g [T] fp32. q, k and d_scores are bf16."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -401,12 +401,12 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Of 8 channels, channels n and n + 4 go to columns 2 n and 2 n + 1, whose sums the quad's lane
-                        # n has.
+                        # Of 8 channels, channels n and n + 4 go to columns 2 n and 2 n + 1. Lane n of a quad has the
+                        # sums of these columns.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Of 16 channels, channels 4 n + 2 h and 4 n + 2 h + 1 go to columns 8 h + 2 n and
-                        # 8 h + 2 n + 1, whose sums the quad's lane n has.
+                        # Of 16 channels, channels 4 n + 2 h and the next one go to columns 8 h + 2 n and 8 h + 2 n + 1.
+                        # Lane n of a quad has the sums of these columns.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 

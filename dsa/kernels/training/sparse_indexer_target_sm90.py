@@ -5,8 +5,8 @@ p[j] = sum_h exp(scale q_h . kv[j] - lse_h), normalised over j;  I[j] = sum_i w_
 kl = sum_j p[j] log(p[j] / softmax(I)[j]);  d_scores[j] = softmax(I)[j] - p[j], for j of a query's selected keys
 
 Plan
-- A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's keys. The rows of
-  the products are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
+- A work tile is a query (static persistent scheduler). A CTA iterates over the query's keys, in tiles of 64. The rows
+  of the products are heads, so each lane keeps the LSEs and weights of two rows in registers. Q stays in registers
   (RMEM_CHUNKS chunks of 64 channels) and in shared memory (the other chunks). Operand B is the keys, in shared memory.
 - Two attention warpgroups. With more than 64 heads, each has 64 heads and computes every tile. With at most 64 heads,
   each has all heads, and the warpgroups alternate tiles. One computes exponentials while the other multiplies. Each
@@ -357,8 +357,9 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume the q rows of the 64 heads `part` from the pipeline of keys. If these are heads of this warpgroup,
-        copy the first RMEM_CHUNKS chunks of the rows to registers and the others to shared memory."""
+        """Consume the q rows of 64 heads (block number `part` of the query's heads) from the pipeline of keys. If this
+        warpgroup computes with these heads, copy the rows' first RMEM_CHUNKS chunks to registers and the other chunks
+        to shared memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -515,7 +516,7 @@ class SparseIndexerTargetSm90:
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
         """Compute the query's distributions, kl and d_scores, and store the latter two. row_sum, row_max: the thread's
-        results over its column of all tiles (see `index`)."""
+        results over its column in all tiles (see `index`)."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
@@ -530,7 +531,7 @@ class SparseIndexerTargetSm90:
         row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
         row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
         row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
-        # A target whose sum is 0, as without valid keys, gives a loss and gradients of 0.
+        # If the target's sum is 0, for example without valid keys, the loss and the gradients are 0.
         inverse, lse = Float32(0.0), Float32(INFINITY)
         if not mass == 0.0:
             inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2

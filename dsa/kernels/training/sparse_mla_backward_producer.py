@@ -68,8 +68,8 @@ class SharedTensors:
                 rope part last
     ds          [64 keys, 64 heads, 2]: dS of the last key tile that each consumer warpgroup owned
     head_terms  address of the fp32 pairs (l / ln 2, e) of the heads (sparse_mla_backward_sums_sm90.py)
-    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 for an invalid key; for the last
-                KEY_ROW_STAGES key tiles
+    key_rows    [64, KEY_ROW_STAGES]: for the last KEY_ROW_STAGES key tiles, each key's row in kv, or -1 for an invalid
+                key
     """
 
     k: cute.Tensor

@@ -534,9 +534,10 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
-        """Store dQ of this warp's 16 heads and its warpgroup's half of the channels. The warp stages dQ in 1 KiB of
-        shared memory: in the warpgroup's dS, the rows of the 16 keys whose dS this warp writes. The warp must not use
-        other rows: another warp can still read its own rows for dKV, or already write them for the next work tile."""
+        """Store dQ of this warp's 16 heads and its warpgroup's half of the channels. The warp stages dQ, 1 KiB at a
+        time, in the memory of the warpgroup's dS, in the rows of 16 keys that this warp writes in `score`. The warp
+        must not use other rows: another warp can still read its own rows for dKV, or already write them for the next
+        work tile."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)

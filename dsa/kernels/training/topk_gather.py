@@ -1,5 +1,5 @@
-"""Gather of rows in global memory into tiles of 64 rows in shared memory for wgmma, loads of such tiles into registers,
-and the schedule of queries of the sparse stage.
+"""Steps that the kernels of the sparse stage share. They gather rows from global memory into tiles of 64 rows in shared
+memory, for wgmma, and load these tiles into registers. QuerySchedule gives each CTA its queries.
 
 A tile is a list of chunks of 64 channels, [64 rows, 128 bytes] each, with the 128-byte swizzle. A producer warpgroup
 gathers a tile, 16 rows per warp. In every chunk a lane copies 16 bytes of four rows: rows 4 i + lane / 8 of its warp's
@@ -55,7 +55,7 @@ def wait_for_wgmma(pipeline: Pipeline, state: PipelineState, part=0):
 
 @cute.jit
 def own_rows(warp, lane):
-    """Return the indices in the tile of the four rows from which this lane copies 16 bytes per chunk."""
+    """Return the four rows of a tile from which this lane copies 16 bytes per chunk."""
     return [warp * WARP_ROWS + 4 * i + (lane >> 3) for i in range(LANE_ROWS)]
 
 
@@ -77,8 +77,8 @@ def selected(indices: cute.Tensor, first, rows, keys):
 
 @cute.jit
 def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
-    """Return `row_addresses` of the heads `first` + r, r in `rows`, of query `query` in x [T, H, d], which has a 16-bit
-    dtype. Heads from H on are invalid."""
+    """Return `row_addresses` for some heads of query `query`: the heads `first` + r for each r in `rows`. x is [T, H,
+    d] of a 16-bit dtype. Heads from H on are invalid."""
     heads = []
     for row in rows:
         head = first + row
@@ -89,16 +89,16 @@ def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
 
 @cute.jit
 def key_rows(x: cute.Tensor, indices, lane):
-    """Return `row_addresses` of the rows `indices` of x [Tk, d], which has a 16-bit dtype. Negative indices are
+    """Return `row_addresses` for the rows `indices` of x. x is [Tk, d] of a 16-bit dtype. Negative indices are
     invalid."""
     return row_addresses(Int64(x.iterator.toint()), 2 * Int64(x.stride[0]), indices, lane)
 
 
 @cute.jit
 def row_addresses(start: Int64, stride: Int64, rows, lane):
-    """-> (addresses, valid), two lists with an entry per row in `rows`: the address of the 16 bytes of the row's first
-    chunk that this lane copies, and whether the row is valid, that is, not negative. start, stride: address of row 0,
-    and bytes from row to row."""
+    """-> (addresses, valid), two lists with an entry per row in `rows`. An address is that of the 16 bytes that this
+    lane copies from the row's first chunk. A row is valid if its number is not negative. start, stride: address of row
+    0, and bytes from row to row."""
     sources = [start + cutlass.max(row, 0) * stride + (lane & 7) * 16 for row in rows]
     return sources, [row >= 0 for row in rows]
 

@@ -1,4 +1,4 @@
-"""Fill with a constant the rows of ragged results that no other kernel writes.
+"""Write a constant to the rows of ragged results that no other kernel writes.
 
 Plan
 - `bounds` ascend within the rows of the tensors (q_tile_plan_sm90.py). Rows before the first and after the last bound

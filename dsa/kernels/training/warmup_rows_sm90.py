@@ -1,6 +1,5 @@
-"""Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the keys s that query t sees, where I are the
-indexer's scores; and kl[t], the sum of the KL parts of query t over key tiles (warmup_target_sm90.py computes the
-parts).
+"""Row reductions of the warm-up. lse_I[t] = ln sum_s exp(I[t, s]) over the keys s that query t sees, where I are the
+indexer's scores. kl[t] is the sum of the KL parts of query t over key tiles; warmup_target_sm90.py computes the parts.
 
 Plan
 - LSE: one warp per row. A lane reads four keys per tile and keeps the maximum and the sum of exponentials of its keys.

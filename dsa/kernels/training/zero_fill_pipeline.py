@@ -72,7 +72,7 @@ class ZeroFillPipeline:
     ) -> Int32:
         """Wait until the copies of a partial tile have arrived, then zero-fill rows `first` to `rows` - 1 of the tile.
         tile: address of the tile in shared memory, with rows of `row_bytes` bytes in TMA's 128-byte swizzle. Called by
-        a whole warp. -> the phase of the next such wait."""
+        a whole warp. -> the phase for the next call."""
         self.landed.wait(phase)
         for row in cutlass.range(first, rows, unroll=1):
             for part in cutlass.range_constexpr(row_bytes // SWIZZLE_BYTES):
