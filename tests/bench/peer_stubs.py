@@ -29,10 +29,11 @@ SMS = 132
 
 
 def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.ModuleType:
-    """Return the stub of FlashMLA in SGLang's build, which needs `use_legacy=True`, or in vLLM's, which has no such
-    parameter.
+    """Return the stub of FlashMLA.
 
-    heads: head counts that sparse prefill accepts besides 64 and 128.
+    use_legacy  True: SGLang's build, whose functions must be called with `use_legacy=True`. False: vLLM's build, whose
+                functions do not have this parameter
+    heads       head counts that sparse prefill accepts besides 64 and 128
     """
     module, expected_legacy = types.ModuleType("flash_mla"), {"use_legacy": True} if use_legacy else {}
 

@@ -91,8 +91,8 @@ def test_an_op_forgets_its_choice_for_a_trial(config):
 
 
 class Gpu:
-    """Replaces the tuner's GPU. Configurations with fewer stages are faster, and of these with fewer groups.
-    Configurations with two stages compute wrong results."""
+    """Replaces the tuner's GPU. A configuration is faster than one with more stages, or with equally many stages and
+    more groups. Configurations with two stages compute wrong results."""
 
     def __init__(self, monkeypatch, folder, arch):
         self.arch, self.checked, self.timed = arch, [], []

@@ -18,7 +18,7 @@ by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return a dict of sizes (keyword arguments of `Case.make`) for every combination of these values, one value per
+    """Return a list of sizes (dicts of keyword arguments of `Case.make`), one for every combination of a value per
     name."""
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
@@ -63,7 +63,8 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     - every second row of a tensor
     - a row stride of 0: every row is the first row of x
     - with two or more dimensions: dimension 0 exchanged in memory with dimension 1, or with the last dimension
-    - with two or more dimensions: columns of wider rows, among NaN. The columns start at multiples of 16 bytes or not
+    - with two or more dimensions: columns of wider rows, among NaN. In one tensor all columns start at multiples of 16
+      bytes, in another most do not
     - with a single row: an arbitrary row stride
     """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]

@@ -251,8 +251,8 @@ def functions_of(name: str) -> list[str]:
 
 
 def op_module(name: str) -> str:
-    """Return the module of the op that an entry is about: the op whose name is the longest that the entry's name begins
-    with."""
+    """Return the module of the op that an entry is about. The entry's name begins with the op's name. If this holds for
+    several ops, it is the op with the longest name."""
     modules = op_modules()
     found = [op for op in modules if f"{name}_".startswith(f"{op}_")]
     return modules[max(found, key=len)] if found else ops.op_module(name)

@@ -322,7 +322,7 @@ def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
 
 
 def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
-    """Return the entry of a run whose tests have run and whose benchmark has the first `rows`."""
+    """Return the entry of a run whose tests are complete, and whose benchmark has measured only `rows` so far."""
     return {
         "tests": outcome.tests,
         "skipped": outcome.skipped,

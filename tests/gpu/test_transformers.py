@@ -18,8 +18,8 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# calc_diff between our bf16 logits and transformers' fp32 logits may be FACTOR times that between transformers' bf16
-# and fp32 logits, plus SLACK. In bf16, both models sometimes select other keys than in fp32.
+# Limit of calc_diff between our bf16 logits and transformers' fp32 logits: FACTOR times the calc_diff between
+# transformers' own bf16 and fp32 logits, plus SLACK. In bf16, both models sometimes select other keys than in fp32.
 FACTOR, SLACK = 2.0, 1e-4
 # With FP8 index scores: bound of calc_diff between our logits or gradients and transformers' fp32 ones. With random
 # weights FP8 scores often select other keys than fp32 scores.
@@ -118,8 +118,8 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """The tokens that a sequence gets in a padded batch are those that it gets alone, up to a token whose logit is
-    nearly equal to that of the other."""
+    """A sequence gets the same tokens in a padded batch as alone, up to the first position where they differ. There,
+    the logits of the two tokens must nearly tie."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

@@ -43,8 +43,8 @@ PREFILL_OPS = {
     *("write_mla_cache", "flash_mla_sparse_fwd"),
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
-# Limit of calc_diff of the logits. For comparison: with the same choices, calc_diff from the references in fp32 is 1e-4
-# for the references in bf16, and 6e-4 for those in bf16 with FP8 pages. This is the effect of rounding between the
+# Limit of calc_diff of the logits. For comparison, with the same choices: the references in bf16 have a calc_diff of
+# 1e-4 from the references in fp32, and of 6e-4 if their pages are FP8. This is the effect of rounding between the
 # layers, and the kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
 # If two tokens' logits differ by less than this, their order can change although calc_diff stays below

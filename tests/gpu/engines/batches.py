@@ -29,7 +29,7 @@ def formula(function, *args, **options):
 
 
 def written(out):
-    """Return (a copy of `out`, which an adapter has written; `out` itself, filled with 7 again)."""
+    """Copy `out`, which an adapter has written, and fill `out` with 7 again. Return (the copy, `out`)."""
     return out.clone(), out.fill_(7)
 
 
