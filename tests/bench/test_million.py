@@ -119,8 +119,8 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
     end of 16K tokens. Weights and caches are not counted.
 
     The long contexts are 128K tokens, a million tokens, and the longest context whose FP8 latents are dequantised at
-    once (`most_read`). The test also runs with a small model, because `most_read` is twice as high for its 4 heads (at
-    most 16), and because its activations are too small to hide growth.
+    once (`most_read`). The test also runs with a small model with 4 heads. `most_read` is twice as high for models with
+    at most 16 heads, and the small model's activations are too small to hide growth.
     """
     model = skeleton(name, **small)
     model.init_buffers(passes.META)

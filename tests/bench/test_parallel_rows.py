@@ -1,5 +1,5 @@
 """The benchmark of models on several GPUs: rows of two processes on a CPU with the host's clock, the layers that fit,
-the kernels that are compiled, the share of collectives, and one rank's part without collectives."""
+the kernels that are compiled, the share of time in collectives, and one rank's part without collectives."""
 
 import json
 import re
@@ -139,7 +139,7 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         kernel("gemm", 81, 500.0),
     ]
     assert collectives_share([*events, *meanwhile]) == 503 / 3010
-    # Copies between GPUs, waits for such copies, and the experts' sum over GPUs count as collectives. Copies within a
+    # Copies between GPUs, waits for these copies, and the experts' sum over GPUs count as collectives. Copies within a
     # GPU do not.
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]

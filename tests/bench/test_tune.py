@@ -143,7 +143,7 @@ def compile_nothing(compile_function, arguments):
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"], indirect=True)
 def test_the_tuner_keeps_the_fastest_that_is_correct(gpu, monkeypatch, capsys):
-    """The tuner writes the data of the GPU's arch."""
+    """The tuner writes to the data file of the GPU's arch."""
     plan = case.load(OP).tuning()
     plan = dataclasses.replace(plan, classes={CLASS: plan.classes[CLASS]})
     monkeypatch.setattr(case.load(OP), "tuning", lambda: plan)

@@ -276,8 +276,8 @@ def tested() -> list[str]:
 def asked(arch: str) -> list[str]:
     """Return the names of the entries that a complete receipt has for an arch.
 
-    These are the entries of ops that have kernels for the arch. The entries of WHOLES are included if more than half of
-    the ops that have any kernels have kernels for this arch, because then a model's pass runs mostly kernels.
+    These are the entries of ops that have kernels for the arch. Entries of WHOLES are included if, of all ops with
+    kernels, more than half have kernels for this arch. Then a model's pass runs mostly kernels.
     """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]

@@ -22,8 +22,8 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Return a function that tests a row: the row's shape, which describes our call, contains these words, and the
-    peer's name does not. Then the two calls compute different things."""
+    """Return a function that tests whether a row's shape, which describes our call, contains these words, while the
+    peer's name does not. If so, our call and the peer's compute different things."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 

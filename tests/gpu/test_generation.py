@@ -390,7 +390,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # makes logits equal, also the 50th and 51st largest, for top_k
+    logits[4:8] = logits[4:8].round()  # makes ties, also between the 50th and 51st largest, where top_k divides
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
     drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [
@@ -470,7 +470,7 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
     """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: the number of queries of
-    each pass in which sequences have more keys than the indexer selects."""
+    each pass with selection, in which some sequence has more keys than the indexer selects."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS

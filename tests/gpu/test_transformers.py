@@ -85,8 +85,8 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """Our bf16 logits are not much further from transformers' fp32 logits than transformers' bf16 logits are (see
-    FACTOR)."""
+    """The distance of our bf16 logits from transformers' fp32 logits is at most slightly larger than the distance of
+    transformers' own bf16 logits (see FACTOR)."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -137,8 +137,8 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
 def test_gradients(exact, tokens, launched, fp8_indexer):
-    """The bf16 gradients of the kernels are not much further from transformers' fp32 gradients than the bf16 gradients
-    of transformers' own attention are."""
+    """The distance of the kernels' bf16 gradients from transformers' fp32 gradients is at most slightly larger than the
+    distance of the bf16 gradients of transformers' own attention."""
 
     def gradients(model):
         model.zero_grad()

@@ -5,7 +5,7 @@ references run first, and the kernels' run uses the choices (selected keys, expe
 comparisons are:
 - every call of the attention op with the reference on the same arguments, with tolerances of the op's own tests,
 - the logits with those of the references' run,
-- the choices that the kernels' run would have made with those of the references' run.
+- the choices that the kernels' run would have made itself, with the choices of the references' run.
 """
 
 import functools

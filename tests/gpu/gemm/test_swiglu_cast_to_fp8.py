@@ -1,5 +1,5 @@
-"""swiglu_cast_to_fp8 on the GPU. The op may compute h = silu(gate) * up with a relative error of 2^-20. The rounding of
-h to the dtype of gate and the FP8 cast must be exact."""
+"""swiglu_cast_to_fp8 on the GPU. A relative error of up to 2^-20 is allowed in h = silu(gate) * up. The rounding of h
+to the dtype of gate and the FP8 cast must be exact."""
 
 from itertools import product
 

@@ -29,8 +29,8 @@ OP = Op(CASE, check)
 
 
 def arguments(queries, keys, starts=0, ends=None, top_k=2048, accumulators=FP32, **sizes):
-    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1; a number holds for all queries. By
-    default queries see all keys."""
+    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1. If `starts` or `ends` is a single
+    number, it holds for all queries. By default queries see all keys."""
     given = OP.arguments(queries=queries, keys=keys, top_k=top_k, accumulators=accumulators, **sizes)
     bounds = (int32(x).expand(queries).contiguous() for x in (starts, keys if ends is None else ends))
     return given | dict(zip(RANGES, bounds))

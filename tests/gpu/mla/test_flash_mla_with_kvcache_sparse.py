@@ -41,8 +41,8 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """Return the arguments with other indices in all positions of the lists from topk_length (extra_topk_length) on.
-    These indices select a key of NaN."""
+    """Return the arguments, but in each list all entries from topk_length (extra_topk_length) on are the index of a key
+    that is NaN."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
