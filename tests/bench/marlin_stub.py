@@ -1,8 +1,8 @@
 """Stubs of Marlin's operators, because the real ones need a GPU. A stub has the operator's arguments, asserts what the
 operator's host code checks, and computes the result with plain PyTorch.
 
-The stubs read Marlin's layouts through tables, which follow from the registers in which a warp's threads hold the
-operands of an MMA. `marlin.pack` writes the layouts in another way, by permuting dimensions.
+The stubs read Marlin's layouts through tables. The tables follow from the registers that hold an MMA's operands in the
+threads of a warp. `marlin.pack` does not use the tables: it writes the layouts by permuting dimensions.
 """
 
 import types

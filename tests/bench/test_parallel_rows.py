@@ -173,8 +173,8 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # The other rank's rows are copies of this rank's. So only half of the tokens, this rank's own, need distinct
-    # logits.
+    # The other rank's rows are copies of this rank's. So only the tokens of this rank, which are half of all tokens,
+    # need distinct logits.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

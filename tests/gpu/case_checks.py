@@ -116,7 +116,7 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
 
 def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
     """Check twenty equal calls in one graph, replayed with five sets of inputs. Each call must wait for the previous
-    call, because it can get the memory of that call's workspace."""
+    call, because the workspaces of both can be in the same memory."""
     given = case.arguments("cuda", **sizes)
     graph, found = captured(lambda: [case.run(given) for _ in range(20)])
     for seed in range(1, 6):

@@ -9,7 +9,7 @@ An entry contains the commit, date, device and versions of a run, the tests' res
 digests:
 - "kernels": a digest of the machine code of every variant of the kernels that the entry runs
   (`tests.kernels.machine_code`).
-- "launches": a digest of what calls of the op launch over its cases (`tests.ops.launched_arguments`): the variants, the
+- "launches": a digest of what the op launches in all cases of the op (`tests.ops.launched_arguments`): the variants, the
   shapes, strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not
   contain it.
 The machine code is that of the DSL version that machine_code.json names, whichever version is installed. An entry is
@@ -109,8 +109,8 @@ Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """Return {arch: {entry's name: entry}} as runs have written it. entry["unverified"] is None, or says which part of
-    the entry's run is missing."""
+    """Return {arch: {entry's name: entry}}, the contents of the receipt. entry["unverified"] is None, or says which
+    part of the entry's run is missing."""
     return read(PATH) if PATH.exists() else {}
 
 
@@ -194,7 +194,7 @@ def kernels_digest(name: str, arch: str) -> str:
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """Return the module names, without packages, of the kernels that an entry's functions launch over the cases of
+    """Return the module names, without packages, of the kernels that an entry's functions launch in the cases of
     `dsa.cases`. Kernels of other archs than launched_arguments.ARCH are not included."""
     found = {
         variant.partition(".")[0]
@@ -208,7 +208,7 @@ def kernels_of(name: str, arch: str) -> set[str]:
 
 
 def launches_digest(name: str, arch: str) -> str:
-    """Return a digest of what the entry's functions launch over the cases of `dsa.cases`. Names and the order of cases
+    """Return a digest of what the entry's functions launch in the cases of `dsa.cases`. Names and the order of cases
     do not affect the digest."""
     codes = _machine_code()
     calls = [

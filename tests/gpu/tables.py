@@ -219,7 +219,7 @@ def _million(rows: list[Row], steps: bool) -> str:
 
 
 def _joined(rows: list[Row]) -> list[dict[str, Any]]:
-    """Join rows whose shape is "PASS, KEY" to one row for each key: {"shape": KEY, PASS: row}."""
+    """Join rows whose shape is "PASS, KEY" into one row per key: {"shape": KEY, PASS: row}."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         which, shape = row["shape"].split(", ", 1)

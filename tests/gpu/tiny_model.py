@@ -102,8 +102,8 @@ def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
 
 
 def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: Run | None = None) -> Run:
-    """Generate greedy tokens for all PROMPTS together, at most `chunk` prompt tokens per pass, over pages filled with
-    NaN.
+    """Generate greedy tokens for all PROMPTS together. A pass has at most `chunk` prompt tokens. At the beginning all
+    pages contain NaN.
 
     With `given`, the run uses the choices of `given`, but records the choices that it would have made itself.
     """

@@ -344,7 +344,8 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
 
 
 def test_attention_of_a_captured_graph_follows_indices_and_lengths():
-    """Decode as in V3.2. `no_plan` returns placeholders for FlashMLA's plan, and SGLang copies them for every batch."""
+    """Decode as in V3.2. Before each replay, copy new placeholders for FlashMLA's plan (`no_plan`) to the captured
+    ones, as SGLang does for every batch."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(8, 1, 16, 576), torch.full((8, 1, 2048), -1, dtype=INT32, device=DEVICE)
     lengths = torch.zeros(8, dtype=INT32, device=DEVICE)
@@ -381,8 +382,8 @@ def warm_up_and_call(name):
     from dsa.runtime import compile_cache
 
     model = MODELS[name]
-    # Make the inputs before compiling is forbidden, because the ops that make them here compile kernels. In SGLang
-    # these inputs come from SGLang's kernels.
+    # Below, compiling is an error. The inputs are made before, because the ops that make them here compile kernels. In
+    # SGLang these inputs come from SGLang's kernels.
     index, (cache, _) = index_cache([200, 70]), batches.latent_cache(cache_width(model), 2, DEVICE)
     k, k_scale = batches.index_keys(70, DEVICE)
     rows = latent(90, 1, model.query_dim)

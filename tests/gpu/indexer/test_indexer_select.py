@@ -102,8 +102,8 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """A block has queries that see as many keys as a candidate list has entries (CAPACITY), one more, all keys, or
-    none."""
+    """The queries of a block see very different numbers of keys, such as none, CAPACITY (the entries of a candidate
+    list), one more than CAPACITY, and all keys."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):

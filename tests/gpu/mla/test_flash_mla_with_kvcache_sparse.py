@@ -131,8 +131,8 @@ def of_one_key_each(layout, cache, slots, heads):
 
 
 def assert_rounded(out, expected, left_out=0.0):
-    """Require that `out` is `expected` up to two roundings: to fp16 (11 bits; the allowed error is 9/8 of that of
-    rounding to nearest) and then to bf16 (8 bits).
+    """Require that `out` is `expected` up to two roundings, first to fp16 (11 bits), then to bf16 (8 bits). For fp16
+    the allowed error is 9/8 times that of rounding to nearest.
 
     left_out: absolute error that is allowed in addition to that of the roundings
     """
