@@ -15,7 +15,7 @@ from tests.bench.peer_stubs import SMS
 INT = torch.int32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_ID = 0x2000000010102
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: index of its code in `codes` (`_codes_order`)
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: index of the code in `codes` (`_codes_order`)
 
 
 @lru_cache

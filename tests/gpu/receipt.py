@@ -9,9 +9,9 @@ An entry contains the commit, date, device and versions of a run, the tests' res
 digests:
 - "kernels": a digest of the machine code of every variant of the kernels that the entry runs
   (`tests.kernels.machine_code`).
-- "launches": a digest of what the op launches in all cases of the op (`tests.ops.launched_arguments`): the variants, the
-  shapes, strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not
-  contain it.
+- "launches": a digest of launches in the op's cases (`tests.ops.launched_arguments`): the variants, the shapes,
+  strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not contain
+  it.
 The machine code is that of the DSL version that machine_code.json names, whichever version is installed. An entry is
 stale if today's code has other digests. An entry of WHOLES is also stale if it is older than MAX_AGE. Moving, renaming
 or rewording source changes neither digest.

@@ -10,8 +10,8 @@ pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.
 `accuracy` is skipped unless DSA_TRAINED_MODEL names a checkpoint, trained as `dsa_bench.e2e.accuracy` describes.
 
 Results are written as soon as they are available. After an interrupted run, some entries have the results of their
-tests but no benchmark, or only some of its rows; they are marked unverified. `--continue` resumes these entries if
-kernels and launches, the GPUs, and the versions of torch, the DSL and the peers are the same.
+tests but no benchmark, or only some rows of the benchmark; they are marked unverified. `--continue` resumes these
+entries if kernels and launches, the GPUs, and the versions of torch, the DSL and the peers are the same.
 """
 
 import argparse
