@@ -9,7 +9,7 @@ An entry contains the commit, date, device and versions of a run, the tests' res
 digests:
 - "kernels": a digest of the machine code of every variant of the kernels that the entry runs
   (`tests.kernels.machine_code`).
-- "launches": a digest of launches in the op's cases (`tests.ops.launched_arguments`): the variants, the shapes,
+- "launches": a digest of the launches in the op's cases (`tests.ops.launched_arguments`): the variants, the shapes,
   strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not contain
   it.
 The machine code is that of the DSL version that machine_code.json names, whichever version is installed. An entry is
@@ -49,8 +49,8 @@ class Whole:
     """An entry about more than one op.
 
     label     the entry's name in tables
-    families  families of the ops that the entry launches; () if `sources` name the ops, and for oldest_dsl, whose ops
-              are HOT
+    families  families of the ops that the entry launches. () for entries with `sources`, and for oldest_dsl, which runs
+              the tests of HOT
     sources   Python files of this project, or folders of such files: the entry launches the ops that they name
     """
 
