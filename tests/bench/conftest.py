@@ -35,8 +35,8 @@ def no_peers(monkeypatch):
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
     """Make empty files in place of the shared libraries and of DeepSelect's source file, and return their folder.
-    `torch.ops.load_library` of such a library adds stubs of the library's operators to torch.ops. Executing the source
-    file returns a stub of DeepSelect's module."""
+    Loading one of these libraries (`torch.ops.load_library`) adds stubs of the library's operators to torch.ops.
+    Executing the source file returns a stub of DeepSelect's module."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
@@ -64,8 +64,8 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
 
 @pytest.fixture
 def peers(monkeypatch, installed):
-    """Install stubs of all peers. Return {module: stub} of the peers that are imported; the others are files
-    (`installed`)."""
+    """Install stubs of all peers. Return {module: stub} for the peers that are imported as modules. The other peers are
+    loaded from files, which `installed` makes."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),
@@ -126,8 +126,8 @@ def two_matrices(rows, columns):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Build and call cases on the CPU, with the smallest number of inputs that a case accepts. (On a GPU, a case's
-    calls read so many inputs in turn that the L2 cache does not contain the next one.)"""
+    """Build and call cases on the CPU, with the smallest number of inputs that a case accepts. (On a GPU, a case has
+    more inputs. Its calls read them in turn, and together they do not fit in the L2 cache.)"""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     product = torch.mm  # on a CPU torch.mm has no out_dtype
     monkeypatch.setattr(

@@ -1,8 +1,8 @@
 """Stubs of Marlin's operators, because the real ones need a GPU. A stub has the operator's arguments, asserts what the
 operator's host code checks, and computes the result with plain PyTorch.
 
-The stubs read Marlin's layouts through tables, which follow from the registers in which a warp's threads hold the
-operands of an MMA. `marlin.pack` writes the layouts in another way, by permuting dimensions.
+The stubs read Marlin's layouts through tables. The tables follow from the registers that hold an MMA's operands in the
+threads of a warp. `marlin.pack` does not use the tables: it writes the layouts by permuting dimensions.
 """
 
 import types
@@ -15,13 +15,14 @@ from tests.bench.peer_stubs import SMS
 INT = torch.int32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_ID = 0x2000000010102
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: its code's index in `codes` (`_codes_order`)
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: index of the code in `codes` (`_codes_order`)
 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """Return int64 [1024]: for each nibble of a block of 16 channels and 64 rows, lowest nibble of a word first, the
-    index of the nibble's code in the flattened [4 tiles of 16 rows, 16 channels, 16 rows]."""
+    """Return int64 [1024], with an entry for each nibble of a block of 16 channels and 64 rows. The nibbles of a word
+    are in order, lowest first. An entry is the index of the nibble's code if the block's codes are [4 tiles of 16 rows,
+    16 channels, 16 rows], flattened."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
@@ -33,8 +34,8 @@ def _codes_order() -> torch.Tensor:
 
 @lru_cache
 def _scales_order() -> torch.Tensor:
-    """Return int64 [64]: the rows of 64 adjacent scales. They are 0, 8, ..., 56, 1, 9, ..., with the middle two of each
-    four exchanged: 0, 16, 8, 24, 32, 48, ..."""
+    """Return int64 [64]: the row of each of 64 adjacent scales. The rows are 0, 8, 16, ..., 56, 1, 9, ..., but in each
+    group of four the middle two are exchanged: 0, 16, 8, 24, 32, 48, ..."""
     by_thread = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     return by_thread.view(-1, 4)[:, [0, 2, 1, 3]].flatten()
 

@@ -127,7 +127,8 @@ def _error(ranks, options):
 
 def clock_of_stubs(ranks, _):
     """Time two calls with stubs in place of torch.cuda's events and memory functions. An event records its position in
-    the list of the clock's actions, and a time is the difference of two positions times rank + 1.
+    the list of the clock's actions. The time between two events is the difference of their positions, multiplied by
+    rank + 1.
 
     Return (times [ranks, 2], peak bytes, free bytes, the clock's actions in order).
     """

@@ -29,10 +29,11 @@ SMS = 132
 
 
 def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.ModuleType:
-    """Return the stub of FlashMLA in SGLang's build, which needs `use_legacy=True`, or in vLLM's, which has no such
-    parameter.
+    """Return the stub of FlashMLA.
 
-    heads: head counts that sparse prefill accepts besides 64 and 128.
+    use_legacy  True: SGLang's build, whose functions must be called with `use_legacy=True`. False: vLLM's build, whose
+                functions do not have this parameter
+    heads       head counts that sparse prefill accepts besides 64 and 128
     """
     module, expected_legacy = types.ModuleType("flash_mla"), {"use_legacy": True} if use_legacy else {}
 
@@ -124,7 +125,7 @@ def _check_product(a, b, d) -> None:
     assert a[0].dtype == b[0].dtype == FP8 and a[0].is_contiguous() and b[0].is_contiguous()
     assert d.dtype == torch.bfloat16 and d.stride(-1) == 1 and d.shape == (*a[0].shape[:-1], b[0].shape[-2])
     assert a[1].shape == (*a[0].shape[:-1], a[0].shape[-1] // 128) and a[1].dtype == torch.float32
-    # Scales are either row-major, so the library converts them in every call, or already column-major.
+    # The library converts row-major scales in every call. It uses column-major scales as they are.
     assert a[1].is_contiguous() or (a[1].stride(-2) == 1 and a[1].stride(-1) % 4 == 0)
     assert b[1].shape == (*b[0].shape[:-2], -(-b[0].shape[-2] // 128), b[0].shape[-1] // 128) and b[1].is_contiguous()
 

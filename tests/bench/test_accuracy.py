@@ -15,8 +15,8 @@ from dsa_layers import SHIPPED_MODEL, Tokenizer
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Return a copy of the shipped model with a context of only 32 tokens. Its metadata name two held-out files, of
-    which this Python installation has only the first."""
+    """Return a copy of the shipped model with a context of only 32 tokens. Its metadata name two held-out files. This
+    Python installation has only the first one."""
     folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
     data = {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}
     (folder / "metrics.json").write_text(json.dumps({"data": data}))

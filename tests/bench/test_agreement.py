@@ -35,8 +35,7 @@ def pad(x, *sizes):
         # Casts with half the values and twice the scales, and with scales that are no powers of two.
         (agree, ((Q.float() / 2).to(Q.dtype), SCALE * 2), CAST),
         (agree, dsa.per_token_cast_to_fp8(X, False), CAST),
-        # LSEs with base e, with base 2, and with padding. An LSE of another shape is not compared, nor is a missing
-        # one.
+        # LSEs with base e, with base 2, and with padding. LSEs of another shape and missing LSEs are not compared.
         (agree_attention, [OUT, MOST, LSE], (OUT, MOST, LSE)),
         (agree_attention, [OUT, LSE / torch.tensor(2.0).log()], (OUT, MOST, LSE)),
         (agree_attention, [pad(OUT, 0, 0, 0, 2), pad(LSE, 0, 2)], (OUT, MOST, LSE)),

@@ -144,7 +144,7 @@ COSTS |= {"sliding_attention": 2.0, "compressed_sparse_attention": 8.0, "heavily
 
 @by_stack
 def test_full_depth_counts_every_layer_by_its_kind(name):
-    """A kind of layer has a cost (COSTS), and embedding and head together cost 5."""
+    """Each kind of layer has a cost (COSTS). Embedding and head together cost 5."""
 
     def cost(model, count):
         kinds = getattr(model.config, "layer_types", None) or [type(layer.mlp).__name__ for layer in layers_of(model)]

@@ -14,8 +14,8 @@ from dsa_bench.harness.table import print_table
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Returns a function. timed(name=ms, ...) sets the milliseconds of each name and returns a list, to which the names
-    that are timed later are added."""
+    """Returns a function. timed(name=ms, ...) sets the milliseconds of each name. It returns a list, to which each
+    later timing adds the names that are timed."""
 
     def takes(**ms):
         names = []

@@ -53,8 +53,8 @@ def test_a_library_may_be_installed_in_several_places(monkeypatch):
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path, no_peers):
-    """Return a folder on Python's path with files in place of the shared libraries and of a source file. Importing one
-    of their packages raises."""
+    """Return a folder on Python's path with files in place of the shared libraries and of a source file. The packages
+    of these files raise an error when they are imported."""
     for file in {*(file for files in FILES.values() for file in files), "an_engine/ops/select.py"}:
         package, *_ = Path(file).parts
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -115,12 +115,12 @@ SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5
 
 @pytest.mark.parametrize(("name", "small"), SIZES)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
-    """Without weights and caches, a pass over 8192 tokens at a long context allocates less than 512 MiB in addition to
-    what the same pass allocates at 16K tokens.
+    """A pass over 8192 tokens at the end of a long context allocates less than 512 MiB more than the same pass at the
+    end of 16K tokens. Weights and caches are not counted.
 
     The long contexts are 128K tokens, a million tokens, and the longest context whose FP8 latents are dequantised at
-    once (`most_read`). The small model has 4 heads, and with at most 16 heads this limit is twice as high. Also, its
-    activations are too small to hide growth.
+    once (`most_read`). The test also runs with a small model with 4 heads. `most_read` is twice as high for models with
+    at most 16 heads, and the small model's activations are too small to hide growth.
     """
     model = skeleton(name, **small)
     model.init_buffers(passes.META)

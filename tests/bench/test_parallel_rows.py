@@ -1,5 +1,5 @@
 """The benchmark of models on several GPUs: rows of two processes on a CPU with the host's clock, the layers that fit,
-the kernels that are compiled, the share of collectives, and one rank's part without collectives."""
+the kernels that are compiled, the share of time in collectives, and one rank's part without collectives."""
 
 import json
 import re
@@ -139,7 +139,7 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         kernel("gemm", 81, 500.0),
     ]
     assert collectives_share([*events, *meanwhile]) == 503 / 3010
-    # Copies between GPUs, waits for such copies, and the experts' sum over GPUs count as collectives. Copies within a
+    # Copies between GPUs, waits for these copies, and the experts' sum over GPUs count as collectives. Copies within a
     # GPU do not.
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
@@ -173,8 +173,8 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # The other rank's rows are copies of this rank's. So only half of the tokens, this rank's own, need distinct
-    # logits.
+    # The other rank's rows are copies of this rank's. So only the tokens of this rank, which are half of all tokens,
+    # need distinct logits.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

@@ -26,7 +26,7 @@ def kernel(correlation, ms, kind="kernel"):
 
 
 def test_the_wait_for_the_previous_kernel_is_not_a_kernels_time():
-    """A kernel that ends before a kernel that started earlier has no time."""
+    """A kernel gets time 0 if it ends before a kernel that started earlier."""
     spans = [(0, 10), (8, 14), (9, 13), (14, 15), (20, 26)]
     work = [{"cat": "kernel", "name": str(i), "ts": a, "dur": b - a} for i, (a, b) in enumerate(spans)]
     assert [(e["name"], us) for e, us in in_turn(work[::-1])] == [("0", 10), ("1", 4), ("2", 0), ("3", 1), ("4", 6)]

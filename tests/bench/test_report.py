@@ -70,8 +70,8 @@ def test_every_run_but_those_that_do_not_fit_in_memory_has_a_row(machine, no_pee
         ("V3.2 prefill 3 x 4000", 12000, 2.0, 6e6, None, []),
         ("V3.2 decode 1 x 32", 1, 2.0, 500.0, None, []),
     ]
-    # Numbers of rows of the compiled products: the tokens of the steps (1, 2), of the short prompt (32), of a full pass
-    # (8192), and of the other prompts' last pass (12000 - 8192).
+    # A compiled product has as many rows as a pass has tokens: 1 and 2 for the steps, 32 for the short prompt, 8192 for
+    # a full pass, and 12000 - 8192 = 3808 for the last pass over the other prompts.
     assert sorted(machine.compiled) == [(m, 256, 128) for m in (1, 2, 32, 3808, 8192)]
 
 

@@ -1,5 +1,5 @@
-"""How rows of whole passes are printed, written as CSV and drawn, and the time on more GPUs that `computed` derives
-from measured rows."""
+"""Rows of whole passes: how they are printed, written as CSV and drawn. Also, the time on more GPUs, which `computed`
+derives from measured rows."""
 
 import csv
 
@@ -69,8 +69,8 @@ LONG = {"run": "prefill 4096", "tokens": 4096}
 @pytest.mark.parametrize(
     ("silent", "measured", "ms_of_a_layer"),
     [
-        # Only the row with the most GPUs counts, FOUR: 4.0 - 3.4 = 0.6 ms of communication. Rows of other models and
-        # rows without shard_ms are ignored.
+        # Only FOUR counts, the row with the largest number of GPUs. Its communication takes 4.0 - 3.4 = 0.6 ms. Rows of
+        # other models and rows without shard_ms are ignored.
         (SILENT, [TWO, FOUR, SPLIT, ONCE], 0.1 + 0.6 / 20),
         (SILENT, [TWO], 0.1 + 5.6 / 20),
         # The communication of eight sequences takes 0.9 ms. The 0.6 ms of one sequence are fixed. The other 0.3 ms

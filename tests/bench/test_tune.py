@@ -91,8 +91,8 @@ def test_an_op_forgets_its_choice_for_a_trial(config):
 
 
 class Gpu:
-    """Replaces the tuner's GPU. Configurations with fewer stages are faster, and of these with fewer groups.
-    Configurations with two stages compute wrong results."""
+    """Replaces the tuner's GPU. A configuration is faster than one with more stages, or with equally many stages and
+    more groups. Configurations with two stages compute wrong results."""
 
     def __init__(self, monkeypatch, folder, arch):
         self.arch, self.checked, self.timed = arch, [], []
@@ -143,7 +143,7 @@ def compile_nothing(compile_function, arguments):
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"], indirect=True)
 def test_the_tuner_keeps_the_fastest_that_is_correct(gpu, monkeypatch, capsys):
-    """The tuner writes the data of the GPU's arch."""
+    """The tuner writes to the data file of the GPU's arch."""
     plan = case.load(OP).tuning()
     plan = dataclasses.replace(plan, classes={CLASS: plan.classes[CLASS]})
     monkeypatch.setattr(case.load(OP), "tuning", lambda: plan)

@@ -24,8 +24,8 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random CUDA tensors. The maker's seed is the next number of torch's CPU generator, so every
-    call returns a maker of other numbers."""
+    """Return a maker of random CUDA tensors. The maker's seed is the next number of torch's CPU generator, so the
+    makers of different calls make different numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 

@@ -54,6 +54,6 @@ def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPat
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([PROMPTS[i] for i in numbers], own, draft_tokens=drafts)
         assert tokens == own and taken > 30 * len(own)
-        known = drafted.keys() & logits.keys()  # drops logits after wrong drafts: the batch has none for those tokens
+        known = drafted.keys() & logits.keys()  # without logits after wrong drafts, which the batch does not have
         assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
     return truth

@@ -18,7 +18,7 @@ by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return a dict of sizes (keyword arguments of `Case.make`) for every combination of these values, one value per
+    """Return a list of sizes (dicts of keyword arguments of `Case.make`), one for every combination of one value per
     name."""
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
@@ -63,7 +63,8 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     - every second row of a tensor
     - a row stride of 0: every row is the first row of x
     - with two or more dimensions: dimension 0 exchanged in memory with dimension 1, or with the last dimension
-    - with two or more dimensions: columns of wider rows, among NaN. The columns start at multiples of 16 bytes or not
+    - with two or more dimensions: columns of wider rows, among NaN. One tensor has 16 columns of NaN on both sides,
+      another 1 column before and 2 after, so most rows do not start at multiples of 16 bytes
     - with a single row: an arbitrary row stride
     """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
@@ -102,8 +103,8 @@ def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterab
 
 
 def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results:
-    """Write `changes` {(argument, row, ...): number} into `given`. Check that rows of the results without a change keep
-    their bits, and return the results."""
+    """Write `changes` {(argument, row, ...): number} into `given`. Check that this changes no bit in the other rows of
+    the results, and return the results."""
     clean = run(given)
     for (name, *place), number in changes.items():
         given[name][tuple(place)] = number
@@ -115,7 +116,7 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
 
 def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
     """Check twenty equal calls in one graph, replayed with five sets of inputs. Each call must wait for the previous
-    call, because it can get the memory of that call's workspace."""
+    call, because the workspaces of both can be in the same memory."""
     given = case.arguments("cuda", **sizes)
     graph, found = captured(lambda: [case.run(given) for _ in range(20)])
     for seed in range(1, 6):

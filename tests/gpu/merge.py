@@ -2,8 +2,8 @@
 
 usage: python -m tests.gpu.merge RECEIPT...
 
-A valid entry of another receipt becomes the entry of this name and arch in the receipt, unless the receipt has a valid
-one that is not older. The command prints which entries it takes, and which it leaves out because they failed, are
+A valid entry of another receipt replaces the receipt's entry of the same name and arch, unless the receipt's entry is
+valid and not older. The command prints which entries it takes, and which it leaves out because they failed, are
 unfinished, stale or not newer. Afterwards `python -m tests.generate` and `python -m tests.gpu.pictures` write the pages
 and pictures that depend on the receipt.
 """

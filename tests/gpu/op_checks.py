@@ -104,7 +104,7 @@ def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tenso
 
 
 def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal tensors, the first with the strides of x or contiguous, the second with other strides.
+    """Yield pairs of equal tensors. The first has the strides of x or is contiguous, and the second has other strides.
     Memory between the numbers of the second, if there is any, contains NaN, or what `poisoned` writes to integer
     tensors."""
     yield x, among_nan(x)

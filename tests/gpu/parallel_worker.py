@@ -46,16 +46,17 @@ def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = 
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Run sums and gathers over the ranks. Return the results by name, and those of the second to fourth line by (name,
-    number of rows, dtype); ("begun", repeat) are the results for MANY rows.
+    """Run sums and gathers over the ranks. Return {key: result}, with these keys:
 
     "one shot", "copies"    whether one-shot sums and peer copies are available
-    "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
-    "shared"                the sum of rows that are divided among the ranks (`SharedRows`), gathered again
-    "begun", "begun, NCCL"  results of `begun` with peer copies, and with NCCL instead
     "cast"                  whether gathered FP8 rows are right
     "other experts"         the cases of EXPERTS for which `same_experts` is False
     "wrong messages", "wrong turns": counts of wrong numbers, by the functions `wrong_messages` and `wrong_turns`
+    (name, number of rows, dtype) for each of these names:
+        "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
+        "shared"                the sum of rows that are divided among the ranks (`SharedRows`), gathered again
+        "begun", "begun, NCCL"  results of `begun` with peer copies, and with NCCL instead
+    ("begun", repeat)       results of `begun` for MANY rows
     """
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
@@ -100,8 +101,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Leave out a sum on the second rank: the first rank's sum ends after a timeout, and the first rank's next sum
-    raises the error that is returned."""
+    """Leave out a sum on the second rank. The first rank's sum must end after a timeout, and the first rank's next sum
+    must raise an error. Return the message of this error."""
     x, found = part(ranks.rank, 8, torch.bfloat16, device), {}
     ranks.sum(x)
     with mock.patch.object(one_shot_sums, "PATIENCE", 2 * 10**9):

@@ -9,9 +9,9 @@ An entry contains the commit, date, device and versions of a run, the tests' res
 digests:
 - "kernels": a digest of the machine code of every variant of the kernels that the entry runs
   (`tests.kernels.machine_code`).
-- "launches": a digest of what calls of the op launch over its cases (`tests.ops.launched_arguments`): the variants, the
-  shapes, strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not
-  contain it.
+- "launches": a digest of the launches in the op's cases (`tests.ops.launched_arguments`): the variants, the shapes,
+  strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not contain
+  it.
 The machine code is that of the DSL version that machine_code.json names, whichever version is installed. An entry is
 stale if today's code has other digests. An entry of WHOLES is also stale if it is older than MAX_AGE. Moving, renaming
 or rewording source changes neither digest.
@@ -49,8 +49,8 @@ class Whole:
     """An entry about more than one op.
 
     label     the entry's name in tables
-    families  families of the ops that the entry launches; () if `sources` name the ops, and for oldest_dsl, whose ops
-              are HOT
+    families  families of the ops that the entry launches. () for entries with `sources`, and for oldest_dsl, which runs
+              the tests of HOT
     sources   Python files of this project, or folders of such files: the entry launches the ops that they name
     """
 
@@ -109,8 +109,8 @@ Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """Return {arch: {entry's name: entry}} as runs have written it. entry["unverified"] is None, or says which part of
-    the entry's run is missing."""
+    """Return {arch: {entry's name: entry}}, the contents of the receipt. entry["unverified"] is None, or says which
+    part of the entry's run is missing."""
     return read(PATH) if PATH.exists() else {}
 
 
@@ -194,7 +194,7 @@ def kernels_digest(name: str, arch: str) -> str:
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """Return the module names, without packages, of the kernels that an entry's functions launch over the cases of
+    """Return the module names, without packages, of the kernels that an entry's functions launch in the cases of
     `dsa.cases`. Kernels of other archs than launched_arguments.ARCH are not included."""
     found = {
         variant.partition(".")[0]
@@ -208,7 +208,7 @@ def kernels_of(name: str, arch: str) -> set[str]:
 
 
 def launches_digest(name: str, arch: str) -> str:
-    """Return a digest of what the entry's functions launch over the cases of `dsa.cases`. Names and the order of cases
+    """Return a digest of what the entry's functions launch in the cases of `dsa.cases`. Names and the order of cases
     do not affect the digest."""
     codes = _machine_code()
     calls = [
@@ -251,8 +251,8 @@ def functions_of(name: str) -> list[str]:
 
 
 def op_module(name: str) -> str:
-    """Return the module of the op that an entry is about: the op whose name is the longest that the entry's name begins
-    with."""
+    """Return the module of the op that an entry is about. The entry's name begins with the op's name. If this holds for
+    several ops, it is the op with the longest name."""
     modules = op_modules()
     found = [op for op in modules if f"{name}_".startswith(f"{op}_")]
     return modules[max(found, key=len)] if found else ops.op_module(name)
@@ -276,8 +276,8 @@ def tested() -> list[str]:
 def asked(arch: str) -> list[str]:
     """Return the names of the entries that a complete receipt has for an arch.
 
-    These are the entries of ops that have kernels for the arch. The entries of WHOLES are included if more than half of
-    the ops that have any kernels have kernels for this arch, because then a model's pass runs mostly kernels.
+    These are the entries of ops that have kernels for the arch. Entries of WHOLES are included if, of all ops with
+    kernels, more than half have kernels for this arch. Then a model's pass runs mostly kernels.
     """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]

@@ -9,7 +9,8 @@ from dsa_layers.families.published import published_config
 from tests.gpu import receipt
 
 Row = dict[str, Any]
-# {entry whose rows do not contain the number of layers: the stacks of layers that it measures, by model}
+# {entry: {model: (configuration file, fields) of the model's stack}}, for entries whose rows do not contain the number
+# of layers
 OF_STACKS = {"e2e": STACKS, "million": LONG_STACKS}
 
 
@@ -21,8 +22,8 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Return a function of a row: whether these words are in the row's shape, which describes our call, and not in the
-    peer's name. Then the two calls compute different things."""
+    """Return a function that tests whether a row's shape, which describes our call, contains these words, while the
+    peer's name does not. If so, our call and the peer's compute different things."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 
@@ -51,8 +52,8 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose ratio compares our GPU time with a peer's for the same work: those of none of
-    OTHER_KINDS."""
+    """Return the rows whose ratio compares our GPU time with a peer's for the same work. These are the rows that pass
+    none of the tests OTHER_KINDS."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 

@@ -10,8 +10,8 @@ pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.
 `accuracy` is skipped unless DSA_TRAINED_MODEL names a checkpoint, trained as `dsa_bench.e2e.accuracy` describes.
 
 Results are written as soon as they are available. After an interrupted run, some entries have the results of their
-tests but no benchmark, or only some of its rows; they are marked unverified. `--continue` resumes such entries if
-kernels and launches, the GPUs, and the versions of torch, the DSL and the peers are the same.
+tests but no benchmark, or only some rows of the benchmark; they are marked unverified. `--continue` resumes these
+entries if kernels and launches, the GPUs, and the versions of torch, the DSL and the peers are the same.
 """
 
 import argparse
@@ -322,7 +322,7 @@ def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
 
 
 def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
-    """Return the entry of a run whose tests have run and whose benchmark has the first `rows`."""
+    """Return the entry of a run whose tests are complete, and whose benchmark has measured only `rows` so far."""
     return {
         "tests": outcome.tests,
         "skipped": outcome.skipped,

@@ -70,7 +70,7 @@ HEADLINES = (
     ("Sparse MLA, decode, FP8 cache", "flash_mla_with_kvcache_sparse", "B 128, 128 heads, s_q 2, k 2048, 32768 keys"),
     ("Sparse MLA, backward", "sparse_mla_attention", "8192 queries, d 576, 128 heads, k 2048"),
 )
-# {name of a peer in the receipt's rows, where that is only a kernel's name: name of the peer's package}
+# {name of a peer in the receipt's rows: clearer name for the README's table}
 PEERS = {"deepgemm": "sgl-deep-gemm", "vllm decode": "vLLM top-k", "cuDNN-FE": "cuDNN frontend"}
 
 
@@ -110,8 +110,9 @@ def _part_of_peers(part: str) -> Column:
 
 
 def _without_glue(row: Row) -> str:
-    """Return the speed-up over the peers' pass, from whose time the time of code that only converts tensors for the
-    peers (GLUE) is subtracted. "" if there is none."""
+    """Return the speed-up over the peers' pass without glue, which is code that only converts tensors for the peers:
+    the time of the part GLUE is subtracted from the pass's time. "" if the row has no peers' pass, or the pass has no
+    glue."""
     if row["ratio"] is None or GLUE not in row["peer_parts"]:
         return ""
     return f"{(row['peer_ms'] - row['peer_parts'][GLUE]) / row['ms']:.2f}"
@@ -218,7 +219,7 @@ def _million(rows: list[Row], steps: bool) -> str:
 
 
 def _joined(rows: list[Row]) -> list[dict[str, Any]]:
-    """Join rows whose shape is "PASS, KEY" to one row for each key: {"shape": KEY, PASS: row}."""
+    """Join rows whose shape is "PASS, KEY" into one row per key: {"shape": KEY, PASS: row}."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         which, shape = row["shape"].split(", ", 1)

@@ -26,7 +26,7 @@ by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 # and can sum in an order that depends on strides.
 WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
 SIZED = [(case, sizes) for case in WITH_KERNELS for sizes in ({}, *case.more)]
-# Names of arguments that can contain many keys or scores, and the cases of the ops that have such arguments.
+# Names of arguments that can contain many keys or scores, and the cases of the ops with these arguments.
 KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed", "scores"
 WITH_KEYS = [*indexer.CASES, *mla.CASES, *mla_windows.CASES, *selection.CASES]
 

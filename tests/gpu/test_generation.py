@@ -36,9 +36,9 @@ from tests.layers.generation.guesses import Guesses, guess
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
-# {weights: limit}. At the first token where CPU and GPU differ, the CPU's logits of the CPU's and the GPU's token must
-# differ by less than this. The logits' standard deviation is 2. An e4m3 number that is rounded the other way changes by
-# 1/16 to 1/8 of the number. This can change the experts that a router with random weights chooses.
+# {weights: limit}. Where CPU and GPU first choose different tokens, the CPU's logits of these two tokens must differ by
+# less than this. The logits' standard deviation is 2. An e4m3 number that is rounded the other way changes by 1/16 to
+# 1/8 of the number. This can change the experts that a router with random weights chooses.
 NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
@@ -132,9 +132,9 @@ def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
     assert_batch_invariant(model, monkeypatch)
 
 
-# Family -> (most kernels per layer of the tiny model, most kernels before and after the layers). In the tiny model some
-# rows of scales are not a multiple of 16 bytes, and two kernels of PyTorch pad each such tensor. Published models have
-# no such rows.
+# Family -> (upper limit on the kernels per layer of the tiny model, upper limit on the kernels before and after the
+# layers). Some scales of the tiny model have rows that are not a multiple of 16 bytes. PyTorch pads each tensor of
+# these scales with two kernels. Published models do not need this.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
@@ -325,9 +325,9 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
             out = model(tokens, SequenceBatch.without_cache([80], device), all_tokens=True)
         logits.append(out.cpu())
     assert len(set(products)) == 2
-    # A difference in the last bit of fp32 can change the rounding to e4m3, by 1/16 to 1/8 of the value, and so the
-    # experts that a router with random weights chooses. For comparison, quantisation itself gives the logits a
-    # calc_diff of about 0.05.
+    # A difference in the last bit of fp32 can change the rounding of a value to e4m3, and the rounded value then
+    # changes by 1/16 to 1/8. This can change the experts that a router with random weights chooses. For comparison,
+    # quantisation itself gives the logits a calc_diff of about 0.05.
     assert calc_diff(*logits) < 4e-2
 
 
@@ -390,7 +390,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # makes logits equal, also the 50th and 51st largest, for top_k
+    logits[4:8] = logits[4:8].round()  # makes ties, also between the 50th and 51st largest, where top_k divides
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
     drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [
@@ -470,7 +470,7 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
     """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: the number of queries of
-    each pass in which sequences have more keys than the indexer selects."""
+    each pass with selection, in which some sequence has more keys than the indexer selects."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS

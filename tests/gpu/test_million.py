@@ -34,8 +34,9 @@ def small_stack(name):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, record_error):
-    """Needles are selected in three kinds of passes: decoding, a short pass over a prompt, which scores its tokens in
-    parts, and a long pass, which selects keys while it scores them and writes no scores.
+    """Needles are selected in three kinds of passes: decoding; a short pass over a prompt, which processes its tokens
+    in several parts and writes their scores; and a long pass, which selects keys while it scores them and writes no
+    scores.
 
     Scores differ from the fp32 formula by about 5e-4 of the scores' root mean square, and a few scores differ by six
     times as much. The reason is that tensor cores add FP8 products with fewer bits than fp32 has, and that a prompt's
@@ -57,9 +58,9 @@ def test_every_layer_finds_needles(name, record_error):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name):
-    """Measure the memory of passes at a million tokens and at three shorter lengths. At the longest of these, a pass
-    copies the most latents from pages to a workspace; attention over longer contexts reads the pages themselves. The
-    small stack's activations are too small to hide the workspace."""
+    """Measure the memory of passes at a million tokens and at three shorter lengths. At the longest of these three, a
+    pass copies the largest number of latents from pages to a workspace: attention over longer contexts reads the pages
+    themselves. The small stack's activations are too small to hide the workspace."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
     prompt = Prompts(model, 1, TOKENS, 8192)

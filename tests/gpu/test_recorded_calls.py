@@ -11,7 +11,8 @@ from dsa.runtime.recorded_calls import REPEATS
 
 
 def arguments(call, seed):
-    """Return arguments of the case in new memory. All seeds give the same signature, but other floats."""
+    """Return arguments of the case in new memory. Arguments of different seeds have the same signature, but different
+    floats."""
     maker = Maker("cuda")
     maker.generator.manual_seed(seed)
     return call.make(maker)

@@ -18,8 +18,8 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# calc_diff between our bf16 logits and transformers' fp32 logits may be FACTOR times that between transformers' bf16
-# and fp32 logits, plus SLACK. In bf16, both models sometimes select other keys than in fp32.
+# Limit of calc_diff between our bf16 logits and transformers' fp32 logits: FACTOR times the calc_diff between
+# transformers' own bf16 and fp32 logits, plus SLACK. In bf16, both models sometimes select other keys than in fp32.
 FACTOR, SLACK = 2.0, 1e-4
 # With FP8 index scores: bound of calc_diff between our logits or gradients and transformers' fp32 ones. With random
 # weights FP8 scores often select other keys than fp32 scores.
@@ -85,8 +85,8 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """Our bf16 logits are not much further from transformers' fp32 logits than transformers' bf16 logits are (see
-    FACTOR)."""
+    """The distance of our bf16 logits from transformers' fp32 logits is at most slightly larger than the distance of
+    transformers' own bf16 logits (see FACTOR)."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -118,8 +118,8 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """The tokens that a sequence gets in a padded batch are those that it gets alone, up to a token whose logit is
-    nearly equal to that of the other."""
+    """A sequence gets the same tokens in a padded batch as alone, up to the first position where they differ. There,
+    the logits of the two tokens must nearly tie."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -137,8 +137,8 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
 def test_gradients(exact, tokens, launched, fp8_indexer):
-    """The bf16 gradients of the kernels are not much further from transformers' fp32 gradients than the bf16 gradients
-    of transformers' own attention are."""
+    """The distance of the kernels' bf16 gradients from transformers' fp32 gradients is at most slightly larger than the
+    distance of the bf16 gradients of transformers' own attention."""
 
     def gradients(model):
         model.zero_grad()

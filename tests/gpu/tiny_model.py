@@ -5,7 +5,7 @@ references run first, and the kernels' run uses the choices (selected keys, expe
 comparisons are:
 - every call of the attention op with the reference on the same arguments, with tolerances of the op's own tests,
 - the logits with those of the references' run,
-- the choices that the kernels' run would have made with those of the references' run.
+- the choices that the kernels' run would have made itself, with the choices of the references' run.
 """
 
 import functools
@@ -43,8 +43,8 @@ PREFILL_OPS = {
     *("write_mla_cache", "flash_mla_sparse_fwd"),
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
-# Limit of calc_diff of the logits. For comparison: with the same choices, calc_diff from the references in fp32 is 1e-4
-# for the references in bf16, and 6e-4 for those in bf16 with FP8 pages. This is the effect of rounding between the
+# Limit of calc_diff of the logits. For comparison, with the same choices: the references in bf16 have a calc_diff of
+# 1e-4 from the references in fp32, and of 6e-4 if their pages are FP8. This is the effect of rounding between the
 # layers, and the kernels change some of these roundings.
 LOGITS_TOLERANCE = 1e-3
 # If two tokens' logits differ by less than this, their order can change although calc_diff stays below
@@ -102,8 +102,8 @@ def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
 
 
 def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: Run | None = None) -> Run:
-    """Generate greedy tokens for all PROMPTS together, at most `chunk` prompt tokens per pass, over pages filled with
-    NaN.
+    """Generate greedy tokens for all PROMPTS together. A pass has at most `chunk` prompt tokens. At the beginning all
+    pages contain NaN.
 
     With `given`, the run uses the choices of `given`, but records the choices that it would have made itself.
     """

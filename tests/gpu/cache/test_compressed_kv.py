@@ -22,7 +22,7 @@ KINDS = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# A pass is a call of the op over some sequences: (their numbers of new tokens, their numbers of earlier tokens).
+# A pass is one call of the op: (number of new tokens of each sequence, number of earlier tokens of each sequence).
 PASSES = [
     ([300, 5, 131], [0, 0, 0]),
     ([1, 1, 1], [300, 5, 131]),

@@ -26,8 +26,8 @@ def column_major(scales):
 
 
 def inputs(sizes, columns, channels, after=0):
-    """Return (arguments with groups of these numbers of rows, a tensor for the result, filled with NaN). after: number
-    of unused rows after the last group."""
+    """Return (arguments, a tensor of NaN for the result). sizes: number of rows of each group. after: number of unused
+    rows after the last group"""
     options = {"columns": columns, "channels": channels, "weighted": False, "after": after}
     given = GROUPED.arguments("cuda", sizes=sizes, **options)
     return given, torch.full((sum(sizes) + after, columns), torch.nan, dtype=torch.bfloat16, device="cuda")

@@ -8,7 +8,7 @@ from dsa.cases import cases_of
 from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_far_rows, check_layouts, grid, verify
 
 (CASE,) = cases_of("hyper_collapse_norm_cast")
-# Numbers of channels: for each tile configuration the most that it supports and the next larger multiple of 128, and
+# Numbers of channels: the largest number that each tile configuration supports, the next larger multiple of 128, and
 # the numbers of models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 3968, 4096, 4224, 6144, 7168, 8192]
 OPTIONS = [{"iterations": 1}, {"iterations": 3, "hc_eps": 0.1}, {"eps": 0.5}, {"norm_eps": 0.5, "use_ue8m0": False}]

@@ -66,8 +66,8 @@ def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
-    """The twelve calls of a graph expand the streams that the previous call wrote. Every replay has new inputs and a
-    new projection matrix."""
+    """A graph contains twelve calls, and each call expands the streams that the previous call wrote. Every replay has
+    new inputs and a new projection matrix."""
     seeds = iter(range(1, 6))
 
     def renew():

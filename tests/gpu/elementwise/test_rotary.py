@@ -23,8 +23,7 @@ by_kind = pytest.mark.parametrize(
         grid(shape=[(37, 3, channels)], rotated=[rotated], dtype=FLOATS)
         for channels, rotated in [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]
     ),
-    # All but the first of these bf16 tensors have more than 2^24 numbers, for which a thread processes two groups of
-    # pairs.
+    # These tensors are bf16. The last three have more than 2^24 numbers, so each thread processes two groups of pairs.
     grid(shape=[(4096, *heads) for heads in [(1, 512), (64, 128), (64, 512), (128, 64)]]),
 )
 def test_every_shape_is_right(sizes, kind, record_error):

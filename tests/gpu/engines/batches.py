@@ -29,7 +29,7 @@ def formula(function, *args, **options):
 
 
 def written(out):
-    """Return (a copy of `out`, which an adapter has written; `out` itself, filled with 7 again)."""
+    """Copy `out`, which an adapter has written, and fill `out` with 7 again. Return (the copy, `out`)."""
     return out.clone(), out.fill_(7)
 
 
@@ -70,7 +70,7 @@ def v4_cache(rows, page):
 
 class Step:
     """A decoding step of one layer: plan, scores, selection, slots and attention. Plan and selection are written to
-    buffers of fixed addresses, as in vLLM."""
+    buffers at fixed addresses, as in vLLM."""
 
     def __init__(self, next_n, heads=16, k=512):
         self.lengths = [3000, 700, 64, 1]

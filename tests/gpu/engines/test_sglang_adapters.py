@@ -67,8 +67,8 @@ def formula(function, *args, **options):
 
 
 def index_cache(lengths):
-    """Return (cache, block table): index keys of sequences of these lengths, in shuffled pages. The cache is uint8
-    [pages, P, 1, 132]; a page has P keys of 128 bytes, then P fp32 scales."""
+    """Return (cache, block table) for index keys of sequences of these lengths, in shuffled pages. The cache is uint8
+    [pages, PAGE, 1, 132]. A page contains PAGE keys of 128 bytes, then their fp32 scales."""
     table, pages = batches.paged(lengths, DEVICE)
     k, k_scale = batches.index_keys(pages * PAGE, DEVICE)
     cache = torch.cat([k.view(torch.uint8).view(pages, -1), k_scale.view(pages, PAGE).view(torch.uint8)], 1)
@@ -76,8 +76,8 @@ def index_cache(lengths):
 
 
 def seen(scores, ends, starts=None):
-    """Return the scores with -inf in the columns outside a row's [start, end), which the op leaves unspecified. starts:
-    None: 0 in all rows"""
+    """Return the scores with -inf in the columns outside each row's range [start, end). The op leaves these columns
+    unspecified. If `starts` is None, all ranges start at 0."""
     column = torch.arange(scores.shape[1], device=DEVICE)
     outside = column >= ends[:, None]
     return scores.masked_fill(outside if starts is None else outside | (column < starts[:, None]), -math.inf)
@@ -191,8 +191,8 @@ def test_selection_of_decoding():
 
 @pytest.mark.parametrize("k", [16, 2048])
 def test_selection_of_prefill(k):
-    """Compare the selected positions, columns and slots of several sequences with formulas in Python. For k = 2048 also
-    compare the columns with those that SGLang's kernel, which is for this k, selects."""
+    """Compare the selected positions, columns and slots of several sequences with formulas in Python. SGLang's kernel
+    exists only for k = 2048; for this k also compare the columns with the kernel's."""
     scale = 1 if k == 16 else 100
     prefixes, sizes = [0, 30 * scale, 0, 5 * scale], [9, 30 * scale + 40, 0, 5 * scale + 7]
     logits, lengths, starts, metadata, expected = batches.prefill_metadata(prefixes, sizes, DEVICE)
@@ -291,7 +291,8 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    # Batch-invariant decoding gives a query whose count is all 2048 indices the bits that it gets without counts.
+    # All queries but the first use all 2048 indices. Batch-invariant decoding must give them the same bits with counts
+    # and without.
     assert torch.equal(outs[1][0][1:], outs[3][0][1:])
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()
@@ -343,7 +344,8 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
 
 
 def test_attention_of_a_captured_graph_follows_indices_and_lengths():
-    """Decode as in V3.2. `no_plan` returns placeholders for FlashMLA's plan, and SGLang copies them for every batch."""
+    """Decode as in V3.2. Before each replay, copy new placeholders for FlashMLA's plan (`no_plan`) to the captured
+    ones, as SGLang does for every batch."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(8, 1, 16, 576), torch.full((8, 1, 2048), -1, dtype=INT32, device=DEVICE)
     lengths = torch.zeros(8, dtype=INT32, device=DEVICE)
@@ -380,8 +382,8 @@ def warm_up_and_call(name):
     from dsa.runtime import compile_cache
 
     model = MODELS[name]
-    # Make the inputs before compiling is forbidden, because the ops that make them here compile kernels. In SGLang
-    # these inputs come from SGLang's kernels.
+    # Below, compiling is an error. The inputs are made before, because the ops that make them here compile kernels. In
+    # SGLang these inputs come from SGLang's kernels.
     index, (cache, _) = index_cache([200, 70]), batches.latent_cache(cache_width(model), 2, DEVICE)
     k, k_scale = batches.index_keys(70, DEVICE)
     rows = latent(90, 1, model.query_dim)

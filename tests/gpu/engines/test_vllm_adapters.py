@@ -136,8 +136,8 @@ def test_topk(rows, columns, k):
     adapters.topk_decode(logits, lengths[:, None], 1, part, k)
     decoded, _ = written(part)
     assert (buffer == 7).all() and torch.equal(decoded, expected)
-    # For rows of fewer than k keys, vLLM's kernels do not write all of the result, which vLLM clears beforehand. So
-    # only rows of at least k keys are compared.
+    # For rows of fewer than k keys, vLLM's kernels write only a part of the result, and vLLM clears the result
+    # beforehand. So only rows of at least k keys are compared.
     full = lengths >= k
     values = logits[full].gather(1, expected[full].long()).sort(1).values
     for name, calls in topk.select([(logits, lengths, k)]).calls.items():
@@ -282,8 +282,8 @@ def compile_and_call(model, heads, cache, speculated):
     from dsa.runtime import compile_cache
 
     calls = models.calls_of(config(MODELS[model], heads=heads, cache=cache, speculated=speculated, max_model_len=40960))
-    # Make the inputs before compiling is forbidden, because the ops that make them here compile kernels. In vLLM these
-    # inputs come from vLLM's kernels.
+    # Below, compiling is an error. The inputs are made before, because the ops that make them here compile kernels. In
+    # vLLM these inputs come from vLLM's kernels.
     index, pages, window = Index([200, 70], calls.index_heads), bytes_cache(PAGE), v4_cache(PAGE, PAGE)
     queries = {n: index.queries(2, n) for n in range(1, calls.next_n + 1)}
     warm_up.warm_up(calls, frozenset({"scores", "topk", "attention"}), DEVICE)

@@ -33,7 +33,7 @@ ENDS = [
 # Numbers of rows of four matrices, for tests with unused rows.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
-# `with_unused_rows` gives these rows (of at least 64 in all) invalid row numbers, which are outside a.
+# Rows to which `with_unused_rows` gives invalid row numbers, outside the operand a. Every test has at least 64 rows.
 OUTSIDE = [37, 50, 58, 61]
 
 

@@ -34,8 +34,8 @@ PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (1
 # Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
 # a last tile in which a warp has one row.
 TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
-# ONE_MATRIX, for one matrix: (function that launches, config). KINDS, for several matrices and the kernel for many
-# rows: (config, whether rows are gathered, whether scheduling is dynamic).
+# ONE_MATRIX: (launching function, config) of the kernels for one matrix. KINDS: (config, whether rows are gathered,
+# whether scheduling is dynamic) of the kernel for many rows with several matrices.
 ONE_MATRIX = [
     *((write_few, config) for config in few_rows_kernels.CONFIGS),
     *((write_one, config) for config in kernels.ONE_MATRIX_CONFIGS),
@@ -76,8 +76,8 @@ def test_groups_are_right(sizes, groups, record_error):
 @by_sizes(grid(weighted=(False, True), out_dtype=DTYPES[1:], columns=[136], channels=[256]))
 def test_many_rows_of_groups_are_right(sizes, groups, tokens, record_error):
     """The groups of four matrices have enough rows for dynamic scheduling; those of 1024 matrices have too few rows per
-    matrix. With tokens > 0, rows are gathered by number: by the kernel, or, for more than 4096 rows, by a copy before
-    it."""
+    matrix. With tokens > 0, rows are gathered by number. The kernel itself gathers at most 4096 rows; more rows are
+    copied before the launch."""
     verify(GROUPED, sizes | {"sizes": groups, "tokens": tokens}, record_error)
 
 

@@ -1,5 +1,5 @@
-"""swiglu_cast_to_fp8 on the GPU: the result is the exact cast of some h, rounded to the dtype of gate, whose relative
-difference from silu(gate) * up is at most 2^-20 before this rounding."""
+"""swiglu_cast_to_fp8 on the GPU. A relative error of up to 2^-20 is allowed in h = silu(gate) * up. The rounding of h
+to the dtype of gate and the FP8 cast must be exact."""
 
 from itertools import product
 

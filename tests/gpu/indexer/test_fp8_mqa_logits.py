@@ -56,8 +56,8 @@ def test_what_is_not_finite_stays_where_it_is(accumulators):
 
 @accumulated
 def test_a_row_of_negative_products_is_exactly_zero(accumulators):
-    """ReLU makes such scores 0. They must be exactly 0, so that they tie and a selection orders them by the keys'
-    indices."""
+    """If all products q . k of a row are negative, ReLU makes the row's scores 0. They must be exactly 0, so that they
+    tie and a selection orders them by the keys' indices."""
     given = arguments(4, 100, accumulators)
     k, scale = given["kv"]
     given |= {"q": (given["q"].float().abs() + 0.1).to(E4M3), "kv": ((-k.float().abs() - 0.1).to(E4M3), scale)}
@@ -87,8 +87,8 @@ def selected(scores, k=2048):
 
 
 def test_fp16_accumulation_selects_the_same_keys():
-    """Compare with the selection by scores with fp32 accumulators. To be like a model's, keys are clustered, the heads
-    of a query share a direction, and weights have both signs."""
+    """Compare with the selection by scores with fp32 accumulators. As in a model, the keys are clustered, the heads of
+    a query share a direction, and the weights have both signs."""
     basis = torch.randn(24, 128, device="cuda") / 128**0.5
     centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (32768,), device="cuda")]
     k = (centres + torch.randn(32768, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(32768, 128, device="cuda")

@@ -80,7 +80,7 @@ def test_twenty_runs_and_all_plans_give_the_same_bits(kind):
 @pytest.mark.parametrize(("batch", "length", "heads", "kind"), LONG_RUNS)
 def test_long_runs_at_full_bandwidth(batch, length, heads, kind):
     """A warpgroup has hundreds of tiles, so the ring buffers wrap around many times, and loads complete out of order.
-    Only such calls once gave wrong scores."""
+    An earlier kernel gave wrong scores in calls of this kind only."""
     lengths = torch.randint(length // 2, length, (batch,)).tolist()
     given = OP.pages(lengths, kind, heads=heads, num_sms=dsa.num_sms("cuda"))
     first = dsa.fp8_paged_mqa_logits(**given)

@@ -29,8 +29,8 @@ OP = Op(CASE, check)
 
 
 def arguments(queries, keys, starts=0, ends=None, top_k=2048, accumulators=FP32, **sizes):
-    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1; a number holds for all queries. By
-    default queries see all keys."""
+    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1. If `starts` or `ends` is a single
+    number, it holds for all queries. By default queries see all keys."""
     given = OP.arguments(queries=queries, keys=keys, top_k=top_k, accumulators=accumulators, **sizes)
     bounds = (int32(x).expand(queries).contiguous() for x in (starts, keys if ends is None else ends))
     return given | dict(zip(RANGES, bounds))
@@ -56,8 +56,8 @@ def test_more_blocks_than_sms(longest, accumulators):
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """Two CTAs compute each block of queries together if there are at most half as many blocks as SMs, else one CTA.
-    Most of the larger numbers of blocks do not divide evenly among the SMs."""
+    """If there are at most half as many blocks of queries as SMs, two CTAs compute each block together; otherwise one
+    CTA does. Most of the larger numbers of blocks are not multiples of the number of SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
@@ -102,8 +102,8 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """A block has queries that see as many keys as a candidate list has entries (CAPACITY), one more, all keys, or
-    none."""
+    """The queries of a block see very different numbers of keys, such as none, CAPACITY (the entries of a candidate
+    list), one more than CAPACITY, and all keys."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):
@@ -131,8 +131,8 @@ SHAPES = {
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
-    # The kernel for the first bound compares maxima instead of scores. The scores of one maximum are 16 sampled tiles
-    # apart.
+    # The kernel for the first bound compares maxima instead of scores. Each is the maximum of scores that are 16
+    # sampled tiles apart.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
     # Few different scores, so that many scores are equal to the bound and to the k-th largest score.
@@ -174,11 +174,11 @@ def test_scores_of_any_shape(shape, sign, keys, accumulators):
 
 
 def _hardly_more_than_the_rank(keys):
-    """Return scores for which each list, after the second pass, has only a few more candidates than the rank of the
-    last bound among them.
+    """Return scores with this property: after the second pass, each list has only a few more candidates than
+    `second_rank`, the rank that the bound for the last pass has in the list.
 
-    Then any number slightly below these candidates is a valid bound, and the search for the bound ends after one pass,
-    with a digit (a range of scores, see radix_select.py). The new bound is where this digit begins. If that were below
+    Then any number slightly below these candidates is a valid bound. The search for the bound ends after one pass, with
+    a digit (a range of scores, see radix_select.py), and the new bound is the beginning of this range. If it were below
     the list's old bound, results would be wrong: the list does not contain keys with scores between the new and the old
     bound, and some of these keys are among the largest 2048.
     """
@@ -221,7 +221,7 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
 )
 def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
     """Keys 0 to 29999 have scale 0, so their scores tie. The lists of queries that see only these keys overflow. Other
-    queries of the same blocks see keys with different scores, too, or see only these."""
+    queries of the same blocks see only keys 30000 to 59999, whose scores differ, or see all keys."""
     given = arguments(16, 60000, starts, ends, top_k, accumulators)
     given["kv"][1][:30000] = 0.0
     OP.verify(given)

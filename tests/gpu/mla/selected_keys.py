@@ -148,8 +148,8 @@ class SelectedKeys:
         all_keys = cache.view(-1, q.shape[2])
         all_keys[slots, D_V:] = (tile * direction * q.shape[2] ** 0.5 / 64).to(cache.dtype)
         indices = given["indices"] = slots.int().expand(36, 1, -1).clone()
-        # The valid part of these lists begins with the first keys, so that no head's lse is near 0, where the relative
-        # error of fp32 is large.
+        # The valid part of these lists begins with the first keys. Otherwise the lse of some heads would be near 0,
+        # where the relative error of fp32 is large.
         indices[7::8, :, 700:] = indices[7::8, :, :324]
         indices[7::8, :, :700] = indices[6::8, :, 100:] = -1
         _, lse = op.checked(given, record_error)

@@ -70,8 +70,8 @@ class TestSelectedKeys(SelectedKeys):
 
 
 def union(indices, size, s_kv, lengths=None):
-    """Run the kernel of selection_union_sm90.py. -> (lists of keys per group, their lengths, groups that are computed
-    together, queries that are computed alone)"""
+    """Run the kernel of selection_union_sm90.py. -> (lists of keys per group, their lengths, groups whose queries are
+    computed together, queries that are computed alone)"""
     s_q, _, k = indices.shape
     groups = -(-s_q // size)
     lists = int32([[[-1] * max(1, min(size * k * MOST_UNION[0] // MOST_UNION[1], s_kv))]] * groups)
@@ -86,7 +86,7 @@ def union(indices, size, s_kv, lengths=None):
 
 
 def check_union(indices, size, s_kv, lengths=None):
-    """Check the results of `union`. -> the groups that are computed together, in order"""
+    """Check the results of `union`. -> the groups whose queries are computed together, in order"""
     lists, found, groups, alone = union(indices, size, s_kv, lengths)
     s_q, _, k = indices.shape
     rows = indices[:, 0].tolist()
@@ -125,13 +125,14 @@ def test_lists_are_unions_of_selections(k, s_kv, size):
     check_union(changed, size, s_kv)
     lengths = torch.randint(-5, k + 100, (37,), dtype=torch.int32, device="cuda")
     lengths[8:16] = 0
-    # Queries 8 to 15 have no keys. Their groups are computed together, because an empty union is below the limit.
+    # Queries 8 to 15 have no keys. The queries of their groups are computed together, because an empty union is below
+    # the limit.
     assert 8 // size in check_union(changed, size, s_kv, lengths)
 
 
 @by_size
 def test_keys_of_every_round_are_found(size):
-    """kv has MOST_KEYS keys, the most for which queries are grouped, and every query selects the last key."""
+    """kv has MOST_KEYS keys, the largest number for which queries are grouped, and every query selects the last key."""
     s_kv = shared.MOST_KEYS
     indices = overlapping(40, s_kv - 1, 2048, 2500)
     indices[:, 0, 100] = s_kv - 1
@@ -165,8 +166,8 @@ def test_queries_and_keys_of_any_number_are_right(op, queries, k, record_error):
 
 @pytest.mark.parametrize("pool", [700, 800, 1200, 3000])
 def test_queries_with_more_and_with_less_in_common_are_right(op, pool, record_error):
-    """Two adjacent queries have about the fraction 700 / `pool` of their keys in common: all to a quarter. In the first
-    call this holds for all queries, in the second call only for the last 80 queries."""
+    """Two adjacent queries have about the fraction 700 / `pool` of their keys in common, which is between 1 and a
+    quarter. In the first call this holds for all queries, in the second call only for the last 80 queries."""
     op.checked(op.inputs(61, 3000, 700, pool=pool), record_error)
     given = op.inputs(200, 3000, 700)
     given["indices"][40:77] = 2 * distinct(37, 3000, 700)[:, None]

@@ -41,7 +41,8 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """Return the arguments with NaN keys in all positions of the lists from topk_length (extra_topk_length) on."""
+    """Return the arguments, but in each list all entries from topk_length (extra_topk_length) on are the index of a key
+    that is NaN."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
@@ -130,8 +131,8 @@ def of_one_key_each(layout, cache, slots, heads):
 
 
 def assert_rounded(out, expected, left_out=0.0):
-    """Require that `out` is `expected` up to two roundings: to fp16 (11 bits; the allowed error is 9/8 of that of
-    rounding to nearest) and then to bf16 (8 bits).
+    """Require that `out` is `expected` up to two roundings, first to fp16 (11 bits), then to bf16 (8 bits). For fp16
+    the allowed error is 9/8 times that of rounding to nearest.
 
     left_out: absolute error that is allowed in addition to that of the roundings
     """
@@ -183,10 +184,10 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
-    """The absolute error that fp16 causes is at most 2^-22 times the largest scale of the key, rounded down to a power
-    of two. 656 bytes: the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. 584 bytes: all groups have one scale,
-    2^-7 to 2^-36. The rope channels are larger; the kernel counts the power of two of the largest, divided by 2^9, as a
-    scale."""
+    """Let S be the largest scale of a key, rounded down to a power of two. The absolute error that fp16 causes is at
+    most 2^-22 S. 656 bytes: the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. 584 bytes: all groups have one
+    scale, 2^-7 to 2^-36, and the rope channels are larger. The kernel treats the largest rope channel, rounded down to
+    a power of two and divided by 2^9, as another scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:

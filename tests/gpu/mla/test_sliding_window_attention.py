@@ -56,7 +56,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """Use V4's sizes, with 131 to 133 queries, about as many as an H200 has SMs, and with 3000 queries."""
+    """Use V4's sizes. The sequence has 131 or 133 queries (an H200 has 132 SMs), or 3000 queries."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     checked(case, inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes), record_error)
 

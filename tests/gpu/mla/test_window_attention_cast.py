@@ -74,7 +74,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("length", [131, 133, 3000])
 def test_a_chunk_has_the_same_bits(length, heads):
-    """Use V4's sizes, with 131 to 133 queries, about as many as an H200 has SMs, and with 3000 queries."""
+    """Use V4's sizes. The sequence has 131 or 133 queries (an H200 has 132 SMs), or 3000 queries."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
     check(given)
     assert_equal(CASE.run(given | {"window_indices": window_list(given)}), apart(given))

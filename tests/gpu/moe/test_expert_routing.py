@@ -1,5 +1,5 @@
-"""moe_gate and sort_by_expert on the GPU: gates of models and others, ties, extreme scores, non-finite numbers, and
-expert numbers of no expert."""
+"""moe_gate and sort_by_expert on the GPU: gates of models and other gates, ties, extreme scores, non-finite numbers,
+and numbers that name no expert."""
 
 import pytest
 import torch

@@ -65,7 +65,7 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
     check_experts(experts, by_expert, variant["experts"])
     expected, expected_weights, *_ = dsa.reference.route_to_experts(**given)
     # A token's choice is `sure` if it stays the same when random numbers of up to 4e-5 are added to the biases, and
-    # when they are subtracted. If two experts nearly tie, one of the two exchanges them.
+    # when they are subtracted. If two experts nearly tie, the addition or the subtraction exchanges them.
     shake, sure = 4e-5 * torch.rand_like(given["bias"]), torch.ones(tokens, dtype=torch.bool, device="cuda")
     for bias in (given["bias"] + shake, given["bias"] - shake):
         sure &= (dsa.reference.route_to_experts(**given | {"bias": bias})[0] == expected).all(1)

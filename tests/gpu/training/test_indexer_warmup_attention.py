@@ -59,9 +59,9 @@ def test_every_size_is_right(sizes, record_error):
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_together, record_error):
     """With most_together = 4, one call of PyTorch's flash attention computes the gradients of all four heads. With 3,
-    MOST_NUMBERS is patched so that a call can have at most three heads. Then a call gets a multiple of the heads that
-    share keys (3 heads with 4 KV heads, 2 heads with 2), or a divisor of their number (2 heads with one KV head). For
-    576 channels the backward pass of sparse MLA attention computes the gradients instead."""
+    MOST_NUMBERS is patched so that a call can have at most three heads. If G heads share keys, a call then gets a
+    multiple of G heads (3 heads if G = 1, 2 heads if G = 2), or a divisor of G (2 heads if G = 4). For 576 channels the
+    backward pass of sparse MLA attention computes the gradients instead."""
     if most_together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (most_together + 1) * (261 + 512) * dims[0])
     sizes = {"lengths": ((200, 200), (60, 130), (1, 1)), "key_heads": key_heads, "dims": dims, "leaves": ATTENTION}
@@ -78,10 +78,10 @@ def test_chunks_are_right(monkeypatch, record_error):
 
 
 def test_kept_gradients_are_those_computed_again():
-    """The forward pass stores the gradients for weights of 1. Those of q_idx and w_idx are scaled per token, so they
-    serve for any weights. That of k_idx is a sum over tokens: if the weights differ, the backward pass computes it
-    again. The host knows that weights are equal only if their stride is 0. Otherwise it launches the kernels, which do
-    nothing if the weights are equal on the device. All results must agree."""
+    """The forward pass stores the gradients for weights of 1. The gradients of q_idx and w_idx are scaled per token, so
+    they serve for any weights. The gradient of k_idx is a sum over tokens: if the weights differ, the backward pass
+    computes it again. The host knows that weights are equal only if their stride is 0. Otherwise it launches the
+    kernels, which do nothing if the weights are equal on the device. All results must agree."""
     given = arguments()
     _, _, kl = dsa.indexer_warmup_attention(**given)
     one = torch.ones(1, device="cuda").expand(len(kl)) / len(kl)
@@ -165,8 +165,8 @@ def test_nan_of_a_key_without_attention_reaches_its_queries(index):
         given["k_idx"][50] = NAN
     _, _, kl, dq, dk, dw = CASE.results(given)
     assert kl[:50].isfinite().all() and all(x[50:].isnan().all() for x in (kl, dq, dw))
-    # ReLU passes no gradient to the NaN key itself. Few queries see the last keys, so such a key can have no active
-    # head and no gradient.
+    # ReLU passes no gradient to the NaN key itself. Only a few queries see one of the last keys, so possibly no head is
+    # active for this key, and then it gets no gradient.
     assert dk[:50].isnan().all() and dk[51:190].isnan().all()
 
 

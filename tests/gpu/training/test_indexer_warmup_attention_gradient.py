@@ -66,8 +66,8 @@ class Problem:
         return scores, active
 
     def run_gradients(self):
-        """Return dq, dw and dk for di. di is written to the memory of the scores. There, tiles that are not full get
-        zeros in the other rows and columns, and unused tiles contain NaN."""
+        """Return dq, dw and dk for di. di is written to the memory of the scores. In a tile that is not full, the
+        unused rows and columns get zeros. Unused tiles contain NaN."""
         self.scores.view(torch.bfloat16).fill_(torch.nan)
         for place, queries, keys in self.tiles():
             tile = torch.zeros(TILE, TILE, dtype=torch.bfloat16, device="cuda")

@@ -104,7 +104,8 @@ def test_nan_stays_in_its_query():
     given = small(12, 200, 64)
     given["q"][3, 2, 5] = NAN
     # The gradient of k_idx is a sum over all queries. With `deterministic` the sums are integers, which cannot
-    # represent NaN. So the kernel must write NaN to all of it if d_scores (gradients of the scores) contains NaN.
+    # represent NaN. So if d_scores (the gradients of the scores) contains NaN, the kernel must fill the gradient of
+    # k_idx with NaN.
     assert CASE.results(given | {"deterministic": True})[2].isnan().all()
     with torch.no_grad():
         given["q_idx"][7, 1, 9] = NAN

@@ -16,8 +16,8 @@ from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_same_bits
 
 (DETERMINISTIC,) = cases_of("sparse_mla_attention")
-# most=INF: over the grids of sizes, `check_attention` bounds relative errors only by twice those of the formula in 16
-# bits, and by 1e-2.
+# most=INF: over the grids of sizes, `check_attention` only requires that a relative error is at most twice that of the
+# formula in 16 bits, and at most 1e-2.
 CASE = replace(DETERMINISTIC, check=partial(check_attention, most=INF), sizes={"tokens": 5})
 LEAVES = ("q", "kv", "attn_sink")
 BOTH, OUT, LSE = ((0, 1),), ((0,),), ((1,),)  # (out, lse): indices of the results through which gradients flow
