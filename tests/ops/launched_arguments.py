@@ -174,8 +174,8 @@ _BYTES = torch.int8, torch.uint8
 
 
 class Memory:
-    """Numbers storages of tensors in the order in which they are first seen. Calls that use memory in the same way get
-    equal numbers, although their addresses differ."""
+    """Number the storages of tensors in the order in which the storages are first seen. Calls that use memory in the
+    same way get equal numbers, although the addresses differ."""
 
     def __init__(self, contents: bool = False) -> None:
         """contents: whether descriptions also contain the contents of tensors."""

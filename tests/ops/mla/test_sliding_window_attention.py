@@ -60,7 +60,7 @@ def test_a_window_of_any_size_decodes_in_little_memory(pages):
     assert_same(whole, reference.sliding_window_decode(**given))
 
 
-SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # up to this window, CTAs for a byte cache have 16 or 32 heads
+SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # in keys; for longer windows, queries may be split
 
 
 @pytest.mark.parametrize("window", [1, 64, 128, SHORT_WINDOW])
