@@ -63,7 +63,8 @@ def test_contiguous_by_position():
         ({"q": zeros(5, 8, 32, dtype=E4M3)}, "q: must be a pair"),
         ({"schedule_meta": i32([0])}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
-        # The sixth parameter. That of `fp8_mqa_logits`, DeepGEMM's function before 2.8, is clean_logits, a bool.
+        # max_seqlen_k is the sixth parameter. In `fp8_mqa_logits`, DeepGEMM's function before 2.8, the sixth parameter
+        # is clean_logits, a bool.
         ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
     ],
 )
