@@ -69,7 +69,7 @@ def around(original, hook):
 
 
 class Engine:
-    """Stand-ins for SGLang's modules. `before` has their functions from before the plugin replaces any."""
+    """Stand-ins for SGLang's modules. `before` has their functions as they were before the plugin replaced any."""
 
     def __init__(self, monkeypatch):
         self.skipped, self.created, modules = set(), [], {}
@@ -208,8 +208,8 @@ def test_what_is_replaced_is_called(engine):
 
 
 def rename_scores(engine, more=()):
-    """Give DeepGEMM's score functions the names that they have in sgl-deep-gemm 0.2.5, and `more` additional
-    parameters. Return a list to which each call of a new name appends its arguments."""
+    """Give DeepGEMM's score functions the names that they have in sgl-deep-gemm 0.2.5. `more` names additional
+    parameters. Return a list, to which every call of these functions appends the call's arguments."""
     calls = []
     for path, new in renamed.RENAMED.items():
         engine.remove(path)
