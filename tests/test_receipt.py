@@ -10,7 +10,7 @@ from dsa.runtime import backends
 from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 
-# The first arch whose complete receipt has the entries about more than one op (`receipt.WHOLES`): sm_90.
+# The first arch for which a complete receipt includes the entries about more than one op (`receipt.WHOLES`): sm_90.
 (ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
 TODAY = datetime.date(2026, 11, 28)
 

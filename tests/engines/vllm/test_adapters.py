@@ -26,7 +26,7 @@ def _seed():
 
 
 def counted(indices, counts):
-    """Replace all but the first counts[t] indices of each row t of indices [T, K] by -1."""
+    """In each row t of indices [T, K], keep the first counts[t] indices, and replace the others by -1."""
     return torch.where(torch.arange(indices.shape[1]) < counts[:, None], indices, -1)
 
 

@@ -47,8 +47,8 @@ def test_every_shape_gets_an_existing_tile(sms):
 @pytest.mark.parametrize(
     ("name", "tile", "winning", "losing"),
     [
-        # A measured winner applies to its number of rows, and to all smaller numbers that exceed the next smaller
-        # number in ROWS. Any other number of SMs, columns or rows gets the models' tile.
+        # A measured winner for 128 rows applies to 97 to 128 rows, because 96 is the next smaller number in
+        # `choice.ROWS`. Any other number of SMs, columns or rows gets the models' tile.
         (
             "128 x 4096 x 2048",
             Fp8GemmConfig(1, 1, 192, 5, 3),

@@ -17,7 +17,8 @@ def check_router(sass, tokens, loads, reductions):
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
     # One store sends partial sums to another CTA. With more than FEW_TOKENS tokens, the tile has TILE_TOKENS, and a
-    # cluster of 8 CTAs sorts the entries: one store per CTA then sends the sort keys to this CTA (entry_order.py).
+    # cluster of 8 CTAs sorts the entries. For each of these CTAs, one more store sends the sort keys to it
+    # (entry_order.py).
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 
