@@ -138,7 +138,7 @@ def test_masked_groups(groups, most, rows, columns, channels):
 
 
 def row_scaled(rows, channels):
-    """Return (e4m3 values with an fp32 scale per row and 128 channels, the same numbers in float64)."""
+    """Return (e4m3 values with an fp32 scale per row and block of 128 channels, the same numbers in float64)."""
     a = activations(Maker(seed=rows), rows, channels)
     return a, dequantised(*a)
 

@@ -29,8 +29,8 @@ def ranges(queries, keys, context_parallel):
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 32), (64, 64), (32, 128), (64, 128)])
 @pytest.mark.parametrize("context_parallel", [False, True])
 def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel):
-    """The cases of DeepGEMM's `test_mqa_logits`: logits are either cleaned with a column per key, or compressed (a
-    column per key of the longest range) and not cleaned."""
+    """The cases of DeepGEMM's `test_mqa_logits`. Logits either have a column per key and are cleaned (-inf outside the
+    ranges), or they are compressed (a column per key of the longest range) and not cleaned."""
     given = CASE.arguments(queries=16, keys=64, heads=heads, dim=head_dim) | ranges(16, 64, context_parallel)
     most = int((given["cu_seq_len_k_end"] - given["cu_seq_len_k_start"]).max()) if compressed else 0
     given |= {"max_seqlen_k": most, "clean_logits": not compressed, "logits_dtype": logits_dtype}

@@ -3,7 +3,7 @@
 One to three arguments of a valid call (a case of `dsa.cases`) are changed. The op must then return results that pass
 the checks of judge.py, or raise a ValueError or TypeError that names one of the changed arguments. The seed and the
 number of a fuzz case determine its call and changes. Environment variables: DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES
-the number of fuzz cases, and DSA_FUZZ_CASE the number of a single one to run.
+the number of fuzz cases, and DSA_FUZZ_CASE the number of a single fuzz case to run.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Random changes of an argument; the argument's type decides which changes are possible.
 
-Ints are at most 200 in magnitude or at least 2^31, because an int can be a size of the result, and results of sizes in
-between would need gigabytes.
+Ints are at most 200 in magnitude or at least 2^31. An int can be a size of the result: results of sizes in between
+would need gigabytes, and ops refuse sizes of 2^31 and above.
 """
 
 import random

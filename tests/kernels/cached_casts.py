@@ -15,7 +15,7 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 def counted(compile_function=ORIGINAL):
     """Return (function, list). The function is cached like the FP8 cast's compile function, with an empty in-memory
-    cache as in a new process, and compiles by `compile_function`. The list records the arguments of each
+    cache as in a new process, and it compiles with `compile_function`. The list records the arguments of each
     compilation."""
     compiled = []
 

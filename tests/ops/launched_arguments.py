@@ -164,7 +164,7 @@ GRADIENTS = {
 
 
 def _gradients(call: Case, given: dict[str, Any]) -> object:
-    """Return the gradients of the sum of a call's differentiable results for the arguments in GRADIENTS."""
+    """Add up a call's differentiable results. Return the gradients of this sum for the arguments in GRADIENTS."""
     inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
     results = [x.float().sum() for x in call.run(given) if x.requires_grad]
     return torch.autograd.grad(sum(results), inputs)

@@ -181,8 +181,8 @@ def test_kernels_are_compiled_for_the_cache_of_the_model(engine, family, pool, c
 @pytest.mark.parametrize(("shared", "expected"), [(False, [8]), (True, [2, 8])])
 @pytest.mark.parametrize("name", seams.SEAMS)
 def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shared, expected):
-    """With --enable-cp-decode-attn-tp, the GPUs that divide a prompt's tokens divide the heads in decoding. So prompts
-    and decoding have different numbers of heads."""
+    """With --enable-cp-decode-attn-tp, several GPUs divide a prompt's tokens, and in decoding the same GPUs divide the
+    heads. So a GPU has fewer heads in decoding than in prompts."""
     engine.parallel.attn_cp_size, engine.parallel.enable_cp_decode_attn_tp = 4, shared
     heads = []
     monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))

@@ -116,7 +116,7 @@ def prefill_metadata(table, first, tokens, lengths, visible=None):
         num_reqs=len(lengths),
         local_cu_seq_lens=ends,
         local_total_seq_lens=total,
-        max_local_total_seq_lens=total + 3,  # more than this rank needs: ranks share the size of the workspace
+        max_local_total_seq_lens=total + 3,  # above total: the workspaces of all ranks have equal sizes
     )
     return plan.DeepseekV32IndexerPrefillMetadata([chunk])
 

@@ -1,6 +1,6 @@
 """Test vLLM's attention of DeepSeek-V4 with the plugin, in prompts and decoding: windows alone, windows with selected
-entries of 4 tokens and, in decoding, windows with all entries of 128 tokens. The number of heads is not padded to
-64."""
+compressed entries (of 4 tokens each) and, in decoding, windows with all compressed entries (of 128 tokens each). The
+number of heads is not padded to 64."""
 
 import types
 

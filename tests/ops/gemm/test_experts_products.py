@@ -122,7 +122,7 @@ def padded(scales):
 
 
 def many(count, matrices):
-    """Return (rows, ends): `count` rows of the five tokens, all for the first matrix."""
+    """Return (rows, ends): `count` indices of the five tokens, all for the first matrix."""
     ends = torch.full((matrices,), count, dtype=torch.int32)
     return torch.randint(0, 5, (count,), dtype=torch.int32), ends
 

@@ -39,7 +39,7 @@ def test_every_block_has_its_scale():
 
 @pytest.mark.parametrize("top", [-127, -126, -120, -113, 0, 127])
 def test_ends_of_the_scale_range(top):
-    """The scale of a block is a normal fp32 number for all scales of groups."""
+    """For any scales of the groups, the scale of the block is a normal fp32 number."""
     codes = random_codes(128, 128)
     codes[0, 0] = LARGEST
     exponents = torch.full((128, 4), top)
