@@ -86,7 +86,7 @@ def test_rows_whose_code_and_launches_are_todays_are_not_stale(entries):
 
 def test_another_instruction_ends_the_rows_of_its_kernel(entries, monkeypatch):
     """If the machine code of one variant changes, the entries that launch its kernel become stale, including those
-    about more than one op. No other entry does."""
+    about more than one op. No other entry becomes stale."""
     codes = receipt._machine_code()
     (variant, *_) = [name for name in codes if name.startswith("merge_attention_sm90.")]
     monkeypatch.setattr(receipt, "_machine_code", lambda: codes | {variant: "another code"})

@@ -129,7 +129,8 @@ def test_decoding(v4, monkeypatch, ratio, heads):
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_prompts(v4, monkeypatch, ratio, heads):
-    """vLLM gathers the entries and then the window's keys as bf16 into one array. The queries attend to this array."""
+    """vLLM gathers the compressed entries, and then the window's keys, as bf16 into one array. The queries attend to
+    this array."""
     tokens, length = 9, 300
     windows, entries = Keys(12, PAGE, 1), Keys(6, PAGE, 1)
     count = length // ratio if ratio > 1 else 0

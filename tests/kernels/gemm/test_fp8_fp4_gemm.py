@@ -25,8 +25,7 @@ def test_sass(sass, arguments):
     # of scales of b.
     assert_counts(sass, UTMALDG=SCALES * (1 + kernels.CONVERTERS) + 3)
     # Permutations: a unit is 32 channels of a row, in four words of codes. It needs four permutations per word, and one
-    # more to select the offset of its table. Up to 40 more permutations compute the offsets of all units from the
-    # scales.
+    # more to select the offset of a table. Up to 40 more permutations compute the offsets of all units from the scales.
     permutations = SCALES * kernels.UNITS * (4 * 4 + 1)
     assert permutations <= sass.instructions["PRMT"] <= permutations + 40
     consumers, converters, producer = kernels.REGISTERS[config.groups]
