@@ -1,6 +1,7 @@
 """Limit oneDNN to AVX-512 in the tests, unless the caller sets another limit. Tests require that a row of a matrix
-product has the same bits for any number of rows. With AMX, the order in which oneDNN sums a product depends on that
-number. oneDNN reads the variable at the first product, so it is set here, before any test module is imported."""
+product has the same bits for any number of rows. With AMX, the order in which oneDNN sums a product depends on the
+number of rows. oneDNN reads the variable at the first product, so it is set here, before any test module is
+imported."""
 
 import os
 

@@ -19,10 +19,10 @@ ARGUMENTS = [(case, name) for case in CASES for name in case.hostile]
 
 
 def check(case: Case, name: str, device: str) -> int:
-    """Run the case with each hostile change (`dsa.cases.case.changed`) of the argument with which `name`, a key of
-    case.hostile, begins. Return the number of changes. Raise AssertionError if a result that a change cannot affect
-    differs from the result without the change. Also raise it if an op with kernels refuses the contents on a GPU, or if
-    the message of an op that refuses them does not begin with the argument's name."""
+    """Run the case with each hostile change (`dsa.cases.case.changed`) of one argument, and return the number of
+    changes. `name` is a key of case.hostile, which begins with the argument's name. Raise AssertionError in three
+    cases: a result that a change cannot affect differs from the result without the change; an op with kernels refuses
+    the contents on a GPU; or an op refuses the contents with a message that does not begin with the argument's name."""
     hostile, argument = case.hostile[name], name.split()[0]
 
     def given() -> dict:

@@ -57,7 +57,7 @@ class _Sequence:
 class Finds:
     """selections: the number of checked calls that select keys. lacking: the number of planted keys that were not
     selected. error: the largest error of a score, divided by the root mean square of the exact scores that were
-    computed with it."""
+    compared in the same call."""
 
     def __init__(self) -> None:
         self.selections = self.lacking = 0
@@ -127,7 +127,7 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
 
     def found(selected, block_table=None, page_size=None, **_):
         """Count the planted keys that are missing in the first query's selection, and return `selected` unchanged. With
-        a block table, it contains slots in the cache instead of positions."""
+        a block table, `selected` contains slots in the cache instead of positions."""
         places = pending.pop()
         if block_table is not None:
             places = block_table[0, places // page_size].long() * page_size + places % page_size

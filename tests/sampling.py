@@ -1,5 +1,5 @@
-"""The commit hash. It selects the samples of slow tests and kernel variants that a run without --all tests, so runs at
-later commits test other samples."""
+"""The commit hash. Without --all, tests run only for samples of the slow tests and kernel variants, which the commit
+hash selects. So runs at later commits use other samples."""
 
 import datetime
 import functools

@@ -108,7 +108,7 @@ def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
 def test_fake_tensors_of_a_gpu_that_is_not_there():
-    """Ops accept fake CUDA tensors on a machine without a GPU, so that it can compute the shapes of results."""
+    """On a machine without a GPU, ops accept fake CUDA tensors, for example to compute the shapes of results."""
     with FakeTensorMode():
         x = torch.empty(4, 128, device="cuda", dtype=torch.bfloat16)
         assert dsa.rms_norm(x, torch.empty(128, device="cuda"), 1e-6).shape == (4, 128)

@@ -168,7 +168,7 @@ def test_files_are_not_too_short():
 def test_references_import_only_torch_and_the_standard_library():
     for path in (ROOT / "dsa" / "reference").rglob("*.py"):
         packages = {name.partition(".")[0] for name in imports(path)}
-        # test_direction checks that, of dsa, references import only dsa.reference.
+        # test_direction checks that references import no other part of dsa than dsa.reference.
         assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path
 
 

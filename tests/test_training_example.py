@@ -129,8 +129,8 @@ def test_the_lowest_loss_says_whose_weights_remain(corpus, model):
 
 @pytest.mark.parametrize(("seconds", "steps"), [(55.5, 46), (28, 20), (1000, 50)])
 def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
-    """A fake clock: the first step takes 10 seconds, each later step 1 second. The stage looks at the clock only every
-    20 steps, so at least 20 steps run, even if they take longer than `seconds`."""
+    """A fake clock: the first step takes 10 seconds, each later step 1 second. Every 20 steps, the stage measures the
+    time and computes how many more steps fit in `seconds`. So at least 20 steps run, even if they take longer."""
     plan = Plan(steps=(50, 0, 0), seconds=(seconds, 1, 1), batch=(1, 1, 1), length=8)
     ends = iter(range(10, 1000))
     clock = [0]
@@ -170,7 +170,7 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
 
 
 def step_of(model, rate):
-    """Return what an optimizer's first update adds to each parameter. The update gets the number 1 of 10 steps, for
+    """Return {parameter's name: the change that an optimizer's first update makes}. The update runs as step 1 of 10, at
     which the scheduled learning rate is about `rate`."""
     before = weights_of(model)
     Optimizer(dict(model.named_parameters()), rate).step(1, 10)
@@ -187,9 +187,9 @@ def test_decay_leaves_norms_and_the_embedding(model):
 
 
 def test_steps_of_matrices(model):
-    """The update of a matrix has AdamW's typical size: its root mean square is a fifth of the learning rate. The update
-    has similar singular values, and its size does not depend on the gradient's size. Each expert counts as a separate
-    matrix."""
+    """The update of a matrix has AdamW's typical size: its root mean square is a fifth of the learning rate. The
+    singular values of the update are similar to each other, and the size of the update does not depend on the
+    gradient's size. Each expert counts as a separate matrix."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
         if parameter.dim() == 3:

@@ -143,7 +143,7 @@ def test_what_is_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("vocab", [257, 290])
 def test_tokens(tmp_path, vocab):
-    """The first 257 tokens are single bytes and BEGIN, further tokens are merged pairs. `Tokenizer` must decode a
+    """The first 257 tokens are single bytes and BEGIN. All further tokens are merged pairs. `Tokenizer` must decode a
     text's tokens to the same text."""
     made = train_tokenizer([SOURCE], vocab)
     assert made.get_vocab_size() == vocab

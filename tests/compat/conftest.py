@@ -1,3 +1,3 @@
-"""Fixtures that run the launching code of ops without a GPU. They are those of the ops' tests."""
+"""The fixtures of the ops' tests that run the code of ops for a GPU on a CPU, up to the launches."""
 
 from tests.ops.conftest import kernel_path, named_launches  # noqa: F401

@@ -19,8 +19,8 @@ MAX_DIFF = 1e-3  # as in DeepGEMM's tests
 
 
 def operands(rows, columns, channels, *groups):
-    """Return (a, b), each (e4m3 values, scales). a has a scale per row and 128 channels, and b has a scale per 128 x
-    128 block. groups: the number of matrices of b, or nothing for one matrix without this dimension."""
+    """Return (a, b), each (e4m3 values, scales). a has a scale per row and block of 128 channels, and b has a scale per
+    block of 128 x 128. groups: the number of matrices of b, or nothing for one matrix without this dimension."""
     new = Maker()
     b = new.e4m3(*groups, columns, channels), new.positive(*groups, blocks(columns), blocks(channels))
     return activations(new, rows, channels), b
@@ -100,7 +100,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
         ([-1, -1], [0, 0, 0, 0]),
         ([3, 3], [0, 0, 0, 2]),
         ([0, -1, -1, 0, 1], [4, 5, 5, 5]),
-        # For wrong numbers, ends stay inside the rows and do not decrease.
+        # For wrong group numbers, `ends` stay at most the number of rows and do not decrease.
         ([2, 0, 1, 7, 0], [0, 0, 3, 3]),
         ([-(2**31), 2**31 - 1, 0], [1, 1, 1, 1]),
     ],
@@ -121,7 +121,7 @@ def test_groups_end_at_multiples_of_the_alignment():
         deep_gemm.set_mk_alignment_for_contiguous_layout(128)
 
 
-# (groups, most rows of a group, expected rows, columns, channels) of DeepGEMM's `enumerate_m_grouped_masked`, reduced.
+# (groups, maximum and expected rows per group, columns, channels) of DeepGEMM's `enumerate_m_grouped_masked`, reduced.
 @pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (6, 32, 2)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
 def test_masked_groups(groups, most, rows, columns, channels):
@@ -138,7 +138,7 @@ def test_masked_groups(groups, most, rows, columns, channels):
 
 
 def row_scaled(rows, channels):
-    """Return (e4m3 values with an fp32 scale per row and 128 channels, the same numbers in float64)."""
+    """Return (e4m3 values with an fp32 scale per row and block of 128 channels, the same numbers in float64)."""
     a = activations(Maker(seed=rows), rows, channels)
     return a, dequantised(*a)
 
@@ -232,8 +232,8 @@ def test_kernels_write_masked_groups_to_the_callers_tensor(named_launches):
 
 @pytest.fixture
 def rows_chosen_for(named_launches, monkeypatch):
-    """Return a list to which each choice of a tile for a grouped product appends the number of rows that it was made
-    for."""
+    """Return a list. Whenever a tile is chosen for a grouped product, the number of rows for which it is chosen is
+    appended to this list."""
     found, choose = [], bridge._choose_grouped_config
     monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
     return found
@@ -241,7 +241,7 @@ def rows_chosen_for(named_launches, monkeypatch):
 
 @pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
 def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, rows_chosen_for):
-    """The operands have 128 rows per group, so no more rows than that are expected."""
+    """The operands have 128 rows per group, so the op expects at most 128 rows."""
     masked_call(expected)
     assert rows_chosen_for == [chosen_for] * 2
 
@@ -284,7 +284,8 @@ def test_kernels_write_to_a_copy_of_a_result_that_they_do_not_take(rows, named_l
     d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
     deep_gemm.fp8_gemm_nt(*operands(rows, 264, 128), d)
     out = named_launches[0][2][4]
-    # The copy begins with the contents of d, because the kernel does not write all rows of grouped products.
+    # Before the launch, the copy contains the numbers of d, because the kernel does not write all rows of grouped
+    # products.
     assert out.is_contiguous() and out.shape == d.shape and (d == 3).all()
 
 

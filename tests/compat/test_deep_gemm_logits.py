@@ -29,8 +29,8 @@ def ranges(queries, keys, context_parallel):
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 32), (64, 64), (32, 128), (64, 128)])
 @pytest.mark.parametrize("context_parallel", [False, True])
 def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel):
-    """The cases of DeepGEMM's `test_mqa_logits`: logits are either cleaned with a column per key, or compressed (a
-    column per key of the longest range) and not cleaned."""
+    """The cases of DeepGEMM's `test_mqa_logits`. Logits either have a column per key and are cleaned (-inf outside the
+    ranges), or they are compressed (a column per key of the longest range) and not cleaned."""
     given = CASE.arguments(queries=16, keys=64, heads=heads, dim=head_dim) | ranges(16, 64, context_parallel)
     most = int((given["cu_seq_len_k_end"] - given["cu_seq_len_k_start"]).max()) if compressed else 0
     given |= {"max_seqlen_k": most, "clean_logits": not compressed, "logits_dtype": logits_dtype}
@@ -63,7 +63,8 @@ def test_contiguous_by_position():
         ({"q": zeros(5, 8, 32, dtype=E4M3)}, "q: must be a pair"),
         ({"schedule_meta": i32([0])}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
-        # The sixth parameter. That of `fp8_mqa_logits`, DeepGEMM's function before 2.8, is clean_logits, a bool.
+        # max_seqlen_k is the sixth parameter. In `fp8_mqa_logits`, DeepGEMM's function before 2.8, the sixth parameter
+        # is clean_logits, a bool.
         ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
     ],
 )

@@ -3,7 +3,7 @@
 One to three arguments of a valid call (a case of `dsa.cases`) are changed. The op must then return results that pass
 the checks of judge.py, or raise a ValueError or TypeError that names one of the changed arguments. The seed and the
 number of a fuzz case determine its call and changes. Environment variables: DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES
-the number of fuzz cases, and DSA_FUZZ_CASE the number of a single one to run.
+the number of fuzz cases, and DSA_FUZZ_CASE the number of a single fuzz case to run.
 """
 
 import os
@@ -21,8 +21,8 @@ SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
 
 
 def numbers(shard: int, shards: int, count: int) -> list[int]:
-    """Return the numbers of a shard's fuzz cases: every `shards`-th of the numbers below `count` or DSA_FUZZ_CASES, or
-    DSA_FUZZ_CASE if it is in this shard."""
+    """Return the numbers of a shard's fuzz cases: every `shards`-th number below DSA_FUZZ_CASES, or below `count` if
+    that is not set. If DSA_FUZZ_CASE is set, its shard runs only this fuzz case, and all other shards run none."""
     one = os.environ.get("DSA_FUZZ_CASE")
     wanted = [int(one)] if one else range(int(os.environ.get("DSA_FUZZ_CASES", count)))
     return [number for number in wanted if number % shards == shard]

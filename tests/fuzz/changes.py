@@ -1,7 +1,7 @@
 """Random changes of an argument; the argument's type decides which changes are possible.
 
-Ints are at most 200 in magnitude or at least 2^31, because an int can be a size of the result, and results of sizes in
-between would need gigabytes.
+Ints are at most 200 in magnitude or at least 2^31. An int can be a size of the result: results of sizes in between
+would need gigabytes, and ops refuse sizes of 2^31 and above.
 """
 
 import random
@@ -213,7 +213,8 @@ def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
     return Change(f"{number} at {place}", changed, Kind.CONTENTS)
 
 
-# Frequent entries are repeated. Changes of the type are rare, because the same check refuses nearly all of them.
+# Entries that appear several times are chosen more often. Changes of the type are rare, because the same check refuses
+# nearly all of them.
 OF_TENSORS = (
     *(_type, _dtype, _rank, _size, _size, _device, _empty, _gradient, _gradient),
     *(_stride, _stride, _stride, _contents, _contents, _contents),

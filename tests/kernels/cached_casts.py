@@ -15,7 +15,7 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 def counted(compile_function=ORIGINAL):
     """Return (function, list). The function is cached like the FP8 cast's compile function, with an empty in-memory
-    cache as in a new process, and compiles by `compile_function`. The list records the arguments of each
+    cache as in a new process, and it compiles with `compile_function`. The list records the arguments of each
     compilation."""
     compiled = []
 
@@ -28,8 +28,8 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """Call the FP8 cast's compile function with each of these arguments, with an empty in-memory cache. Return the
-    arguments of each compilation."""
+    """Call the FP8 cast's compile function once for each tuple of arguments in `calls`. Its in-memory cache is empty
+    before the first call. Return the arguments of each compilation."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))
@@ -37,8 +37,8 @@ def compiled_for(*calls):
 
 
 class StubKernel:
-    """A compiled kernel that writes its object file in two halves. Between the halves it stores the suffixes of the
-    files in the directory to `seen`, and raises `fails_with` unless that is None."""
+    """A compiled kernel that writes its object file in two halves. Between the halves, it sets `seen` to the suffixes
+    of the files in the directory, and raises `fails_with` unless that is None."""
 
     def __init__(self, fails_with=None):
         self.ir_module = SimpleNamespace(operation=SimpleNamespace(walk=lambda visit: None))

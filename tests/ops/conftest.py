@@ -22,8 +22,8 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def named_launches(
     kernel_path: None, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """Return the list of launches by ops: (NAME, arguments of the compile function compile_NAME, arguments of the
-    kernel) each. No kernel runs."""
+    """Return the list of launches by ops. A launch is (NAME, arguments of the compile function compile_NAME, arguments
+    of the kernel). No kernel runs."""
     found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda *launch: found.append(launch))
     return found
@@ -31,8 +31,8 @@ def named_launches(
 
 @pytest.fixture
 def launches(kernel_path: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Return the list of launches by ops: (arguments of the compile function, arguments of the kernel) each. No kernel
-    runs."""
+    """Return the list of launches by ops. A launch is (arguments of the compile function, arguments of the kernel). No
+    kernel runs."""
     found: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda _, variant, arguments: found.append((variant, arguments)))
     return found

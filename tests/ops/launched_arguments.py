@@ -164,7 +164,7 @@ GRADIENTS = {
 
 
 def _gradients(call: Case, given: dict[str, Any]) -> object:
-    """Return the gradients of the sum of a call's differentiable results for the arguments in GRADIENTS."""
+    """Add up a call's differentiable results. Return the gradients of this sum for the arguments in GRADIENTS."""
     inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
     results = [x.float().sum() for x in call.run(given) if x.requires_grad]
     return torch.autograd.grad(sum(results), inputs)
@@ -174,8 +174,8 @@ _BYTES = torch.int8, torch.uint8
 
 
 class Memory:
-    """Numbers storages of tensors in the order in which they are first seen. Calls that use memory in the same way get
-    equal numbers, although their addresses differ."""
+    """Number the storages of tensors in the order in which the storages are first seen. Calls that use memory in the
+    same way get equal numbers, although the addresses differ."""
 
     def __init__(self, contents: bool = False) -> None:
         """contents: whether descriptions also contain the contents of tensors."""

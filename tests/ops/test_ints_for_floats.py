@@ -1,5 +1,5 @@
 """Python ints in place of floats, in calls of every public op with a float argument. torch supports only ints of 64
-bits, so the ops refuse larger ints by name."""
+bits, so for a larger int an op raises an error that names the argument."""
 
 import inspect
 
@@ -40,7 +40,7 @@ def test_an_int_of_64_bits_is_a_number(call, name):
     for value in LARGEST:
         try:
             call.function()(**call.arguments() | {name: value})
-        except ValueError as error:  # below the least value of the argument
+        except ValueError as error:  # below the least value that the argument may have
             assert str(error).startswith(f"{name}: must be ") and "64 bits" not in str(error)
 
 

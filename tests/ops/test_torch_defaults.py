@@ -35,7 +35,7 @@ def test_every_op_has_a_call_with_all_of_its_arguments():
     assert {call.op for call in CASES} == all_ops()
     for call in CASES:
         parameters = inspect.signature(getattr(dsa, call.op)).parameters
-        if call.op != "get_mla_metadata":  # its signature is (*args, **kwargs), because it has two styles
+        if call.op != "get_mla_metadata":  # its signature is (*args, **kwargs), because it can be called in two styles
             assert set(call.arguments()) == set(parameters), call.name
 
 

@@ -1,8 +1,8 @@
 """The references are compared with the float64 formulas of `dsa.cases`: at the cases' own sizes, with many combinations
 of options, and for several chunk sizes.
 
-For some references: strides of the arguments do not change a bit, results are rounded once, and gradients reach every
-floating-point argument that has one.
+For some references, further tests: strides of the arguments do not change a bit, results are rounded once, and every
+differentiable argument gets a gradient.
 """
 
 import importlib

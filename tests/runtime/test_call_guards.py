@@ -54,7 +54,7 @@ def test_a_guard_accepts_other_contents(call):
 
     def other(x):
         if isinstance(x, torch.Tensor):
-            if id(x) not in made:  # a repeated tensor is replaced by one tensor
+            if id(x) not in made:  # a tensor that occurs twice gets one replacement
                 made[id(x)] = torch.ones(33)[1:].view(4, 8) if x is UNALIGNED else x.clone() + 1
             return made[id(x)]
         return type(x)(map(other, x)) if isinstance(x, (list, tuple)) else x

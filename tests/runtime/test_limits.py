@@ -1,4 +1,5 @@
-"""A broken limit of a size or number names the argument, the accepted values and the value of the call."""
+"""The error for a broken limit of a size or number names the argument, the accepted values, and the value in the
+call."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""What is derived from an op's declaration: the choice of reference or kernels, the custom op with its gradients, and
-the check of a call, once per signature."""
+"""The parts of an op that are made from the op's declaration: the choice between reference and kernels, the custom op
+with its gradients, and the checks, which run once per signature of a call."""
 
 from unittest import mock
 
@@ -39,7 +39,7 @@ def tables():
 
 @pytest.fixture(scope="module")
 def ops(tables):
-    """Return three ops for these tests, by short names. The launch function of "scale" appends its arguments to
+    """Return {short name: op} for three ops of these tests. The launch function of "scale" appends its arguments to
     `launched`. Results of launch functions differ from those of the references."""
 
     @op(
@@ -364,8 +364,8 @@ def test_another_arch_has_its_launch(ops, kernel_path, monkeypatch):
 
 
 def test_outputs_of_the_caller(ops, request):
-    """Both the reference and the kernels write to an output of the caller. With torch, the op with an output is
-    registered as a separate op."""
+    """Both the reference and the kernels write to an output of the caller. In torch, a separate op is registered for
+    calls with an output."""
     x, y, total = torch.tensor([1.0, 2]), torch.tensor([3.0, 5]), torch.zeros(2)
     sums = ops["sums"]
     assert [found.tolist() for found in sums(x, y)] == [[4, 7], [-2, -3]]

@@ -17,8 +17,8 @@ def int32(values, device="cpu"):
 
 
 def paged(lengths, device="cpu"):
-    """Return (a page table int32 [B, pages] for sequences of these lengths, whose pages of 64 keys are shuffled; the
-    total number of pages)."""
+    """Return (page table, total number of pages) for sequences of these lengths. The table is int32 [B, pages]. A page
+    has 64 keys, and the pages are in random order."""
     width = max(-(-length // PAGE) for length in lengths)
     pages = torch.randperm(len(lengths) * width, device=device).to(INT32)
     return pages.view(len(lengths), width), len(pages)

@@ -69,7 +69,7 @@ def around(original, hook):
 
 
 class Engine:
-    """Stand-ins for SGLang's modules. `before` has their functions from before the plugin replaces any."""
+    """Stand-ins for SGLang's modules. `before` has their functions as they were before the plugin replaced any."""
 
     def __init__(self, monkeypatch):
         self.skipped, self.created, modules = set(), [], {}
@@ -181,8 +181,8 @@ def test_kernels_are_compiled_for_the_cache_of_the_model(engine, family, pool, c
 @pytest.mark.parametrize(("shared", "expected"), [(False, [8]), (True, [2, 8])])
 @pytest.mark.parametrize("name", seams.SEAMS)
 def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shared, expected):
-    """With --enable-cp-decode-attn-tp, the GPUs that divide a prompt's tokens divide the heads in decoding. So prompts
-    and decoding have different numbers of heads."""
+    """With --enable-cp-decode-attn-tp, several GPUs divide a prompt's tokens, and in decoding the same GPUs divide the
+    heads. So a GPU has fewer heads in decoding than in prompts."""
     engine.parallel.attn_cp_size, engine.parallel.enable_cp_decode_attn_tp = 4, shared
     heads = []
     monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))
@@ -208,8 +208,8 @@ def test_what_is_replaced_is_called(engine):
 
 
 def rename_scores(engine, more=()):
-    """Give DeepGEMM's score functions the names that they have in sgl-deep-gemm 0.2.5, and `more` additional
-    parameters. Return a list to which each call of a new name appends its arguments."""
+    """Give DeepGEMM's score functions the names that they have in sgl-deep-gemm 0.2.5. `more` names additional
+    parameters. Return a list, to which every call of these functions appends the call's arguments."""
     calls = []
     for path, new in renamed.RENAMED.items():
         engine.remove(path)

@@ -1,4 +1,5 @@
-"""`warm_up` calls every adapter that a model needs, with shapes that select every kernel its batches can use."""
+"""`warm_up` calls every adapter that a model needs. The shapes of the calls select every kernel that the model's
+batches can use."""
 
 import pytest
 import torch
@@ -117,8 +118,8 @@ LARGE = {
 @pytest.mark.parametrize("heads", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("model", LARGE)
 def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
-    """The batch can have any number of queries, and attention can be allowed to split a query's keys or not. In V4 a
-    query can read any number of entries up to the largest."""
+    """The batch can have any number of queries, and attention can be allowed to split a query's keys or not. In V4, a
+    query can attend to any number of keys from `window` to the largest number in `widths`."""
     model, window = LARGE[model]._replace(heads=heads), warm_up.V4_WINDOW
     widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.is_v4 else [model.topk]
     possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.is_v4 else widths

@@ -26,7 +26,7 @@ def _seed():
 
 
 def counted(indices, counts):
-    """Replace all but the first counts[t] indices of each row t of indices [T, K] by -1."""
+    """In each row t of indices [T, K], keep the first counts[t] indices, and replace the others by -1."""
     return torch.where(torch.arange(indices.shape[1]) < counts[:, None], indices, -1)
 
 
@@ -136,7 +136,8 @@ def v4_cache(pages, page):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_v4_attention(heads, entries_page):
-    """Test windows alone, and windows with entries of 4 tokens (64 entries per page) or of 128 tokens (2 per page)."""
+    """Test windows alone, and windows with compressed entries of 4 tokens each (64 entries per page) or of 128 tokens
+    each (2 entries per page)."""
     tokens, scale = 4, 512**-0.5
     (window, keys), sink = v4_cache(3, PAGE), torch.randn(heads)
     q = torch.randn(tokens, 1, heads, 512, dtype=torch.bfloat16)

@@ -32,8 +32,8 @@ def sparse(plugin, monkeypatch):
 
 
 def concat(nope, rope, out):
-    """Replaces vLLM's kernel concat_mla_q, which writes to the first heads of `out`. If `out` has more heads, these
-    stay unchanged."""
+    """Stand in for vLLM's kernel concat_mla_q: write to the first heads of `out`, and leave any further heads
+    unchanged."""
     out[:, : nope.shape[1]] = torch.cat([nope, rope], -1)
 
 

@@ -92,10 +92,10 @@ def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
 
 
 def prefill_metadata(table, first, tokens, lengths, visible=None):
-    """Return metadata of one chunk of prompts. Request b has tokens[b] queries, its last tokens, among lengths[b] keys.
-    `first` is the index of the first query in the batch. visible: the number of keys of the request that each query
-    sees, or, if ranks divide the keys, of those keys that this rank has. By default, a query sees the keys up to its
-    own."""
+    """Return metadata of one chunk of prompts. Request b has lengths[b] keys, and its last tokens[b] tokens are
+    queries. `first` is the index of the first query in the batch. visible: for each query, the number of the request's
+    keys that it sees; if ranks divide the keys, only this rank's keys count. By default, a query sees the keys up to
+    its own."""
     if visible is None:
         visible = [n - count + 1 + i for count, n in zip(tokens, lengths) for i in range(count)]
     plan = module(seams.PLAN)
@@ -116,7 +116,7 @@ def prefill_metadata(table, first, tokens, lengths, visible=None):
         num_reqs=len(lengths),
         local_cu_seq_lens=ends,
         local_total_seq_lens=total,
-        max_local_total_seq_lens=total + 3,  # more than this rank needs: ranks share the size of the workspace
+        max_local_total_seq_lens=total + 3,  # above total: the workspaces of all ranks have equal sizes
     )
     return plan.DeepseekV32IndexerPrefillMetadata([chunk])
 
@@ -136,8 +136,8 @@ def metadata(decode, prefill, decodes, decode_tokens, prefills, tokens):
 
 
 def check(found, scores):
-    """Check that a row has the best keys by their exact `scores`, all keys if there are at most TOPK, and then -1. Of
-    keys with nearly equal scores any can be selected."""
+    """Check that a row contains the TOPK best keys by their exact `scores`, or all keys if there are fewer, and then
+    -1. Among keys with nearly equal scores, any can be selected."""
     count = min(TOPK, len(scores))
     selected = found[found >= 0]
     assert len(selected) == count == len(selected.unique()) and (found[count:] == -1).all()
@@ -233,8 +233,8 @@ def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts
 
 
 def test_the_builders_own_lengths_of_three_queries(plugin, monkeypatch):
-    """vLLM's builder keeps three queries of a sequence together, as a row [B, 3] of lengths, and does not split
-    them."""
+    """vLLM's builder keeps the three queries of a sequence together: it returns lengths [B, 3], with a row per
+    sequence."""
     plan = module(seams.PLAN)
     builder = object.__new__(plan.DeepseekV32IndexerMetadataBuilder)
     builder.vllm_config = types.SimpleNamespace(speculative_config=None)

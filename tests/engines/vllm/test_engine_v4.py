@@ -1,6 +1,6 @@
 """Test vLLM's attention of DeepSeek-V4 with the plugin, in prompts and decoding: windows alone, windows with selected
-entries of 4 tokens and, in decoding, windows with all entries of 128 tokens. The number of heads is not padded to
-64."""
+compressed entries (of 4 tokens each) and, in decoding, windows with all compressed entries (of 128 tokens each). The
+number of heads is not padded to 64."""
 
 import types
 
@@ -129,7 +129,8 @@ def test_decoding(v4, monkeypatch, ratio, heads):
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_prompts(v4, monkeypatch, ratio, heads):
-    """vLLM gathers the entries and then the window's keys as bf16 into one array. The queries attend to this array."""
+    """vLLM gathers the compressed entries, and then the window's keys, as bf16 into one array. The queries attend to
+    this array."""
     tokens, length = 9, 300
     windows, entries = Keys(12, PAGE, 1), Keys(6, PAGE, 1)
     count = length // ratio if ratio > 1 else 0

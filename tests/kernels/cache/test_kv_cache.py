@@ -9,8 +9,7 @@ REGISTERS = 64  # allows 1024 threads per SM; fewer threads do not hide the late
 
 
 def steps(dtype):
-    """Return the number of 16-byte loads or stores of a lane's channels before the RoPE channels, for rows of this
-    dtype."""
+    """Return the number of 16-byte loads or stores for a lane's channels without RoPE, in rows of this dtype."""
     return 4 if dtype == "float32" else 2
 
 

@@ -1,5 +1,5 @@
-"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time. The mean square of the
-streams and that of the norm are added in the order of the separate kernels, so that the bits are equal."""
+"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time. The squares of the streams,
+and the squares for the norm, are added in the same order as in the separate kernels, so the bits are equal."""
 
 from itertools import groupby
 
@@ -31,8 +31,8 @@ def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
 @pytest.mark.parametrize("channels", range(128, 8193, 128))
 def test_sums_are_in_the_order_of_the_separate_kernels(channels):
     """The norm assigns vectors to threads as the separate norm does. In the separate collapse, thread `vector %
-    threads` adds the squares of this vector in step `vector // threads`. Here each thread adds the squares of `shares`
-    of those threads, one after the other."""
+    threads` adds the squares of vector number `vector` in step `vector // threads`. Here each thread does the additions
+    of `shares` of those threads, one thread after the other."""
     threads, lanes, vectors = next(t for t in limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
     config = rms_norm_sm90.choose_config("bfloat16", channels, rms_norm_sm90.CAST_CONFIGS)
     assert (lanes, vectors) == (config.lanes, config.vectors) and config.threads % lanes == 0

@@ -13,8 +13,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_fp8_fp4_gemm)
 def test_sass(sass, arguments):
     _, config, *_ = arguments
-    # wgmma groups in the code for four blocks of 128 channels: one per wave and block. With two waves, separate code
-    # for work tiles whose second wave has no rows contains the first wave's groups once more.
+    # wgmma groups in the code for four blocks of 128 channels: one per wave and block. With two waves, work tiles whose
+    # second wave has no rows run separate code, which contains the first wave's groups once more.
     groups = config.waves * (config.waves + 1) // 2 * SCALES
     # Two WARPGROUP instructions per group: one start of the group's wgmma and one wait. More would mean that the
     # compiler has serialised the wgmma.
@@ -24,8 +24,8 @@ def test_sass(sass, arguments):
     # Loads per block: a, and b's codes for each converter warp. Loads per four blocks: the scales of a, and both kinds
     # of scales of b.
     assert_counts(sass, UTMALDG=SCALES * (1 + kernels.CONVERTERS) + 3)
-    # Permutations: a unit is 32 channels of a row, in four words of codes. It needs four per word, and one to select
-    # its table's offset. Up to 40 more compute the offsets of all units from the scales.
+    # Permutations: a unit is 32 channels of a row, in four words of codes. It needs four permutations per word, and one
+    # more to select the offset of a table. Up to 40 more permutations compute the offsets of all units from the scales.
     permutations = SCALES * kernels.UNITS * (4 * 4 + 1)
     assert permutations <= sass.instructions["PRMT"] <= permutations + 40
     consumers, converters, producer = kernels.REGISTERS[config.groups]

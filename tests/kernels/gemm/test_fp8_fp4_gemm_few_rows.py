@@ -30,8 +30,9 @@ def test_sass(sass, arguments):
 
 
 def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
-    """A step of 32 channels has 8 words of four channels. wgmma expects words q and 4 + q in lane q of four. In the
-    stored order, these two words are the adjacent channels 8 q to 8 q + 7 (see fp4_operand.py)."""
+    """A step has 32 channels, which are 8 words of four channels. Four lanes (q = 0 to 3) share them: wgmma expects
+    words q and 4 + q in lane q. In the stored order, these two words contain the adjacent channels 8 q to 8 q + 7 (see
+    fp4_operand.py)."""
     places = [ordered_place(word) for word in range(32)]
     assert places == [8 * step + word for step in range(4) for q in range(4) for word in (q, 4 + q)]
 

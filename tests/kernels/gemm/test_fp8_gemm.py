@@ -52,7 +52,7 @@ def test_sass_of_swiglu(sass, arguments):
 
 def products(config, parts=1):
     """Return the number of wgmma groups in the code for a block of channels: one per wave and part. With two waves,
-    separate code for work tiles whose second wave has no rows contains the first wave's group once more.
+    work tiles whose second wave has no rows run separate code, which contains the first wave's group once more.
 
     parts: 2 for SwiGLU (gate and up projection), else 1.
     """

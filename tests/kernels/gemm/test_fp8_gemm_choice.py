@@ -47,8 +47,8 @@ def test_every_shape_gets_an_existing_tile(sms):
 @pytest.mark.parametrize(
     ("name", "tile", "winning", "losing"),
     [
-        # A measured winner applies to its number of rows, and to all smaller numbers that exceed the next smaller
-        # number in ROWS. Any other number of SMs, columns or rows gets the models' tile.
+        # A measured winner for 128 rows applies to 97 to 128 rows, because 96 is the next smaller number in
+        # `choice.ROWS`. Any other number of SMs, columns or rows gets the models' tile.
         (
             "128 x 4096 x 2048",
             Fp8GemmConfig(1, 1, 192, 5, 3),
@@ -115,7 +115,7 @@ def test_a_tile_on_trial_is_taken(config):
     [
         # K has 128 blocks of channels, more than the MAX_SPLIT_BLOCKS that a cluster of CTAs can divide
         ((8, 2112, 16384), FewRowsConfig(8, 5, 8)),
-        ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 256 rows, more than twice those of the matrix
+        ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 256 rows, more than twice as many as the product has
         ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # 1.9 times the modelled time of the models' tile
         ((1024, 512, 7168), FewRowsConfig(64, 3)),
     ],

@@ -12,7 +12,7 @@ def test_all_loads_come_before_the_products(sass, in_order, arguments):
     round_ = ROUND[ctas, tokens]
     # Loads per k-step of a round: two rows of the matrix, and one row of tokens per eight tokens.
     assert_counts(sass, LDG=round_ * (2 + tokens // 8), HMMA=2 * round_ * tokens // 8)
-    # Only in a cluster are partial sums sent to another CTA (ST).
+    # Only the CTAs of a cluster send partial sums to each other (ST).
     assert_counts(sass, ST=1 if ctas == CTAS else 0)
     assert sass.registers <= 65536 // 512
     [instructions] = in_order

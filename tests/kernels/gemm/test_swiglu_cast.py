@@ -7,8 +7,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_swiglu_cast, kernels.compile_swiglu_cast_of_matrices)
 def test_sass(sass, compile_function, arguments):
     dtype, use_ue8m0, *_ = arguments
-    # The kernel for several matrices also loads the last of `ends`. The variant for rows whose last group has fewer
-    # than 128 channels stores values in two vectors of 8 channels. One more store is for the scale.
+    # The kernel for several matrices also loads the last element of `ends`. The variant for rows whose last group has
+    # fewer than 128 channels stores values in two vectors of 8 channels. One more store is for the scale.
     of_matrices = compile_function is kernels.compile_swiglu_cast_of_matrices
     ragged = not of_matrices and arguments[-1]
     loads = 2 * kernels.CHANNELS * (4 if dtype == "float32" else 2) // 16
@@ -16,8 +16,8 @@ def test_sass(sass, compile_function, arguments):
     # One exponential and one reciprocal per element. For the group's scale, one reciprocal with UE8M0, otherwise at
     # most 5 instructions for the correctly rounded 1 / scale.
     assert sass.instructions["MUFU"] <= 2 * kernels.CHANNELS + (1 if use_ue8m0 else 5)
-    # An SM can issue 34 instructions per element in the time in which memory moves the element's bytes with 16-bit
-    # operands. The code has at most 36 per element, so memory bounds the kernel, or nearly so.
+    # With 16-bit operands, an SM can issue 34 instructions per element in the time in which memory moves the element's
+    # bytes. The code has at most 36 instructions per element, so the kernel is bound by memory, or nearly so.
     assert sum(sass.instructions.values()) <= 36 * kernels.CHANNELS
     assert sass.registers <= 48  # allows 40 warps per SM
     assert 48 * kernels.THREADS * kernels.RESIDENT <= 65536

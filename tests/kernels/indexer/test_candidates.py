@@ -1,5 +1,5 @@
-"""The candidate passes of the indexer (candidate_lists.py), their bounds, and the selection from the lists: the SASS of
-the kernels, which key tiles each pass scores, and whether the lists are large enough."""
+"""The kernels for the indexer's candidate passes (candidate_lists.py): their SASS, the key tiles that each pass scores,
+and the room in the candidate lists."""
 
 import itertools
 import math
@@ -19,8 +19,8 @@ def test_scores(sass, arguments):
     heads, dim, sample, half, config = arguments
     check_products(sass, dim, config.columns, half)
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
-    # A lane appends candidates with one shared-memory atomic per query for which it has scores, which are a quarter of
-    # the tile's queries. The code contains the atomic twice, in the loop over key tiles and after it.
+    # A lane has scores for a quarter of the tile's queries. For each of these queries it appends candidates with one
+    # shared-memory atomic. The code contains every atomic twice: in the loop over key tiles, and after it.
     assert_counts(sass, ATOMS=0 if sample else config.columns // heads // 2)
 
 
@@ -51,8 +51,8 @@ def test_passes_read_all_tiles_once(keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("k", [1, 64, 512, MAX_SELECTED])
 def test_bounds_leave_enough_and_not_too_many(k, keys):
-    """If scores are independent, the bound of a pass leaves at least k keys, and the keys that it leaves fit the lists
-    of the next pass, unless a count of keys is more than 5 standard deviations from its mean."""
+    """If scores are independent, and no count of keys is more than 5 standard deviations from its mean, then the bound
+    of a pass leaves at least k keys, and these keys fit in the lists of the next pass."""
     strides = candidate_lists.pass_strides(keys)
     ranks = candidate_lists.bound_ranks(k, strides)
     for rank, (stride, following) in zip(ranks, itertools.pairwise(strides), strict=True):

@@ -14,7 +14,7 @@ def loads_of(dtype, interleaved):
 @shipped(kernels.compile_quantize_indexer_queries)
 def test_queries(sass, arguments):
     dtype, _, interleaved, *_ = arguments
-    assert_counts(sass, LDG=loads_of(dtype, interleaved) + 1, STG=2)  # one load is the head's weight
+    assert_counts(sass, LDG=loads_of(dtype, interleaved) + 1, STG=2)  # one load for the head's weight
     assert sass.instructions["F2FP"] >= 8 and sass.registers <= 64
 
 

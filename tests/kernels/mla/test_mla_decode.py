@@ -16,8 +16,8 @@ def test_decode_sass(sass, arguments):
     _, box, cluster = arguments
     # Products: scores over 576 channels, and O += P V for the two v chunks (128 channels each) of an output warpgroup.
     assert_counts(sass, HGMMA=HEAD_DIM // K16 + 2 * TILE_N // K16)
-    # Per box of a key tile, a CTA loads the rope part and 1 / cluster of the k chunks, of which each v chunk has
-    # K_PER_V.
+    # A v chunk consists of K_PER_V k chunks. Per box of a key tile, a CTA loads the rope part and 1 / cluster of all k
+    # chunks.
     assert_counts(sass, UTMALDG=(len(V_CHUNK_ORDER) * K_PER_V // cluster + 1) * (TILE_N // box))
     roles = kernels.REGISTERS
     assert (roles.score + 2 * roles.output + roles.load) * kernels.WARPGROUP <= 65536

@@ -1,5 +1,5 @@
-"""SASS of the sparse MLA attention kernels: wgmma without waits that the assembler adds, gathers by cp.async, and warp
-roles whose registers together fit the register file."""
+"""SASS of the sparse MLA attention kernels: the assembler adds no waits between wgmma, cp.async gathers the keys, and
+the registers of all warp roles together fit the register file."""
 
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
@@ -12,7 +12,7 @@ from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
 from tests.kernels.variants import assert_counts, sass_of, shipped
 
-PER_THREAD = 65536 // 128  # limit of the sum, over all warpgroups of an SM, of the registers per thread
+PER_THREAD = 65536 // 128  # limit of the registers per thread, summed over the warpgroups of an SM
 
 
 def counts_of(sass, *names):
@@ -26,8 +26,9 @@ def test_sass(sass, arguments):
     assert_counts(sass, HGMMA=head_dim // K16 + 2 * TILE_N // K16)
     # An LDGSTS gathers a k chunk (64 channels) of four keys. A warp gathers 16 keys of a tile.
     assert_counts(sass, LDGSTS=head_dim // K_CHUNK * 4)
-    # Before wgmma reads gathered keys, the score warps execute one fence for a tile that has arrived as a whole, else
-    # one per k chunk. The four others are for Q, for the two halves of P, and for the mbarriers.
+    # Before wgmma reads gathered keys, the score warps execute one fence if the whole tile has arrived, else one per k
+    # chunk. The code contains both cases. The four other fences are for Q, for the two halves of P, and for the
+    # mbarriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
@@ -48,8 +49,8 @@ def test_swap_ab_sass(sass, arguments):
     _, head_dim, *_ = arguments
     # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16, LDGSTS=head_dim // K_CHUNK * 4)
-    # One fence for a tile that has arrived as a whole, else one per k chunk. The three others are for Q, P and the
-    # mbarriers.
+    # One fence if the whole tile has arrived, else one per k chunk. The code contains both cases. The three other
+    # fences are for Q, P and the mbarriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 3)
     check_roles(sass, swap_ab.SCORE_WARPGROUPS, swap_ab.REGISTERS)
 
@@ -67,8 +68,8 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
     dtype, head_dim, size = arguments
     single = sass_of(kernels.compile_sparse_mla, dtype, head_dim, 1, True)
     assert_counts(sass, **counts_of(single, "HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"))
-    # One vote per query of the group decides which of the warp's keys that query selects. One more vote decides whether
-    # all sums are finite.
+    # For each query of the group, one vote finds the warp's keys that the query selects. One more vote finds out
+    # whether all sums are finite.
     assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
     # If a sum is not finite, two atomics mark the group and add it to the queue of the kernel that computes its queries
     # one by one (sparse_mla_queued_sm90.py).
@@ -99,8 +100,8 @@ def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
     # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
-    # Bulk copies load keys, and rows of Q: one copy in the code for keys, and one per stage that Q's rows occupy, which
-    # is two stages with 64 heads. Only the layout with 512 channels, whose scales are separate from the rows, needs
-    # cp.async for the scales.
+    # Bulk copies load keys and rows of Q. The code has one copy for keys, and one for each stage that the rows of Q
+    # occupy: two stages with 64 heads, else one. Only the layout with 512 channels, whose scales are separate from the
+    # rows, needs cp.async for the scales.
     assert_counts(sass, UBLKCP=3 if head_tile == 64 else 2, LDGSTS=0 if head_dim == HEAD_DIM else 1)
     check_roles(sass, fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile])

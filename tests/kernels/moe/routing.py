@@ -1,4 +1,4 @@
-"""SASS checks that the kernels that route tokens share."""
+"""SASS checks common to all kernels that route tokens."""
 
 from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.moe import entry_order
@@ -9,15 +9,16 @@ from tests.kernels.variants import assert_counts
 def check_router(sass, tokens, loads, reductions):
     """Check the counts of loads, mma instructions, reductions and stores to other CTAs.
 
-    loads, reductions: their number in the kernel, without those of the product and of the sort, which are added here.
-    Per k-step of a round (small_m_product.py), the product loads two rows of the matrix, and one row of tokens per
-    eight tokens.
+    loads, reductions: expected counts without the loads of the product and without the reductions of the sort, which
+    this function adds. Per k-step of a round (small_m_product.py), the product loads two rows of the matrix, and one
+    row of tokens per eight tokens.
     """
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
-    # One store sends partial sums to another CTA. With more than FEW_TOKENS tokens, for which the tile has TILE_TOKENS,
-    # a cluster of 8 CTAs sorts the entries. A store then sends the sort keys to each of them (entry_order.py).
+    # One store sends partial sums to another CTA. With more than FEW_TOKENS tokens, the tile has TILE_TOKENS, and a
+    # cluster of 8 CTAs sorts the entries. For each of these CTAs, one more store sends the sort keys to it
+    # (entry_order.py).
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 

@@ -21,9 +21,9 @@ def test_query_grad(sass, arguments):
     # Each half of a tile of 128 keys has 4 wgmma and one start per block of 64 (query, head) rows, and one wait for all
     # blocks.
     assert_counts(sass, HGMMA=2 * config.blocks * 4, WARPGROUP=2 * (config.blocks + 1))
-    # One bulk copy per key tile loads dI, the gradient of the scores, of a work tile's queries. So these queries must
-    # lie in one half of the score tile: rows 0 to 63 are contiguous, and so are rows 64 to 127 (gradients_of in
-    # q_tiles.py).
+    # One bulk copy per key tile loads dI (the gradient of the scores) for the queries of a work tile. It needs
+    # contiguous memory, so these queries must lie in one half of the score tile: in rows 0 to 63, or in rows 64 to 127
+    # (gradients_of in q_tiles.py).
     assert Q_TILE // 2 * heads % (config.column_blocks * COLUMN_BLOCK) == 0
 
 

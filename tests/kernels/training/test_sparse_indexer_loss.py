@@ -1,4 +1,5 @@
-"""SASS of the sparse stage's loss and its gradient: wgmma without waits that the assembler adds, and gathers."""
+"""SASS of the sparse stage's loss and its gradient: the assembler adds no waits between wgmma, and gathers are cp.async
+copies."""
 
 from dsa.kernels.training import sparse_indexer_grad_sm90 as grad
 from dsa.kernels.training import sparse_indexer_target_sm90 as target
@@ -6,7 +7,7 @@ from dsa.kernels.training.topk_gather import CHUNK, LANE_ROWS, TILE
 from tests.kernels.variants import assert_counts, shipped
 
 K16 = 16  # channels, keys or heads of a wgmma instruction
-PER_THREAD = 65536 // 128  # limit of the sum, over all warpgroups of an SM, of the registers per thread
+PER_THREAD = 65536 // 128  # limit of the registers per thread, summed over the warpgroups of an SM
 
 
 @shipped(target.compile_sparse_indexer_target)
@@ -32,8 +33,7 @@ def test_grad_sass(sass, arguments):
     # Products: the query warpgroup computes heads x keys and dq, a key warpgroup computes keys x heads and dk. Fences:
     # one for the keys of each warpgroup, one for the weighted queries, and one for the mbarriers.
     assert_counts(sass, HGMMA=2 * (channels + TILE) // K16, FENCE=4)
-    # A lane adds its numbers of two rows to dk: by vector reductions of four fp32 numbers, or one 64-bit integer at a
-    # time (fixed).
+    # A lane adds its numbers of two rows to dk: four fp32 numbers per reduction, or one 64-bit integer if `fixed`.
     assert_counts(sass, REDG=2 * channels // (4 if fixed else 16))
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     # Gathers: queries, keys and d_scores. The compiler can duplicate the code for keys.

@@ -101,7 +101,8 @@ def test_where_16_bytes_do_not_fit_channels_are_read_one_by_one(launches):
         *arguments, target = case
         dsa.apply_rotary(*arguments, interleaved=True, dims="last", out=target)
     assert [is_wide(variant) for variant, _ in launches] == [False] * 5
-    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]  # pairs before the rotated channels
+    # The last argument is the number of channel pairs before the rotated channels.
+    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]
 
 
 @pytest.mark.parametrize(("dims", "first"), [("first", 0), ("last", 8)])

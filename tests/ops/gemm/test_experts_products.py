@@ -122,7 +122,7 @@ def padded(scales):
 
 
 def many(count, matrices):
-    """Return (rows, ends): `count` rows of the five tokens, all for the first matrix."""
+    """Return (rows, ends): `count` indices of the five tokens, all for the first matrix."""
     ends = torch.full((matrices,), count, dtype=torch.int32)
     return torch.randint(0, 5, (count,), dtype=torch.int32), ends
 
@@ -211,8 +211,8 @@ def test_swiglu_of_nothing(name, named_launches):
 
 
 def test_without_weights_no_row_belongs_to_an_expert(named_launches):
-    """A grouped cast would read the last of `ends`, which is empty here. So the op runs the cast that does not read
-    `ends`."""
+    """A grouped cast would read the last element of `ends`, which is empty here. So the op runs the cast that does not
+    read `ends`."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)
     none = torch.zeros(0, dtype=torch.int32)
@@ -225,7 +225,7 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
-    """The number of rows exceeds what one wave of CTAs can cast, which selects the cast with `ends`."""
+    """The rows are more than one wave of CTAs can cast, so the op runs the cast that reads `ends`."""
     compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
     cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
     [(name, variant, _)] = named_launches

@@ -53,9 +53,10 @@ def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for,
 
 
 def test_the_tile_of_one_token_depends_on_the_number_of_gpus():
-    """In DeepSeek-V4-Flash both products of an expert (gate with up, and down) have 4096 columns. For one token, one
-    GPU has 6 rows, and each of two GPUs expects 3 of these rows. With two GPUs, each has 128 of the 256 experts. The
-    choice for 6 rows is the same with 128 and with 256 experts."""
+    """In DeepSeek-V4-Flash both products of an expert (gate with up, and down) have 4096 columns. One token goes to 6
+    experts, so it has 6 rows. A single GPU has all 256 experts and computes the 6 rows. Each of two GPUs has 128
+    experts and expects 3 rows. The test passes 128 experts in both cases, because the choice for 6 rows is the same
+    with 256."""
     chosen = [few_rows_kernels.choose_config(rows, 4096, 128, 132) for rows in (6, 3)]
     sizes = [(config.groups, config.rows, config.stages, config.resident) for config in chosen]
     assert sizes == [(1, 8, 3, 3), (2, 8, 5, 1)]

@@ -120,8 +120,8 @@ def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     [(1024, 1, False), (1023, 2, False), (1024, 2, True), (1279, 40, False), (1280, 40, True)],
 )
 def test_dynamic_scheduling_has_a_counter(rows, matrices, is_dynamic, launches):
-    """With several matrices and enough rows, work tiles are scheduled dynamically. Each such call gets a new counter,
-    which is zero."""
+    """With several matrices and enough rows, work tiles are scheduled dynamically. The kernel then gets a counter,
+    which is new in each call and zero."""
     a, b = operands(rows=rows, channels=16, columns=8, matrices=matrices)
     ends = torch.full((matrices,), rows, dtype=torch.int32)
     for _ in range(2):
@@ -203,8 +203,9 @@ def test_columns_of_a_wider_weight_are_read_where_they_are(rows, part, named_lau
 
 
 def test_scales_that_the_kernel_cannot_read_are_copied(named_launches):
-    """The kernel needs rows of scales at multiples of 16 bytes. So in a slice of a wider tensor, the wider tensor's
-    number of blocks and the slice's first block must be multiples of 4. Rows with a stride of 0 are not copied."""
+    """The kernel needs every row of scales to start at a multiple of 16 bytes. So in a slice of a wider tensor, the
+    wider tensor's number of blocks and the slice's first block must be multiples of 4. Rows with a stride of 0 are not
+    copied."""
     _, (whole, scales) = operands(channels=1536)
     a, few = operands(channels=512)[0], operands(channels=256)[0]
     of_all = scales[:1, :4].expand(2, 4)

@@ -1,5 +1,5 @@
-"""Calls that an op refuses if its kernels would run, although the reference accepts them, and wrong combinations of an
-op's arguments.
+"""Calls that an op refuses: calls that the reference accepts but the op's kernels do not, and calls whose arguments are
+invalid or do not fit each other.
 
 Each family has a module with a list LIMITS. An entry is (name of a valid call, function of the call's arguments that
 returns the changed ones, regular expression of the error message).

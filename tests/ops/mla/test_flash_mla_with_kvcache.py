@@ -194,8 +194,8 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
-    # A call without a plan, or with a plan that is still empty, may make a plan although it attends to nothing. Later
-    # calls can use it.
+    # A call without a plan, or with an empty FlashMLASchedMeta, may make a plan although it attends to nothing. Later
+    # calls with the FlashMLASchedMeta use this plan.
     assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 

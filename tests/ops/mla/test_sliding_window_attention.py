@@ -60,7 +60,7 @@ def test_a_window_of_any_size_decodes_in_little_memory(pages):
     assert_same(whole, reference.sliding_window_decode(**given))
 
 
-SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # up to this window, CTAs for a byte cache have 16 or 32 heads
+SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # in keys; for longer windows, queries may be split
 
 
 @pytest.mark.parametrize("window", [1, 64, 128, SHORT_WINDOW])
@@ -110,7 +110,8 @@ def test_parts_of_larger_tensors_are_used_where_they_are(named_launches):
     WINDOW.run(given | {"kv": wide})
     _, [keys], *_ = named_launches[-1][2]
     assert keys.stride()[1:] == (576, 1) and keys.data_ptr() == wide.data_ptr()
-    # The list and the sink are small, so they are copied if their last dimension is not contiguous.
+    # The list and the sink are small, so the op copies them, instead of refusing them, if their last dimension is not
+    # contiguous.
     near = torch.zeros(len(given["q"]), 12, dtype=torch.int32)[:, ::2]
     WINDOW.run(given | {"attn_sink": torch.randn(8)[::2], "indices": near})
     _, _, [indices], _, _, sink, *_ = named_launches[-1][2]

@@ -32,8 +32,8 @@ def plan_of(sequences, queries, keys, causal):
 
 
 def scores_of(q, minus_k, w, q_tiles, scores, active):
-    """Stand in for `index_scores`: write the score tiles of each q tile that have keys, and NaN to the rest of
-    `scores`."""
+    """Stand in for `index_scores`: for each q tile, write the score tiles that have keys. Fill the rest of `scores`
+    with NaN."""
     scores.fill_(torch.nan)
     for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(q_tiles.tolist()):
         for j in range(min(tiles, scores.shape[1])):

@@ -21,9 +21,9 @@ def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtyp
 
 @pytest.fixture
 def launches(kernel_path, monkeypatch):
-    """Return the list of the op's launches, (arguments of the compile function, arguments of the kernel) each.
-    Stand-ins for the kernels write a loss of 1, d_scores of 0.5, and gradients of 1; the sums for k's gradient are 2^40
-    if they are integers."""
+    """Return the list of the op's launches. A launch is (arguments of the compile function, arguments of the kernel).
+    Stand-ins for the kernels write 1 to the loss, 0.5 to d_scores and 1 to the gradients. If the sums for the gradient
+    of k_idx are integers, the stand-ins write 2^40 to them."""
     found = []
 
     def stand_in(variant):

@@ -1,4 +1,5 @@
-"""The arguments of the kernel that fills rows of no sequence: results as views in int32 words, and the fill values."""
+"""The arguments of the kernel that fills the rows that belong to no sequence: views of the results as int32 words, and
+the fill values."""
 
 import math
 

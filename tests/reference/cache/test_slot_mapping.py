@@ -42,7 +42,7 @@ def test_against_the_definition(call):
         # tokens that belong to no sequence
         (i32([[5]]), [1, 3], None, 4, 8, [-1, 40, 41, -1]),
         (i32([[5]])[:0], [0], i32([]), 2, 8, [-1, -1]),
-        # If sequences overlap, the tokens belong to the one that begins last.
+        # If sequences overlap, a common token belongs to the sequence that begins last.
         (i32([[1], [2], [3]]), [0, 9, 2, 4], None, 6, 8, [8, 9, 24, 25, 12, 13]),
     ],
 )

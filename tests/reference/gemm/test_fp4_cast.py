@@ -11,7 +11,7 @@ from dsa.reference import fp4_block_scales, widen_fp4
 from tests.reference.common import BYTE, assert_refused
 from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes
 
-SPREAD = 14  # the largest difference between the exponents of a block's groups that is accepted
+SPREAD = 14  # the largest accepted difference between the exponents of a block's groups
 
 
 def assert_lossless(codes, exponents):
@@ -28,7 +28,7 @@ def test_all_codes_at_all_offsets():
 
 
 def test_every_block_has_its_scale():
-    codes = random_codes(300, 320)  # 3 x 3 blocks; the last have 44 rows, or 2 groups per row
+    codes = random_codes(300, 320)  # 3 x 3 blocks; the last blocks have only 44 rows or only 64 columns
     blocks = torch.tensor([[0, 40, -40], [90, -90, 7], [-60, 60, 1]])
     exponents = blocks.repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)[:, :10]
     exponents = exponents + torch.randint(-14, 1, exponents.shape, generator=torch.Generator().manual_seed(2))
@@ -39,7 +39,7 @@ def test_every_block_has_its_scale():
 
 @pytest.mark.parametrize("top", [-127, -126, -120, -113, 0, 127])
 def test_ends_of_the_scale_range(top):
-    """The scale of a block is a normal fp32 number for all scales of groups."""
+    """For any scales of the groups, the scale of the block is a normal fp32 number."""
     codes = random_codes(128, 128)
     codes[0, 0] = LARGEST
     exponents = torch.full((128, 4), top)

@@ -1,5 +1,5 @@
-"""The reference of products with FP4 weights: it has the bits of products with the weights widened to FP8, and refuses
-weights that FP8 cannot represent."""
+"""The reference of products with FP4 weights: results have the same bits as with the weights widened to FP8, and
+weights that FP8 cannot represent are refused."""
 
 import re
 

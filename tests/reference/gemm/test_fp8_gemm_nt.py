@@ -53,7 +53,7 @@ def test_leading_dimensions_and_empty_inputs():
 
 
 def grouped(rows):
-    """Return a with 9 rows, b with 4 weights, and ends of the weights' rows for a product of `rows` rows."""
+    """Return a with 9 rows, b with 4 weight matrices, and `ends` for a product of `rows` rows."""
     return exact(9), exact(4, 136), i32([2, 2, rows - 1, rows])
 
 

@@ -48,7 +48,7 @@ def test_empty_batch_and_empty_cache(empty):
     [
         # A split is 256 keys: 600, 0 and 256 keys have 3, 0 and 1 splits. The 3 SMs get 1, 1 and 2 splits.
         ([600, 0, 256], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
-        # With a length per query, the longest query determines the splits of a sequence.
+        # With a length per query, a sequence has as many splits as its longest query needs.
         ([[1, 600], [0, 0], [256, 9]], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
         ([0, 0], 2, [[2, 0]] * 3),
         ([], 2, [[0, 0]] * 3),

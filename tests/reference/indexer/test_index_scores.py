@@ -1,5 +1,5 @@
-"""The reference of index_scores: four dtypes, keys that all queries share or separate keys per query, scores per head,
-and gradients."""
+"""The reference of index_scores: four dtypes, keys for all queries together and keys per query, scores per head, and
+gradients."""
 
 import pytest
 import torch

@@ -21,8 +21,8 @@ LENGTHS = {
 
 
 def arguments(lengths=(80, 80, 80), next_n=2, columns=80, **options):
-    """Return arguments with tables of 5 pages. Their sums are exact, because a CPU can sum in another order if a chunk
-    has few sequences."""
+    """Return arguments with tables of 5 pages. The operands have exact sums, because a CPU can sum in another order if
+    a chunk has few sequences."""
     sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "columns": columns, "exact": True}
     given = CASE.arguments(**sizes, **options)
     return given | {"block_table": given["block_table"][:, :5]}

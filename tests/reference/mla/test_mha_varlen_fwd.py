@@ -65,8 +65,8 @@ WRONG = (-1, -(2**31), 7, 2**31 - 1)
     ],
 )
 def test_a_sequence_with_a_wrong_bound_attends_to_nothing(cu_q, cu_k, kept):
-    """The first sequence has a wrong boundary, in the last case both have. Queries from `kept` on belong to a sequence
-    without a wrong boundary, and their results do not change."""
+    """The first sequence has a wrong boundary; in the last case both sequences have one. Queries from `kept` on belong
+    to a sequence without a wrong boundary, and their results do not change."""
     q, k = torch.randn(4, 1, 3), torch.randn(6, 1, 3)
     right, right_lse = mha_varlen_fwd(q, k, k, i32([0, 2, 4]), i32([0, 3, 6]), 6, 1.0)
     out, lse = mha_varlen_fwd(q, k, k, i32(cu_q), i32(cu_k), 6, 1.0)

@@ -57,8 +57,8 @@ def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
 
 
 def test_sglangs_prompts(served, monkeypatch):
-    """Test `forward_extend` with `flashmla_sparse` and an FP8 cache, for sequences without a cached prefix. Queries
-    attend to selected keys among those that the batch itself computed, which are bf16."""
+    """Test `forward_extend` with `flashmla_sparse` and an FP8 cache, for sequences without a cached prefix. All
+    selected keys are bf16 keys that the batch itself has computed."""
     k, k_rope = torch.randn(9, 1, 512).to(BF16), torch.randn(9, 1, 64).to(BF16)
     q, columns = torch.randn(9, 8, 576).to(BF16), torch.full((9, 16), -1, dtype=INT32)
     for t, (begin, n) in enumerate([(0, n) for n in range(1, 6)] + [(5, n) for n in range(1, 5)]):

@@ -49,8 +49,8 @@ def mode(name):
 
 
 def expected_slots(q, weights, k, k_scale, table, visible):
-    """Return the cache slots of the 16 best keys of each token t, whose pages are table[t] and which sees visible[t]
-    keys."""
+    """Return the cache slots of the 16 best keys for each token t. Token t sees visible[t] keys, which are in the pages
+    table[t]."""
     rows = []
     for t, length in enumerate(visible):
         slots = batches.slots_of(table, t, length)
@@ -103,8 +103,8 @@ def test_sglangs_indexer_decodes_and_verifies(served, next_n, monkeypatch):
 
 
 def without_device_index(function):
-    """Return `Indexer._get_topk_ragged`, changed to assert that the device has no index. SGLang asserts that it has
-    one, which a CPU device does not."""
+    """Return `Indexer._get_topk_ragged`, changed to assert that the device has no index. SGLang asserts that the device
+    has an index, but a CPU device has none."""
     source = textwrap.dedent(inspect.getsource(function))
     changed = source.replace("assert device_index is not None", "assert device_index is None")
     assert changed != source

@@ -95,8 +95,8 @@ ELSEWHERE = {
 
 
 def test_no_other_function_reads_what_is_replaced(loaded):
-    """A function that reads a replaced name must be in CALL_SITES or in ELSEWHERE. Otherwise it would call a hook that
-    no test runs in that place."""
+    """A function that reads a replaced name must be in CALL_SITES or in ELSEWHERE. Otherwise it would call a hook in a
+    place that no test covers."""
     names = {path.partition(":")[2].rpartition(".")[2] for family in seams.SEAMS for path in paths_of(family)}
     root, unknown, known = source_of("sglang").parent, [], set()
     for path in [*(root / "srt").rglob("*.py"), *(root / "kernels" / "ops").rglob("*.py")]:
