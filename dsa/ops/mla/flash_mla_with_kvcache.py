@@ -52,8 +52,8 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; the tile of 64 keys
     of this sequence where the work begins; the last sequence; the tile of this sequence where the work ends (2^30: at
     the end of the sequence, also if its length changes later); how many splits of the first sequence belong to earlier
-    parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] is the number of splits
-    of the split sequences before b.
+    parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] counts the splits of all
+    sequences before b that are split.
 
     A plan only determines how the sequences are divided among the parts. So a plan for other lengths of the same number
     of sequences also gives right results, but divides the work less evenly, and a plan that was made outside a CUDA
@@ -151,7 +151,7 @@ def flash_mla_with_kvcache(
     fp32 scales in fp32. For the values, the e4m3 numbers are multiplied by their scale and rounded to the 11 bits of
     fp16. If the scale of a group of channels is below 2^-20 of the key's largest scale, the group's values have an
     additional error of up to 2^-22 of the largest scale.
-    No gradients on Hopper, also if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
+    No gradients on Hopper, even if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
     indices, no host synchronisation. The workspace is at most two partial results (fp32 out and lse of up to 64 rows)
     per SM; in dense decoding with enable_batch_invariant it is one partial result per sequence and split.
     Source: FlashMLA's function of this name, which accepts fewer caches, numbers of heads and combinations.
@@ -231,7 +231,8 @@ def _config_of(
 def _config(
     q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 ) -> dict[str, object]:
-    """Return `_config_of` from shapes. The shape () stands for an argument that is not a tensor."""
+    """Return the result of `_config_of`, given the shapes instead of the tensors. The shape () stands for an argument
+    that is not a tensor."""
     config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
     sparse = [(cache, indices) for cache, indices in selections if cache and indices]
     if sparse:
@@ -302,7 +303,8 @@ def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
-        # Left: the most tiles of a part if no sequence is split. Right: the most tiles that the plan gives to a part.
+        # Left: tiles of the longest part if no sequence is split. Right: upper bound of the tiles that the plan gives
+        # to a part.
         whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD
         return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:
