@@ -94,8 +94,8 @@ class Word:
 
     def known(self, sizes: Sizes) -> tuple[str, ...]:
         """Return the keys of `sizes` that determine the word's size: the word as text if it is bound itself ("R/2"),
-        otherwise its names. Return () for a number, and for a word that is not bound if one of its names is not
-        either."""
+        otherwise its names. Return () for a number, and for a word that is not bound and contains a name that is not
+        bound."""
         if self.text in sizes:
             return (self.text,)
         return self.names if all(name in sizes for name in self.names) else ()

@@ -3,8 +3,8 @@
 ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU if CuTe DSL
 is installed, and the references otherwise. The environment variable DSA_BACKEND forces one backend. `with
 use_backend(...)` does, too, and takes precedence. If the kernels do not accept a shape, the op raises an error and does
-not run the reference. If other ops have kernels for the GPU but this op has none, at all or for its tensors' dtype, the
-op warns once and runs the reference.
+not run the reference. If other ops have kernels for the GPU but this op has none, either at all or for the dtype of the
+tensors, the op warns once and runs the reference.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ much host time.
     empty_cuda       (sizes, strides, dtype) -> a new tensor on the current GPU
     empty_cpu        the same on the host
     reinterpret      (tensor, sizes, strides, offset) -> a view that begins `offset` elements after the tensor's first
+                     element
     current_device   () -> the index of the current GPU; None in a torch without CUDA
 
 If this torch lacks one of them, or one gives unexpected results for tensors on the host, HAS_SHORTCUTS is False, calls

@@ -177,8 +177,8 @@ def sliding_window_decode(
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None: page b is a ring
                    of sequence b's keys, and key s is at offset s % P of the page
     cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens; may be 0
-    window         maximum number of keys that a query sees, including its own key; at least 1. A ring has P >= window + s_q - 1; with a
-                   block_table, a window above max_pages * P counts as max_pages * P
+    window         maximum number of keys that a query sees, including its own key; at least 1. A ring has P >= window +
+                   s_q - 1; with a block_table, a window above max_pages * P counts as max_pages * P
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
