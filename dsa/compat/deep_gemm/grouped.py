@@ -40,11 +40,11 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
                                 but not the result. None: M rows in all groups together
 
     The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding that follow a group
-    up to the next multiple of the alignment are multiplied with its weight, so a row of zeros gives zeros. The results
-    of all other rows of padding are undefined. If the reference runs, it raises an error for indices of E or more and
-    for indices that decrease; with use_psum_layout, for ends that are negative, decrease, or exceed M. A kernel does
-    not check these values: without use_psum_layout, it leaves rows with such indices unwritten or multiplies them with
-    the weight of an earlier row. It never accesses memory outside its tensors.
+    up to the next multiple of the alignment are multiplied by the group's weight, so a row of zeros gives zeros. The
+    results of all other rows of padding are undefined. If the reference runs, it raises an error for indices of E or
+    more and for indices that decrease; with use_psum_layout, for ends that are negative, decrease, or exceed M. A
+    kernel does not check these values: without use_psum_layout, it leaves rows with wrong indices unwritten, or
+    multiplies them by the weight of an earlier row. It never accesses memory outside its tensors.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)

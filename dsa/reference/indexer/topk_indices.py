@@ -5,7 +5,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Most scores per sort; the sort's int64 indices need 8 bytes per score.
+# Upper limit of the scores per sort. The sort's int64 indices need 8 bytes per score.
 _CHUNK = 2**24
 _MOST_SLOTS = 2**31  # slots that an int32 can index
 _NEVER = torch.iinfo(torch.int32).min
@@ -24,7 +24,7 @@ def topk_indices(
     return_values: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r, as indices that count from
-    starts[r]. With block_table, as cache slots.
+    starts[r] or, with block_table, as cache slots.
 
     Of equal scores the lowest index is picked; -0.0 equals 0.0. -inf is the lowest score and can be picked; NaN is
     never picked. Arguments and results as in `dsa.topk_indices`; the reference has no `out`.

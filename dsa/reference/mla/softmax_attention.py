@@ -5,8 +5,8 @@ A key's value is its first d_v channels. A query without keys has output 0, LSE 
 
 import torch
 
-# Most elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB on a CPU, which fit
-# its caches.
+# Upper limit of the elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB on a
+# CPU, so that they fit in the CPU's caches.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
