@@ -270,8 +270,8 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def unit_inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x, with a stride of 1 in the last dimension if this dimension has a single element. In torch such a stride
-    is arbitrary."""
+    """Return x, with a stride of 1 in the last dimension if this dimension has a single element. In torch the stride of
+    a single element is arbitrary."""
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
@@ -280,7 +280,7 @@ def unit_inner(x: torch.Tensor) -> torch.Tensor:
 def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
     """Return x if its last dimension is contiguous and its rows start at multiples of 16 bytes, otherwise None.
 
-    The strides of dimensions with a single element are arbitrary. If only such strides are wrong, the result is a view
+    The strides of dimensions with a single element are arbitrary. If only these strides are wrong, the result is a view
     of x with other strides.
     """
     multiple = 16 // x.element_size()

@@ -5,7 +5,7 @@ calls. A call is identified by its signature: everything that the checks and the
 (`signature`). An op keeps the signatures of valid calls (`KnownCalls`).
 
 A launch function computes sizes, chooses a kernel and makes views in Python. For arguments of one signature it always
-does the same. `record` runs such a call under a dispatch mode and records its steps: allocations, other operators of
+does the same. `record` runs a call under a dispatch mode and records the call's steps: allocations, other operators of
 torch, and kernel launches. From these steps it makes a function of the same arguments, for instance (c0 is a dtype, c1
 a kernel)
 

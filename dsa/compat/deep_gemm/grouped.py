@@ -139,8 +139,8 @@ def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
     in a row of padding.
 
     Rows of padding count as rows of the group before them; rows before the first group count as group 0. But the last
-    group ends at the first multiple of the alignment after its last row. Most rows of a large buffer can be padding
-    after this row, and the kernel need not multiply them.
+    group ends at the first multiple of the alignment after its last row. After this row, a large buffer can consist
+    mostly of padding, which the kernel need not multiply.
     """
     rows = torch.arange(1, len(m_indices) + 1, dtype=torch.int32, device=m_indices.device)
     used = torch.where(m_indices < 0, 0, rows).amax()

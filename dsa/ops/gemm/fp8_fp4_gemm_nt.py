@@ -39,7 +39,7 @@ E8M0 = (torch.float8_e8m0fnu,)
 
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Up to this many expected rows per matrix on average, the kernel that widens weights in registers
+# Up to FEW_ROWS expected rows per matrix on average, the kernel that widens weights in registers
 # (fp8_fp4_gemm_few_rows_sm90.py) is faster than the kernel that widens them in shared memory (fp8_fp4_gemm_sm90.py).
 # Both accept any number of rows.
 FEW_ROWS = 24

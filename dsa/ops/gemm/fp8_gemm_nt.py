@@ -321,7 +321,7 @@ def gathered_rows(
 
 def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
     """Return copies of the rows `rows` of q and s, or q and s themselves if `rows` is None. An index outside q is
-    clamped, because the result of such a row is undefined anyway."""
+    clamped; the result of the index's row is undefined anyway."""
     if rows is None:
         return q, s
     rows = rows.clamp(0, len(q) - 1)

@@ -199,7 +199,7 @@ def _angle_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
-    """Return x with the row length as the stride of each dimension of size 1. In torch such a stride is arbitrary; for
-    the kernels it must be a multiple of 16 bytes."""
+    """Return x with the row length as the stride of each dimension of size 1. In torch the stride of a single element
+    is arbitrary; for the kernels it must be a multiple of 16 bytes."""
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape[:-1])]
     return x if strides == list(x.stride()[:-1]) else x.as_strided(x.shape, (*strides, 1))

@@ -97,7 +97,7 @@ def attend(
 
 
 def aligned(q: torch.Tensor) -> torch.Tensor:
-    """Return q, or a copy if its rows are not contiguous at multiples of 16 bytes."""
+    """Return q, or a contiguous copy if the rows of q are not contiguous or do not start at multiples of 16 bytes."""
     rows = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if rows is None else rows
 

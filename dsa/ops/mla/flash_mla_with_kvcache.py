@@ -25,12 +25,12 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence with which the plan is made, in key tiles. The choice depends on the tiles that the block
-# table has room for, per part of the plan on average: OVERHEAD_OF_SHORT for at most HALVED tiles; OVERHEAD_OF_LONG for
-# more than SHORT tiles if sequences are split; OVERHEAD otherwise, also if the block table is unknown (old style).
+# Fixed cost per sequence, in key tiles, with which the plan is made. It depends on the number of key tiles that the
+# block table has room for, divided by the number of parts of the plan. At most HALVED: OVERHEAD_OF_SHORT. Above SHORT,
+# if sequences are split: OVERHEAD_OF_LONG. Otherwise, and if the block table is unknown (old style): OVERHEAD.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Up to this many tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can
-# start on the other SMs.
+# Up to HALVED tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can start
+# on the other SMs.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -40,7 +40,8 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
     New style, without arguments: returns (FlashMLASchedMeta(), None). The first call of `flash_mla_with_kvcache` that
     gets the object stores the call's shapes in it, and later calls must have the same shapes. The first dense call
-    without enable_batch_invariant also makes a plan and stores it, and later such calls use the plan.
+    without enable_batch_invariant also makes a plan and stores it, and later dense calls without enable_batch_invariant
+    use this plan.
 
     Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
     by position or by name: returns (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).

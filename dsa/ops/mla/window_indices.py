@@ -59,10 +59,10 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
 
     Returns [total_q, window] int32, contiguous: the rows of kv to which `sliding_window_attention` attends, ascending,
     with -1 after the last one. Each index is below the largest number in cu_seqlens_k, and so fits in int32. Boundaries
-    that decrease or lie outside [0, total_q] raise no error. A query belongs to the non-empty sequence that begins last
-    at or before the query, if that sequence ends after the query. So a boundary below 0 or beyond total_q changes only
-    the lists of the sequences before and after it. An index is still -1 or at least 0, and no memory outside the
-    arguments is read.
+    that decrease or lie outside [0, total_q] raise no error. Of the non-empty sequences that begin at or before a
+    query, only the sequence that begins last can contain the query. If it ends at or before the query, the query
+    belongs to no sequence. So a boundary below 0 or beyond total_q changes only the lists of the sequences before and
+    after it. An index is still -1 or at least 0, and no memory outside the arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.

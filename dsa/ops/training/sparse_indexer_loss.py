@@ -45,7 +45,7 @@ SPARSE_INDEXER_LOSS_GRADIENT = Arguments(
     deterministic=Flag(),
 )
 
-# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers. The scale is chosen such
+# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers. The scale is chosen so
 # that the sums stay below 2^62. It is limited to 2^-126 to 2^126, so that it is a normal fp32 number.
 SUM_BITS, SCALE_BITS = 62, 126
 

@@ -74,7 +74,7 @@ def _select(
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()
-    # Turn each score into an int32 such that the integers have the order of the scores. Columns that are no candidates
+    # Turn each score into an int32 so that the integers have the order of the scores. Columns that are no candidates
     # get the lowest int32, which is below the integer of -inf. Adding 0.0 turns -0.0 into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(~exists, _NEVER)

@@ -45,7 +45,7 @@ def gather_attend(
     An index below 0 or at least N names no key. Chunks of queries limit the memory.
     """
     keys = kv.shape[0]
-    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # row N is the zeros that invalid indices gather
+    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # invalid indices gather row N, which is zeros
     chunk = queries_at_a_time(indices.shape[1], kv.shape[1], kv.device)
     parts = []
     for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):
