@@ -555,7 +555,7 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
 
 
 def _check_most(name: str, spec: Int, value: int, sizes: Sizes) -> None:
-    """Check that an int is at most the size of the word in its spec's `most`."""
+    """Check that an int is at most the size of the word in `spec.most`."""
     if isinstance(spec.most, str) and value > sizes[spec.most]:
         of = sizes.origin[spec.most]
         raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")

@@ -18,7 +18,7 @@ from dsa.runtime import backends
 from dsa.runtime.declare import dtype_name
 
 # The smallest number of indices, queries times K, for which grouping is tried. If queries share too few keys, the
-# attempt costs 15 us without a gain. Attention with LEAST_INDICES indices takes 600 us.
+# attempt costs 15 us without a gain. This is little, because attention with LEAST_INDICES indices takes 600 us.
 LEAST_INDICES = 2**22
 # The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
 # the group's indices once per 65536 (groups of 8) or 131072 (groups of 4) keys of the cache, selected or not. With more

@@ -52,7 +52,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
                                decoding does not use it
     A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; the tile of 64 keys
     of this sequence where the work begins; the last sequence; the tile of this sequence where the work ends (2^30: at
-    the end of the sequence, also if its length changes later); how many splits of the first sequence belong to earlier
+    the end of the sequence, even if its length changes later); how many splits of the first sequence belong to earlier
     parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] counts the splits of all
     sequences before b that are split.
 

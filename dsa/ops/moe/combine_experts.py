@@ -39,9 +39,9 @@ def combine_experts(
     residual[t] + out[t].
 
     y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order. A row that is not
-             in `rows` may contain anything, also NaN; its gradient is zero
+             in `rows` may contain anything, even NaN; its gradient is zero
     rows     [T, k] int32 or int64, any k: rows[t] are the rows of y with the outputs for token t. A row outside [0, M)
-             is not read and counts as zero, also if its weight is NaN or infinite
+             is not read and counts as zero, even if its weight is NaN or infinite
     weights  [T, k] fp32, or None: weights of 1, for rows that are multiplied by their weights already
     shared   [T, H] of y's dtype, the shared expert's output, or None: zero
     residual [T, H] of y's dtype, or None: the rounded sum is added to this stream, and the result is rounded again

@@ -13,7 +13,7 @@ from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # lower bound of the workspace's budget, in bytes
-SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if that is more than LEAST_WORKSPACE
+SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if this is more than LEAST_WORKSPACE
 INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # Hi: before padding
 
 

@@ -212,7 +212,7 @@ def _sparse_mla_attention_gradient(
     grad_lse: torch.Tensor | None,
     deterministic: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, kv and attn_sink. Without a sink the last one is an empty tensor."""
+    """Return the gradients of q, kv and attn_sink. Without a sink the third result is an empty tensor."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad_lse = None if grad_lse is None else grad_lse.T
