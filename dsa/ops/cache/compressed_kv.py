@@ -144,7 +144,7 @@ def compress_kv(
                 last n of them
     state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and Z
                 of the token at position p; the op writes the rows of the new tokens. None: all sequences begin in this
-                call. With K - 1 rows more than this minimum, a sequence can be continued after any of its last K
+                call. With K - 1 rows more than this minimum, a sequence can be continued after any of the last K
                 tokens, and the later tokens are dropped
     state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
                 example padding, overwrite each other's state
@@ -205,7 +205,7 @@ def write_compressed_kv(
                  the new ones; `state` contains the last n of them
     state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and
                  Z of the token at position p; the op writes the rows of the new tokens. With K - 1 rows more than this
-                 minimum, a sequence can be continued after any of its last K tokens, and the later tokens are dropped
+                 minimum, a sequence can be continued after any of the last K tokens, and the later tokens are dropped
     state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
                  example padding, overwrite each other's state
     overlap      whether an entry is computed from two blocks

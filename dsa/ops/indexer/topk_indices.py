@@ -93,8 +93,8 @@ def topk_indices(
     with fewer than k candidates end in -1, and values are -inf where the index is -1. -0.0 equals 0.0. -inf is the
     lowest score and may be picked. NaN is never picked, so a row with NaN may have fewer than k indices. With
     block_table, an index becomes -1 if its page is negative or outside the table, if its slot is 2^31 or more, or if
-    row_to_seq of the row is not a row of block_table. The slots have the order of their indices, and a -1 stays in the
-    place of its index.
+    row_to_seq of the row is not a row of block_table. The slots have the order of their indices, and a -1 stays where
+    its index was.
     In prefill, pass starts and lengths of each query's keys. In decoding, pass lengths. In speculative decoding with
     next_n rows per sequence, pass lengths per row and row_to_seq = r // next_n.
 
