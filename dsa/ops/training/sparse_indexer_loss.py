@@ -90,7 +90,8 @@ def sparse_indexer_loss(
     None. The backward pass runs one kernel, which sums k_idx's gradient in fp32, without a fixed order, unless
     `deterministic` is set. If the heads of a query give less than e^-129 of their attention to each of the query's
     keys, the query's gradients are 0. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
-    synchronisation. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+    synchronisation.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     kl, _ = _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
     return kl
