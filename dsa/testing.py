@@ -30,7 +30,7 @@ def assert_close(
     name: str, got: torch.Tensor, expected: torch.Tensor, *, abs_tol: float, rel_tol: float, cos_tol: float = 1e-6
 ) -> float:
     """Raise AssertionError unless every finite entry differs from the expected entry by at most `abs_tol`, or by at
-    most `rel_tol` times that entry's magnitude, and `calc_diff` is at most `cos_tol`.
+    most `rel_tol` times the expected entry's magnitude, and `calc_diff` is at most `cos_tol`.
 
     Non-finite entries must be equal; NaN equals NaN. Return the largest absolute error over the finite entries. Source:
     the rule of FlashMLA's tests.

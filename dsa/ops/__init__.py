@@ -13,7 +13,7 @@ def op_modules() -> dict[str, str]:
 
 
 def op_module(op: str) -> str:
-    """Return the name of the op's module. Raises ValueError, with a list of the ops, if there is no such op."""
+    """Return the name of the op's module. Raises ValueError, with a list of the ops, if `op` is not an op."""
     modules = op_modules()
     if op not in modules:
         raise ValueError(f"op: must be one of {', '.join(modules)}, got {op!r}")

@@ -94,8 +94,8 @@ class Word:
 
     def known(self, sizes: Sizes) -> tuple[str, ...]:
         """Return the keys of `sizes` that determine the word's size: the word as text if it is bound itself ("R/2"),
-        otherwise its names. Return () for a number, and for a word that is not bound if one of its names is not
-        either."""
+        otherwise its names. Return () for a number, and for a word that is not bound and contains a name that is not
+        bound."""
         if self.text in sizes:
             return (self.text,)
         return self.names if all(name in sizes for name in self.names) else ()
@@ -555,7 +555,7 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
 
 
 def _check_most(name: str, spec: Int, value: int, sizes: Sizes) -> None:
-    """Check that an int is at most the size of the word in its spec's `most`."""
+    """Check that an int is at most the size of the word in `spec.most`."""
     if isinstance(spec.most, str) and value > sizes[spec.most]:
         of = sizes.origin[spec.most]
         raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")

@@ -1,10 +1,10 @@
 """Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
-ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on such a GPU if CuTe DSL
-is installed, and the references otherwise. The environment variable DSA_BACKEND forces one backend. `with
+ARCHS lists the GPUs for which an op has kernels. By default, ops run the kernels for tensors on one of these GPUs if
+CuTe DSL is installed, and the references otherwise. The environment variable DSA_BACKEND forces one backend. `with
 use_backend(...)` does, too, and takes precedence. If the kernels do not accept a shape, the op raises an error and does
-not run the reference. If other ops have kernels for the GPU but this op has none, at all or for its tensors' dtype, the
-op warns once and runs the reference.
+not run the reference. If other ops have kernels for the GPU but this op has none, either at all or for the dtype of the
+tensors, the op warns once and runs the reference.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"{arch} ({ARCH_NAMES[arch]})" if arch in ARCH_NAMES else arch for arch in names)
 
 
-# A look-up in `os.environ` takes a microsecond, most of it to encode the name. So encode the name once.
+# A look-up in `os.environ` takes a microsecond, mostly to encode the name. So encode the name once.
 _environment, _VARIABLE = os.environ._data, os.environ.encodekey("DSA_BACKEND")
 
 

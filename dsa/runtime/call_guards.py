@@ -29,7 +29,7 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
         return None
     tensors: dict[str, torch.Tensor] = {}  # without repetitions, as torch's guards require
     names: dict[str, Any] = {}
-    kinds, numbers = [], []  # conditions on lists, which are checked first; conditions on numbers and repeated tensors
+    kinds, numbers = [], []  # conditions on lists, to be checked first; conditions on numbers and repeated tensors
     for i, x in enumerate(arguments):
         items = [(f"a{i}", x)]
         if type(x) in (list, tuple):

@@ -13,7 +13,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # the largest int argument; kernels count in int32
-MOST_SLOTS = INT_MAX + 1  # most slots of a paged cache, so that a slot's index fits in int32
+MOST_SLOTS = INT_MAX + 1  # upper limit of the slots of a paged cache, so that a slot's index fits in int32
 # Layouts that kernels require of a tensor's memory. References accept any layout.
 ANY = "any strides"
 INNER = "the last dimension contiguous"
@@ -84,7 +84,8 @@ def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | 
 
 
 def torch_device(name: str, value: object) -> torch.device:
-    """Return `value`, a torch.device, its name or the number of a GPU, as a torch.device. The device need not exist."""
+    """Return `value` as a torch.device. It may be a torch.device, the name of one, or the number of a GPU. The device
+    need not exist."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -190,8 +191,8 @@ def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None
 
 
 def check_pair(name: str, value: object, what: str) -> tuple:
-    """Return `value` as a tuple. Raises TypeError unless it is a tuple or a list of two. what: the two, for the
-    message"""
+    """Return `value` as a tuple. Raises TypeError unless it is a tuple or a list of two. what: the two values in words,
+    for the message"""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: must be a pair {what}, got {got}")
@@ -269,8 +270,8 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def unit_inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x. If the last dimension has a single element, its stride is arbitrary: return a view in which the stride
-    is 1."""
+    """Return x, with a stride of 1 in the last dimension if this dimension has a single element. In torch the stride of
+    a single element is arbitrary."""
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
@@ -279,7 +280,7 @@ def unit_inner(x: torch.Tensor) -> torch.Tensor:
 def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
     """Return x if its last dimension is contiguous and its rows start at multiples of 16 bytes, otherwise None.
 
-    The strides of dimensions with a single element are arbitrary. If only such strides are wrong, the result is a view
+    The strides of dimensions with a single element are arbitrary. If only these strides are wrong, the result is a view
     of x with other strides.
     """
     multiple = 16 // x.element_size()

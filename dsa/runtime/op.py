@@ -319,8 +319,8 @@ def op(
 ) -> Callable[[Launch], Op]:
     """Declare the op NAME by the function `_NAME`, which launches its kernels for Hopper.
 
-    `reference`, `results` and `rule` get the arguments that their parameters name. Raises TypeError if such a parameter
-    is not an argument, or if the parameters of the launch are not all arguments and outputs in their order.
+    `reference`, `results` and `rule` get the arguments that their parameters name. Raises TypeError if one of these
+    parameters is not an argument, or if the parameters of the launch are not all arguments and outputs in their order.
 
     arguments       specs of the arguments
     reference       a function in PyTorch that computes the same results
@@ -336,7 +336,7 @@ def op(
                     reference
     recorded        whether repeated calls are recorded. False if the launch depends on more than the signature of its
                     arguments, such as on torch's settings
-    dtypes          the dtypes of the first tensor that the kernels accept, if its spec allows more. With other dtypes
+    dtypes          the dtypes that the kernels accept for the first tensor, if its spec allows more. With other dtypes
                     the reference runs, with a warning if the GPU has kernels
     public          the name of the public function that the op is a part of, if it is not NAME; errors and warnings use
                     it

@@ -5,7 +5,7 @@ calls. A call is identified by its signature: everything that the checks and the
 (`signature`). An op keeps the signatures of valid calls (`KnownCalls`).
 
 A launch function computes sizes, chooses a kernel and makes views in Python. For arguments of one signature it always
-does the same. `record` runs such a call under a dispatch mode and records its steps: allocations, other operators of
+does the same. `record` runs a call under a dispatch mode and records the call's steps: allocations, other operators of
 torch, and kernel launches. From these steps it makes a function of the same arguments, for instance (c0 is a dtype, c1
 a kernel)
 
@@ -177,7 +177,8 @@ def noted(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of the tensor named `of`: it begins `offset` elements after the tensor's first and has these strides."""
+    """A view of the tensor named `of`: it begins `offset` elements after the tensor's first element, and has this shape
+    and these strides."""
 
     of: str
     shape: tuple[int, ...]
@@ -363,7 +364,7 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `view` is a view of `source` in the same dtype, without gradients. In inference mode torch marks the
-    operators `contiguous` and `reshape` as views, also where they have copied."""
+    operators `contiguous` and `reshape` as views, even where they have copied."""
     same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 

@@ -4,7 +4,7 @@ much host time.
     TensorGuards     checks tensors' types, dtypes, devices, sizes, strides, dispatch keys and requires_grad, in C++
     empty_cuda       (sizes, strides, dtype) -> a new tensor on the current GPU
     empty_cpu        the same on the host
-    reinterpret      (tensor, sizes, strides, offset) -> a view that begins `offset` elements after the tensor's first
+    reinterpret      (tensor, sizes, strides, offset) -> a view that begins with element `offset` of the tensor
     current_device   () -> the index of the current GPU; None in a torch without CUDA
 
 If this torch lacks one of them, or one gives unexpected results for tensors on the host, HAS_SHORTCUTS is False, calls

@@ -14,9 +14,9 @@ As in DeepGEMM on Hopper,
 - FP4 values, scales packed four to an int32, `alpha` and epilogues are refused.
 
 These products run the kernels of `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`, and each row of d has the same bits
-as with these ops. The recipe (1, 1, 128), in which b has a scale per row, for gradients of weights accumulated in fp32,
-has no kernel here: PyTorch dequantizes both operands and multiplies them in fp32 without tensor cores, many times
-slower than DeepGEMM (`gradients`).
+as with these ops. In the recipe (1, 1, 128), which is for gradients of weights, b has a scale per row, and d is
+accumulated in fp32. This recipe has no kernel here: PyTorch dequantizes both operands and multiplies them in fp32
+without tensor cores, many times slower than DeepGEMM (`gradients`).
 Beyond DeepGEMM, d may also be fp32 or fp16, N may be any multiple of 8 and K any multiple of 16, and groups may begin
 at any row. `compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` have no effect: no row of padding is zeroed.
 

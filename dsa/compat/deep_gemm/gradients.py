@@ -39,8 +39,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     b               (e4m3, fp32 [N, sum(K_g) / 128]), likewise
     d               fp32 [G, M, N]
     ks_cpu          K_g of each group: G multiples of 128; 0 is allowed
-    grouped_layout  int32 [G] on the device: the same numbers as ks_cpu, which DeepGEMM's kernel reads. They are not
-                    read here
+    grouped_layout  int32 [G] on the device: the numbers of ks_cpu again, for DeepGEMM's kernel. They are not read here
     c               fp32 [G, M, N], which may be d itself; None: 0
 
     `use_psum_layout` must be False, as in DeepGEMM on Hopper. PyTorch computes one product per group in fp32.
@@ -120,8 +119,8 @@ def _check_flat(name: str, values: torch.Tensor, scales: torch.Tensor, rows: int
 
 
 def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[str, torch.Tensor]) -> None:
-    """Check d and c. d is written before the operands are read, so d must not overlap them. d may be c itself, but not
-    overlap c in any other way."""
+    """Check d and c. d is written before the operands are read, so d must not overlap them. d may be c itself;
+    otherwise it must not overlap c."""
     q = operands["a[0]"]
     check_result(d, q)
     for name, x in operands.items():

@@ -40,11 +40,11 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
                                 but not the result. None: M rows in all groups together
 
     The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding that follow a group
-    up to the next multiple of the alignment are multiplied with its weight, so a row of zeros gives zeros. The results
-    of all other rows of padding are undefined. If the reference runs, it raises an error for indices of E or more and
-    for indices that decrease; with use_psum_layout, for ends that are negative, decrease, or exceed M. A kernel does
-    not check these values: without use_psum_layout, it leaves rows with such indices unwritten or multiplies them with
-    the weight of an earlier row. It never accesses memory outside its tensors.
+    up to the next multiple of the alignment are multiplied by the group's weight, so a row of zeros gives zeros. The
+    results of all other rows of padding are undefined. If the reference runs, it raises an error for indices of E or
+    more and for indices that decrease; with use_psum_layout, for ends that are negative, decrease, or exceed M. A
+    kernel does not check these values: without use_psum_layout, it leaves rows with wrong indices unwritten, or
+    multiplies them by the weight of an earlier row. It never accesses memory outside its tensors.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
@@ -139,8 +139,8 @@ def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
     in a row of padding.
 
     Rows of padding count as rows of the group before them; rows before the first group count as group 0. But the last
-    group ends at the first multiple of the alignment after its last row. Most rows of a large buffer can be padding
-    after this row, and the kernel need not multiply them.
+    group ends at the first multiple of the alignment after its last row. After this row, a large buffer can consist
+    mostly of padding, which the kernel need not multiply.
     """
     rows = torch.arange(1, len(m_indices) + 1, dtype=torch.int32, device=m_indices.device)
     used = torch.where(m_indices < 0, 0, rows).amax()

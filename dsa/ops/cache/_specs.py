@@ -61,8 +61,7 @@ def row_layout(cache: torch.Tensor) -> str:
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """Return the layout that kernels require of a cache if each page of a byte cache must be contiguous, V3.2 and V4
-    alike."""
+    """Return the layout of a cache for kernels that require contiguous pages in every byte cache, V3.2 and V4."""
     return PAGES if cache.dtype in BYTE_DTYPES else ROWS
 
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V4's compressor: each block of m tokens gives one cache entry, computed from this block or from this block
-and the one before."""
+"""DeepSeek-V4's compressor: each block of m tokens gives one cache entry, computed from this block alone, or from this
+block and the block before it."""
 
 import torch
 
@@ -38,8 +38,8 @@ __all__ = ["compress_kv", "write_compressed_kv"]
 
 
 def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) -> int:
-    """Return d, the channels of an entry. Raises ValueError for blocks without tokens or channels, and for a state with
-    too few rows."""
+    """Return d, the number of channels of an entry. Raises ValueError for blocks without tokens or channels, and for a
+    state with too few rows."""
     m, c = ape.shape
     if m == 0 or c == 0 or (overlap and c % 2):
         raise ValueError(
@@ -144,8 +144,8 @@ def compress_kv(
                 last n of them
     state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and Z
                 of the token at position p; the op writes the rows of the new tokens. None: all sequences begin in this
-                call. With K - 1 rows more than this least n, a sequence can be continued after any of its last K
-                tokens, which drops the later ones
+                call. With K - 1 rows more than this minimum, a sequence can be continued after any of the last K
+                tokens, and the later tokens are dropped
     state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
                 example padding, overwrite each other's state
     overlap     whether an entry is computed from two blocks
@@ -192,7 +192,7 @@ def write_compressed_kv(
     ape          [m, c] fp32
     norm_weight  [d] fp32
     cos, sin     [T, R / 2] fp32: the row of a token that completes entry i contains the cos and sin of position i * m,
-                 that of the block's first token; the rows of other tokens are not used. Rope rotates the last R
+                 the position of the block's first token. The rows of other tokens are not used. Rope rotates the last R
                  channels in pairs (2i, 2i + 1)
     cache        [pages, P, 1, d | 584] in a layout of `write_kv_cache`, or [pages, P, 1, d + 4] bytes in the layout of
                  `write_indexer_cache`: then entries are Hadamard-transformed and rounded to e4m3 with one power-of-two
@@ -205,7 +205,7 @@ def write_compressed_kv(
                  the new ones; `state` contains the last n of them
     state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: row p mod n of a sequence's slot contains KV and
                  Z of the token at position p; the op writes the rows of the new tokens. With K - 1 rows more than this
-                 least n, a sequence can be continued after any of its last K tokens, which drops the later ones
+                 minimum, a sequence can be continued after any of the last K tokens, and the later tokens are dropped
     state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, for
                  example padding, overwrite each other's state
     overlap      whether an entry is computed from two blocks
@@ -217,10 +217,11 @@ def write_compressed_kv(
     raise for these: it skips entries with invalid slots and sequences with invalid state slots, writes nothing for a
     sequence whose boundaries decrease or lie outside [0, T], and writes unspecified entries for a sequence with an
     invalid start. All other entries and states are right.
-    On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
-    and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. The
-    kernel and the reference sum in different orders, so a value occasionally rounds to an adjacent representable
-    number. Deterministic. CUDA-graph safe with new lengths and slots, no host synchronisation, no workspace.
+    On Hopper: one kernel; kv fp32 or bf16; d = 512 (m = 4 with overlap, or m = 128 without), into entries of floats or
+    of 584 bytes; d = 128 (m = 4 with overlap), into entries of bf16 or of 132 bytes; R = 64; rows and pages at
+    multiples of 16 bytes. The kernel and the reference sum in different orders, so a value occasionally rounds to an
+    adjacent representable number. Deterministic. CUDA-graph safe with new lengths and slots, no host synchronisation,
+    no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     _write_compressed_kv(

@@ -42,9 +42,9 @@ def slot_mapping(
     page_size      rows per page, at least 1
     ratio          tokens per row, at least 1. The token that ends a row, (p + 1) % ratio == 0, has the row's slot; the
                    row's other tokens have no slot
-    ring           the pages of a sequence are a ring of R = max_pages * page_size rows that stores the last R rows: the
-                   formula uses r mod R instead of r. A token whose row is overwritten by a later cached token has no
-                   slot
+    ring           True: the pages of a sequence are a ring of R = max_pages * page_size rows, which stores the last R
+                   rows: the formula uses r mod R instead of r. A token whose row is overwritten by a later cached token
+                   has no slot
 
     Returns [num_tokens] int64, contiguous: slots for `write_kv_cache` and `read_kv_cache`. A token without a slot gets
     -1. A token also has no slot if its position or page is negative, if its page is outside the table, or if its

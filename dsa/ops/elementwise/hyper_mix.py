@@ -22,8 +22,8 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 
 __all__ = ["hyper_mix"]
 
-FEW_TOKENS = 64  # up to this many tokens the kernel for few tokens is faster than the other kernels
-CLUSTERS = 14  # most clusters of 8 CTAs per launch, so that all run in one wave; an H200 runs up to 15 at once
+FEW_TOKENS = 64  # the kernel for few tokens is faster than the other kernels up to FEW_TOKENS tokens
+CLUSTERS = 14  # limit of the clusters of 8 CTAs per launch, so that all run in one wave; an H200 runs up to 15 at once
 BF16 = (torch.bfloat16,)
 
 
@@ -45,8 +45,8 @@ def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
     v is the concatenation of a token's n streams. W is the sum of three bf16 matrices: high = bf16(W), middle =
     bf16(W - high), low = bf16(W - high - middle). This sum represents an fp32 number of magnitude 2^-110 to 3.39e38
-    (bf16's largest number) with a relative error of at most 2^-24. The product of one of these matrices' numbers and a
-    bf16 number is exact in fp32.
+    (bf16's largest number) with a relative error of at most 2^-24. The product of a number in these matrices and a bf16
+    number is exact in fp32.
 
     streams  X [T, n, D] bf16
     parts    [3, C, n D] bf16: high, middle, low

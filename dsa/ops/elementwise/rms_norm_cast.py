@@ -1,4 +1,4 @@
-"""Root mean square norm and the FP8 cast of its result, optionally after adding a residual stream."""
+"""Root mean square norm and the FP8 cast of the result, optionally after adding a residual stream."""
 
 import torch
 

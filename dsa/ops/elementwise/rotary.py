@@ -74,7 +74,8 @@ def apply_rotary(
 
     Returns out, or a new contiguous tensor. Differentiable in x if out is None: the backward pass applies the inverse
     rotation to the gradient.
-    Raises TypeError or ValueError for other types, dtypes and shapes, and for an out if gradients are asked for.
+    Raises TypeError or ValueError for other types, dtypes and shapes, and for a tensor `out` if gradients are asked
+    for.
     On Hopper: one kernel, bit-identical to the reference. R at least 2; D even (in place any D); last dimensions of x
     and out contiguous; all dimensions between T and D mergeable into one. Fast for rows at multiples of 16 bytes with R
     and D multiples of 8; other rows are read one channel at a time. cos and sin are copied if the kernel cannot read
@@ -171,8 +172,8 @@ def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tenso
 
 
 def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Return cos or sin, or a copy if the kernel cannot read the layout. They are small, so a copy costs little. wide:
-    whether the kernel accesses groups of 8 channels"""
+    """Return x (cos or sin), or a copy of x if the kernel cannot read the layout of x. A copy costs little, because x
+    is small. wide: whether the kernel accesses groups of 8 channels"""
     given = rows_at_16_bytes(x) if wide else unit_inner(x)
     if given is None or given.stride(1) != 1:
         return x.clone(memory_format=torch.contiguous_format)

@@ -31,8 +31,8 @@ def check_rows(
 
 
 def check_expected_rows(q: torch.Tensor, rows: torch.Tensor | None, expected_rows: int | None) -> None:
-    """Raise ValueError if expected_rows is above M, the number of rows of the result: that of `rows`, or without it
-    that of q."""
+    """Raise ValueError if expected_rows is above M, the number of rows of the result. M is the length of `rows`, or the
+    number of rows of q if `rows` is None."""
     count, origin = (len(q), "a[0], without rows") if rows is None else (len(rows), "rows")
     if expected_rows is not None and expected_rows > count:
         raise ValueError(f"expected_rows: must be at most M = {count}, got {expected_rows} (sizes as of {origin})")

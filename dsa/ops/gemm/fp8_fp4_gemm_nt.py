@@ -39,7 +39,7 @@ E8M0 = (torch.float8_e8m0fnu,)
 
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Up to this many expected rows per matrix on average, the kernel that widens weights in registers
+# Up to FEW_ROWS expected rows per matrix on average, the kernel that widens weights in registers
 # (fp8_fp4_gemm_few_rows_sm90.py) is faster than the kernel that widens them in shared memory (fp8_fp4_gemm_sm90.py).
 # Both accept any number of rows.
 FEW_ROWS = 24
@@ -84,8 +84,8 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     packed  [..., N, K / 2] int8 or uint8: two e2m1 codes a byte, the low nibble the even channel; K a multiple of 32
     scale   [..., N, K / 32] float8_e8m0fnu: one scale per 32 channels of a row
 
-    Groups whose values are all zero are ignored. A block with only such groups gets 2^-126, the lowest scale. Returns
-    [..., ceil(N / 128), ceil(K / 128)] fp32: the scale of `widen_fp4`, and the block_scale of
+    Groups whose values are all zero are ignored. A block whose values are all zero gets 2^-126, the lowest scale.
+    Returns [..., ceil(N / 128), ceil(K / 128)] fp32: the scale of `widen_fp4`, and the block_scale of
     `grouped_fp8_fp4_gemm_nt`. The last block of a row or column of blocks may be smaller.
     Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block whose largest
     group scale is more than 2^14 times the smallest, because e4m3 cannot represent such a block with one scale. The
@@ -124,8 +124,9 @@ def grouped_fp8_fp4_gemm_nt(
 
     a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
     b              (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
-                   [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel;
-                   one scale per 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
+                   [E, ceil(N / 128), ceil(K / 128)] fp32). packed has two e2m1 codes a byte, the low nibble for the
+                   even channel; scale has one number per 32 channels of a row; block_scale is `fp4_block_scales(packed,
+                   scale)`. K is a multiple of 32
     ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end. One, several or
                    all weights may have no rows
     out_dtype      float32, bfloat16 or float16
@@ -140,8 +141,9 @@ def grouped_fp8_fp4_gemm_nt(
     kernel widens them to e4m3 for the tensor cores and multiplies the values by the ratio of their group's scale to the
     block's scale.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
-    ends and rows like `grouped_fp8_gemm_nt`, and for block scales other than those of `fp4_block_scales`, which refuses
-    blocks that e4m3 cannot represent. With other block scales the kernel's result is undefined.
+    invalid ends and rows, as that of `grouped_fp8_gemm_nt` does, and for block scales other than those of
+    `fp4_block_scales`, which refuses blocks that e4m3 cannot represent. With other block scales the kernel's result is
+    undefined.
     On Hopper: K a multiple of 32, N a multiple of 8, E up to 1024, E N below 2^31; packed and scale contiguous,
     starting at a multiple of 16 bytes; no host synchronisation. Every call copies the scales of a and b unless K is a
     multiple of 512. The op chooses the kernel and the work tiles by the expected rows: a small-M kernel runs for up to

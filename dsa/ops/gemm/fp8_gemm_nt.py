@@ -110,7 +110,7 @@ def dequantize_per_block(
     dtype  dtype of the result: fp32, bf16, fp16 or float64
     block  rows and columns of a tile; the last tiles may be smaller
 
-    Returns [O, I] in `dtype`. `per_block_cast_to_fp8` makes such q and scale.
+    Returns [O, I] in `dtype`. q and scale can come from `per_block_cast_to_fp8`.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
     DEQUANTIZE_PER_BLOCK.check(q, scale, dtype, block)
@@ -173,9 +173,9 @@ def grouped_fp8_gemm_nt(
     On Hopper: no padding of rows and no host synchronisation; K and N as for `fp8_gemm_nt`, E up to 1024, E N below
     2^31. The time depends only on the experts' rows. The op chooses the kernel and the work tiles by the expected rows;
     the choice changes no bit. With `rows` and up to 4096 expected rows, the kernel gathers the rows of a. With more
-    expected rows the call first copies all M of them, also those of no expert, because this is faster. Without `rows`
-    and `weights`, a small-M kernel runs if E > 1 and at most 64 rows in all, or at most 8 per weight on average, are
-    expected.
+    expected rows the call first copies all M rows, also those that belong to no expert, because this is faster. Without
+    `rows` and `weights`, a small-M kernel runs if E > 1 and at most 64 rows in all, or at most 8 per weight on average,
+    are expected.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index per row.
     """
     return _grouped_fp8_gemm_nt(*pair("a", a), *pair("b", b), ends, out_dtype, rows, weights, expected_rows)
@@ -233,8 +233,7 @@ def _grouped_fp8_gemm_nt(
 
 
 def write_product(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the product of `fp8_gemm_nt`, of q [M, K] with scales s and w [N, K] with scales ws, to out [M, N]. q and w
-    may be slices of wider tensors."""
+    """Write `fp8_gemm_nt((q, s), (w, ws))` to out [M, N]. q [M, K] and w [N, K] may be slices of wider tensors."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm
@@ -264,9 +263,9 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the product of `grouped_fp8_gemm_nt`, of q with scales s and w [E, N, K] with scales ws, to out [M, N].
-    With `rows` [M], row m of the product uses row rows[m] of q; otherwise q is [M, K]. With `weights` [M], row m of the
-    product is multiplied by weights[m]."""
+    """Write `grouped_fp8_gemm_nt((q, s), (w, ws), ends)` to out [M, N]. w is [E, N, K]. With `rows` [M], row m of the
+    product uses row rows[m] of q; otherwise q is [M, K]. With `weights` [M], row m of the product is multiplied by
+    weights[m]."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 
@@ -294,14 +293,14 @@ def write_grouped_product(
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
-    """Return the number of rows by which kernel and tile are chosen: expected_rows, but at least 1, or if that is None
-    all `count` rows. Every choice gives right results for any number of rows."""
+    """Return the number of rows for which kernel and tile are chosen: all `count` rows if expected_rows is None,
+    otherwise expected_rows, but at least 1. Every choice gives right results for any number of rows."""
     return count if expected_rows is None else max(expected_rows, 1)
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether to run the small-M kernel of grouped products: so few rows are expected that nearly all of the time goes
-    into loading the weights. This kernel does not gather `rows`, and callers do not use it with `weights`."""
+    """Return whether to run the small-M kernel of grouped products. It is faster if there are so few rows that loading
+    the weights takes nearly all of the time. It does not gather `rows`, and callers do not use it with `weights`."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
@@ -322,7 +321,7 @@ def gathered_rows(
 
 def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
     """Return copies of the rows `rows` of q and s, or q and s themselves if `rows` is None. An index outside q is
-    clamped, because the result of such a row is undefined anyway."""
+    clamped; the result of the index's row is undefined anyway."""
     if rows is None:
         return q, s
     rows = rows.clamp(0, len(q) - 1)

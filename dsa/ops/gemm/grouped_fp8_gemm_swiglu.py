@@ -97,8 +97,8 @@ def grouped_fp8_gemm_swiglu(
     computed for them, and their q and scale are undefined (NaN in the reference).
     NaN and infinity have the same effect as in `swiglu_cast_to_fp8`. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
-    ends and rows like `grouped_fp8_gemm_nt`. With the kernel, if ends do not ascend, the results of rows that belong to
-    no expert are undefined, and no error is raised.
+    invalid ends and rows, as that of `grouped_fp8_gemm_nt` does. With the kernel, if ends do not ascend, the results of
+    rows that belong to no expert are undefined, and no error is raised.
     On Hopper: K and E as for `grouped_fp8_gemm_nt`; the error of the SwiGLU is within the bounds of
     `swiglu_cast_to_fp8`. If there are so few rows that `grouped_fp8_gemm_nt` would run the small-M kernel, the call
     runs that kernel and then a cast, which is faster than one kernel for both.

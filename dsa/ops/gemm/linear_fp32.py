@@ -37,7 +37,7 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, sc
     weight       W [O, I] of x's dtype
     scale        a finite number that multiplies the sums
     scaled_from  the first row of W whose sums are multiplied by `scale`; it is above 0 if W concatenates the matrices
-                 of several layers of which only the last has a scale
+                 of several layers and only the last layer has a scale
 
     Returns y fp32 [T, O], contiguous. Differentiable in x and weight: if a gradient is needed, the formula runs in
     PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.

@@ -42,13 +42,13 @@ ROTARY_CAST_TO_FP8 = Arguments(
 def rotary_cast_to_fp8(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row g * T + t of the result is the FP8 cast of R(t) x[t, h] for the heads h of group g: attention's result for a
-    grouped product.
+    """Row g * T + t of the result is the FP8 cast of R(t) x[t, h] for the heads h of group g: attention's result,
+    ordered for a grouped product.
 
     R(t) rotates the last R channels of each head as pairs of adjacent channels, (a, b) -> (a cos - b sin, a sin + b
     cos) in fp32, rounded to x's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of
-    a group are adjacent, and each row concatenates the channels of the group's heads: the activations of
-    `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
+    a group are adjacent, and each row concatenates the channels of the group's heads. So the results are activations
+    for `grouped_fp8_gemm_nt` with ends T, 2 T, ..., groups * T.
 
     x          [T, H, d] bf16, fp16 or fp32, d a multiple of 128
     cos, sin   [T, R / 2] fp32, R at most d, for the tokens' positions. With -sin in place of sin the op applies the

@@ -35,7 +35,7 @@ SWIGLU_CAST_TO_FP8 = Arguments(
 def swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool = True, *, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = round_to_e4m3(h * (1 / scale)) of h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
+    """q = round_to_e4m3(h * (1 / scale)) with h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
 
     gate, up   [..., I] bf16, fp16 or fp32, of the same dtype; they may be the halves of a [..., 2 I] tensor
     use_ue8m0  True: a scale is max(amax(|h|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
@@ -48,8 +48,8 @@ def swiglu_cast_to_fp8(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and limits.
     On Hopper: one kernel, I a multiple of 8, contiguous channels and rows at multiples of 16 bytes (the dimensions
     before the last mergeable into one). The fp32 value of h has a relative error of at most 2^-20, or an absolute error
-    of at most 1e-36 * max(|up|, 1). From the rounded h, q and scale follow with the bits of `per_token_cast_to_fp8` on
-    the same GPU. CUDA-graph safe, no host synchronisation.
+    of at most 1e-36 * max(|up|, 1). q and scale are computed from the rounded h, with the bits of
+    `per_token_cast_to_fp8` on the same GPU. CUDA-graph safe, no host synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     return _swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)

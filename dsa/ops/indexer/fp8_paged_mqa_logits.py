@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over a paged key cache, and the plan that divides their work among SMs."""
+"""Scores of the lightning indexer over a paged key cache, and the plan that divides this work among SMs."""
 
 import torch
 

@@ -106,7 +106,8 @@ def write_indexer_keys(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> None:
-    """Write FP8(H128 rope(LayerNorm(k))) and its scale to token t's slot slots[t] = page * P + offset, in place.
+    """Write FP8(H128 rope(LayerNorm(k))) of token t and its scale to slot slots[t] = page * P + offset of the cache, in
+    place.
 
     H128 is the Hadamard transform of 128 channels, and FP8 is the cast `per_token_cast_to_fp8`.
 
@@ -191,14 +192,14 @@ def _write_indexer_keys(
 
 
 def _angle_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return cos or sin, or a small copy if its rows are not contiguous at multiples of 16 bytes."""
+    """Return x (cos or sin), or a copy of x if its rows are not contiguous or do not start at multiples of 16 bytes."""
     if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
-    """Return x with the row length as the stride of each dimension of size 1. In torch such a stride is arbitrary; for
-    the kernels it must be a multiple of 16 bytes."""
+    """Return x with the row length as the stride of each dimension of size 1. In torch the stride of a single element
+    is arbitrary; for the kernels it must be a multiple of 16 bytes."""
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape[:-1])]
     return x if strides == list(x.stride()[:-1]) else x.as_strided(x.shape, (*strides, 1))

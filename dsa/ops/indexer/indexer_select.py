@@ -20,13 +20,14 @@ from dsa.runtime.declare import INNER, INT32, Arguments, Dtype, Flag, Int, Tenso
 
 __all__ = ["indexer_select"]
 
-MOST_QUERIES = 2**19  # most queries per launch, so that offsets in the candidate lists fit in 32 bits
+MOST_QUERIES = 2**19  # upper limit per launch, so that offsets into the candidate lists fit in 32 bits
 
 
 def _check_paging(
     q: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
 ) -> None:
-    """Check the paging arguments. The scores have a row per query, so q stands for them."""
+    """Check the paging arguments. q is passed instead of the scores, because only the number of rows matters: one per
+    query."""
     topk_indices.check_paging(q, block_table, page_size, row_to_seq)
 
 
@@ -77,9 +78,9 @@ def indexer_select(
 
     Returns indices [S, top_k] int32, and with return_values also values [S, top_k] fp32: the bits of
     `topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)` for the clipped ks
-    and ke. Indices ascend and count from the first key that the query sees. Queries that see fewer than top_k keys end
-    in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. With block_table an index
-    becomes -1 under the conditions of `topk_indices`.
+    and ke. Indices ascend and count from the first key that the query sees. If a query sees fewer than top_k keys, its
+    row of indices ends in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. With
+    block_table an index becomes -1 under the conditions of `topk_indices`.
     Exact for any input: a query's result does not depend on other queries, on the machine or on the run. The time
     depends on the scores: many equal scores take longest. Raises TypeError or ValueError for other types, dtypes and
     shapes.
@@ -89,9 +90,9 @@ def indexer_select(
     a time. If a list overflows or its bound was too high, for example with many equal scores, another kernel computes
     the scores of all of the query's keys again and selects; with 2^28 keys or more this kernel runs for all queries. H
     in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, fewer than 2^30 keys; rows of k 16-byte aligned. At most
-    two SMs work on a block of queries, which are four with 64 heads. So for more than 8192 keys the op is faster than
-    calling `fp8_mqa_logits` and `topk_indices` only if there are about a thousand queries or more. CUDA-graph safe with
-    new ranges, no host synchronisation. Not differentiable.
+    two CTAs process a block of queries, and with 64 heads a block has four queries. So only many queries use all SMs:
+    for more than 8192 keys the op is faster than calling `fp8_mqa_logits` and `topk_indices` only if there are about a
+    thousand queries or more. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators

@@ -53,18 +53,18 @@ def paged_indexer_select(
 
     Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: the bits of
     `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len), top_k,
-    lengths=L, ...)` where L are the clipped numbers of keys. Positions ascend. Queries that see fewer than top_k keys
-    end in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. A key whose page is outside
-    the cache has the score -inf, and is selected if fewer than top_k keys have larger scores; but from a cache without
-    pages no key is selected. With slots an index becomes -1, and its value -inf, under the conditions of
-    `topk_indices`: for a negative page, or a slot of 2^31 or more.
+    lengths=L, ...)` where L are the clipped numbers of keys. Positions ascend. If a query sees fewer than top_k keys,
+    its row of indices ends in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. A key
+    whose page is outside the cache has the score -inf, and is selected if fewer than top_k keys have larger scores; but
+    from a cache without pages no key is selected. With slots an index becomes -1, and its value -inf, under the
+    conditions of `topk_indices`: for a negative page, or a slot of 2^31 or more.
     Exact for any input: a query's result does not depend on other queries, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: the kernels of `fp8_paged_mqa_logits` and `topk_indices`. During the call the scores take 4 bytes per
     query and key, for min(max_context_len, max_pages * P) keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1,
     2, 3, 4}, P in {32, 64}, top_k up to 4096, fewer than 2^30 keys. CUDA-graph safe with new lengths and keys, no host
     synchronisation. The op makes the plan of the scores (`get_paged_mqa_logits_metadata`) in every call. To share one
-    plan among layers with the same lengths, call these two ops instead. Not differentiable.
+    plan among layers with the same lengths, call `fp8_paged_mqa_logits` and `topk_indices` instead. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(

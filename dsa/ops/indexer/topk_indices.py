@@ -93,7 +93,8 @@ def topk_indices(
     with fewer than k candidates end in -1, and values are -inf where the index is -1. -0.0 equals 0.0. -inf is the
     lowest score and may be picked. NaN is never picked, so a row with NaN may have fewer than k indices. With
     block_table, an index becomes -1 if its page is negative or outside the table, if its slot is 2^31 or more, or if
-    row_to_seq of the row is not a row of block_table. The other slots stay where their indices would be.
+    row_to_seq of the row is not a row of block_table. The slots have the order of their indices, and a -1 stays where
+    its index was.
     In prefill, pass starts and lengths of each query's keys. In decoding, pass lengths. In speculative decoding with
     next_n rows per sequence, pass lengths per row and row_to_seq = r // next_n.
 
@@ -164,8 +165,8 @@ def select(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Launch the kernel for checked arguments. It writes to indices [rows, k], and if return_values is set to values
-    [rows, k]."""
+    """Launch the kernel for checked arguments. It writes the results to indices [rows, k] and, with return_values, to
+    values [rows, k]."""
     from dsa.kernels.indexer.topk_config import choose_config
     from dsa.kernels.indexer.topk_indices_sm90 import compile_topk_indices
 

@@ -11,7 +11,7 @@ OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merg
 
 
 def latent_cache(shape: str, **options: object) -> Tensor:
-    """Return the spec of a paged cache for queries q. Its elements have the dtype of q or are bytes."""
+    """Return the spec of a paged cache for queries q. The cache's elements have the dtype of q or are bytes."""
     return Tensor(shape, (*FLOATS, *BYTE_DTYPES), like="q", besides=BYTE_DTYPES, **options)
 
 

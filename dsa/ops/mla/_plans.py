@@ -28,8 +28,9 @@ Plan = FlashMLASchedMeta | torch.Tensor | None
 
 
 def own_plan(tile_scheduler_metadata: object) -> Plan:
-    """Return the plan for this argument: the argument itself, or, for an object of another library's class with the
-    fields of FlashMLASchedMeta, our FlashMLASchedMeta, which is stored in an extra attribute of the object.
+    """Return the plan that the argument stands for. For an object of another library's class with the fields of
+    FlashMLASchedMeta, this is our FlashMLASchedMeta, which is stored in an extra attribute of the object. Any other
+    argument is returned unchanged.
 
     The object's other fields are neither read nor written, because FlashMLA stores a plan with other columns there.
     """

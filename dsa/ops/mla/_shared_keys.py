@@ -1,5 +1,5 @@
-"""Launch sparse MLA prefill for few heads. Adjacent queries form groups. The kernel of a group reads each key that
-several queries of the group select only once."""
+"""Launch sparse MLA prefill for few heads. Adjacent queries form groups. If several queries of a group select a key,
+the kernel reads this key once for all of them."""
 
 import math
 
@@ -18,7 +18,7 @@ from dsa.runtime import backends
 from dsa.runtime.declare import dtype_name
 
 # The smallest number of indices, queries times K, for which grouping is tried. If queries share too few keys, the
-# attempt costs 15 us in vain; attention with this many indices takes 600 us.
+# attempt costs 15 us without a gain. This is little, because attention with LEAST_INDICES indices takes 600 us.
 LEAST_INDICES = 2**22
 # The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
 # the group's indices once per 65536 (groups of 8) or 131072 (groups of 4) keys of the cache, selected or not. With more
@@ -29,8 +29,8 @@ MOST_KEYS = 2**21
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
     """Whether to try groups of queries: there must be enough groups for all SMs, enough indices, and not too many keys.
-    The caller checks that q has at most max(GROUP_SIZES) heads. Which keys queries share is known only on the GPU, so
-    the kernel decides for each group whether to compute it together."""
+    The caller checks that q has at most max(GROUP_SIZES) heads. Only the GPU knows which keys the queries share, so a
+    kernel decides for each group whether to compute it together."""
     queries, heads, _ = q.shape
     return (
         queries >= group_size(heads) * backends.num_sms(q.device)
@@ -65,7 +65,7 @@ def attend_groups(
     size, num_sms = group_size(heads), backends.num_sms(q.device)
     q, groups = aligned(q), -(-queries // size)
     [cache], [indices], [counts], counted = list_arguments([selection], q.device)
-    # The most keys that the list of a group can have if the group is computed together.
+    # Upper bound of the keys in a group's list, if the group is computed together.
     width = max(1, min(size * indices.shape[2] * MOST_UNION[0] // MOST_UNION[1], cache.shape[0]))
 
     def int32(*shape: int) -> torch.Tensor:

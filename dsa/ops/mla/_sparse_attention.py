@@ -18,8 +18,8 @@ DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
 WHOLE = 5.0  # fixed overhead in microseconds if no query is split
 SPLIT_COST = 3  # cost of splitting queries, in key tiles per CTA
-LEAST_TILES = 2  # fewest key tiles of split queries per CTA that works on them
-SHORT_LIST_HEADS = 32  # most heads per CTA for lists that are too short to be split
+LEAST_TILES = 2  # lower limit of the key tiles per CTA that works on split queries
+SHORT_LIST_HEADS = 32  # upper limit of the heads per CTA for lists that are too short to be split
 
 
 class Selection(NamedTuple):
@@ -97,7 +97,7 @@ def attend(
 
 
 def aligned(q: torch.Tensor) -> torch.Tensor:
-    """Return q, or a copy if its rows are not contiguous at multiples of 16 bytes."""
+    """Return q, or a contiguous copy if the rows of q are not contiguous or do not start at multiples of 16 bytes."""
     rows = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if rows is None else rows
 
@@ -146,7 +146,7 @@ def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split:
 
 
 def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_split: bool) -> int:
-    """Return the number of heads per CTA for FP8 caches that is fastest according to FP8_KV_TIMES.
+    """For FP8 caches, return the number of heads per CTA that is fastest according to FP8_KV_TIMES.
 
     If queries may not be split, only the number of heads decides, so that a result does not depend on the other
     queries. Results for short lists, such as windows, do not depend on the other queries either: short lists are not

@@ -110,7 +110,7 @@ def _sparse_mla_decode(
     enable_batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch sparse decoding. Without queries, or if no cache has keys, fill out with 0 and lse with +inf instead."""
+    """Launch sparse decoding. Without queries, or if no cache has keys, set out to 0 and lse to +inf instead."""
     out = _allocate_out(q, head_dim_v) if out is None else out
     lse = _allocate_lse(q)
     selections = []

@@ -82,12 +82,13 @@ def flash_mla_sparse_fwd(
     fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
     synchronisation. Deterministic. No gradients on Hopper: use `sparse_mla_attention` for gradients.
     Most calls run one kernel without workspace, and a query's result does not depend on the other queries, bit for bit.
-    Unless enable_batch_invariant is True, calls with at most 16 heads, at least 2^22 indices (s_q * K), enough groups
-    for all SMs and s_kv up to 2^21 group adjacent queries: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3
-    with more. The kernel computes a group together only if no query selects a key twice and the union of the group's
-    selections has at most 70% as many keys as the selections in total. The order in which such a query's terms are
-    added depends on the selections of its group, and its group depends on its row in q. These calls need a workspace of
-    2.8 bytes per index, for example 376 MB for 65536 queries with K = 2048.
+    Unless enable_batch_invariant is True, a call forms groups of adjacent queries if it has at most 16 heads, at least
+    2^22 indices (s_q * K), enough groups for all SMs, and s_kv up to 2^21. Group g is queries 8 g to 8 g + 7 with up to
+    8 heads, and queries 4 g to 4 g + 3 with more heads. The queries of a group are computed together only if no query
+    selects a key twice and the union of the group's selections has at most 70% as many keys as the selections in total.
+    The order in which the terms of these queries are added depends on the selections of the whole group, and a query's
+    group depends on the query's row in q. Calls that form groups need a workspace of 2.8 bytes per index, for example
+    376 MB for 65536 queries with K = 2048.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)

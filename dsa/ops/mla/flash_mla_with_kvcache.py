@@ -25,12 +25,12 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence with which the plan is made, in key tiles. The choice depends on the tiles that the block
-# table has room for, per part of the plan on average: OVERHEAD_OF_SHORT for at most HALVED tiles; OVERHEAD_OF_LONG for
-# more than SHORT tiles if sequences are split; OVERHEAD otherwise, also if the block table is unknown (old style).
+# Fixed cost per sequence, in key tiles, with which the plan is made. It depends on the number of key tiles that the
+# block table has room for, divided by the number of parts of the plan. At most HALVED: OVERHEAD_OF_SHORT. Above SHORT,
+# if sequences are split: OVERHEAD_OF_LONG. Otherwise, and if the block table is unknown (old style): OVERHEAD.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Up to this many tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can
-# start on the other SMs.
+# Up to HALVED tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can start
+# on the other SMs.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -40,7 +40,8 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
     New style, without arguments: returns (FlashMLASchedMeta(), None). The first call of `flash_mla_with_kvcache` that
     gets the object stores the call's shapes in it, and later calls must have the same shapes. The first dense call
-    without enable_batch_invariant also makes a plan and stores it, and later such calls use the plan.
+    without enable_batch_invariant also makes a plan and stores it, and later dense calls without enable_batch_invariant
+    use this plan.
 
     Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
     by position or by name: returns (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
@@ -51,9 +52,9 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
                                decoding does not use it
     A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; the tile of 64 keys
     of this sequence where the work begins; the last sequence; the tile of this sequence where the work ends (2^30: at
-    the end of the sequence, also if its length changes later); how many splits of the first sequence belong to earlier
-    parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] is the number of splits
-    of the split sequences before b.
+    the end of the sequence, even if its length changes later); how many splits of the first sequence belong to earlier
+    parts; in row i the i-th sequence that is split, or -1; and two unused zeros. num_splits[b] counts the splits of all
+    sequences before b that are split.
 
     A plan only determines how the sequences are divided among the parts. So a plan for other lengths of the same number
     of sequences also gives right results, but divides the work less evenly, and a plan that was made outside a CUDA
@@ -151,7 +152,7 @@ def flash_mla_with_kvcache(
     fp32 scales in fp32. For the values, the e4m3 numbers are multiplied by their scale and rounded to the 11 bits of
     fp16. If the scale of a group of channels is below 2^-20 of the key's largest scale, the group's values have an
     additional error of up to 2^-22 of the largest scale.
-    No gradients on Hopper, also if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
+    No gradients on Hopper, even if q or a cache requires them. Deterministic. CUDA-graph safe with new lengths and
     indices, no host synchronisation. The workspace is at most two partial results (fp32 out and lse of up to 64 rows)
     per SM; in dense decoding with enable_batch_invariant it is one partial result per sequence and split.
     Source: FlashMLA's function of this name, which accepts fewer caches, numbers of heads and combinations.
@@ -231,7 +232,8 @@ def _config_of(
 def _config(
     q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 ) -> dict[str, object]:
-    """Return `_config_of` from shapes. The shape () stands for an argument that is not a tensor."""
+    """Return the result of `_config_of`, given the shapes instead of the tensors. The shape () stands for an argument
+    that is not a tensor."""
     config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
     sparse = [(cache, indices) for cache, indices in selections if cache and indices]
     if sparse:
@@ -302,7 +304,8 @@ def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
-        # Left: the most tiles of a part if no sequence is split. Right: the most tiles that the plan gives to a part.
+        # Left: tiles of the longest part if no sequence is split. Right: upper bound of the tiles that the plan gives
+        # to a part.
         whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD
         return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:

@@ -13,8 +13,8 @@ from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Ten
 __all__ = ["mha_varlen_fwd"]
 
 LOG2E = math.log2(math.e)
-L2_BYTES = 16 << 20  # most bytes of keys and values of the heads that run at once, to keep them in the L2 cache
-MOST_WORDS = 2**31 - 1  # most words in `selected`, because offsets of words are int32
+L2_BYTES = 16 << 20  # limit of the keys and values of the heads that run at once, so that they stay in the L2 cache
+MOST_WORDS = 2**31 - 1  # limit of the words in `selected`, because offsets of words are int32
 
 
 def _check(
@@ -87,14 +87,14 @@ def mha_varlen_fwd(
     softmax_scale  multiplies the logits: a finite number above 0
     selected       [Tq, words] int32, from `selection_bits`, or None: all keys are selected
     dense_keys     with `selected`: for a query that sees at most this many keys, the op takes all of them as selected
-                   and does not read its words
+                   and does not read the query's words in `selected`
 
     Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log). A query without keys has out 0 and lse
     +inf. The results of a query that belongs to no sequence are unspecified. Infinities and NaN in v reach all queries
     of the sequence. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside the
-    tensors raise no error: such a sequence counts as one without queries or keys, and the results of other sequences
-    are right.
+    tensors raise no error: a sequence with these bounds counts as one without queries or keys, and the results of other
+    sequences are right.
     On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as in DeepSeek-V3.2, or (256, 256) as in GLM-5; the last two
     also with a k_rope of 64 channels. Other sizes up to (256, 256) are padded. Any strides; tensors whose rows are not
     at multiples of 16 bytes are copied. (Tq + 8) * words, the size of `selected` with 8 more queries, is below 2^31.

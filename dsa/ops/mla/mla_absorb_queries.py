@@ -72,7 +72,7 @@ def mla_absorb_queries(
     q_pe      [T, H, R] of q_nope's dtype
     cos, sin  [T, R / 2] fp32
     kv_b      (w [H * N, L] e4m3, ws [ceil(H * N / 128), ceil(L / 128)] fp32), N at least nope: the weight of MLA's kv_b
-              and its scales. The first row of a head need not be a multiple of 128
+              and its scales. The index of a head's first row need not be a multiple of 128
 
     Returns q [T, H, L + R] in q_nope's dtype, contiguous. Not differentiable. Without tokens or heads it is empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.

@@ -29,7 +29,7 @@ MLA_VALUES_CAST_TO_FP8 = Arguments(
 def mla_values_cast_to_fp8(
     attended: torch.Tensor, kv_b: tuple[torch.Tensor, torch.Tensor], v_dim: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_token_cast_to_fp8(y)` of y[t, h] = W_UV[h] attended[t, h], heads concatenated: the input of o_proj.
+    """`per_token_cast_to_fp8(y)` with y[t, h] = W_UV[h] attended[t, h], heads concatenated: the input of o_proj.
 
     W_UV[h] consists of the last v_dim rows of head h in kv_b. A weight is e4m3 * scale, rounded to attended's dtype, as
     `dequantize_per_block` returns it. Products are summed in fp32, and y is rounded to attended's dtype before the
@@ -37,7 +37,7 @@ def mla_values_cast_to_fp8(
 
     attended   [T, H, L] bf16 (fp16 or fp32 in the reference): each head's attention result over the latents
     kv_b       (w [H * N, L] e4m3, ws [ceil(H * N / 128), ceil(L / 128)] fp32), N at least v_dim: the weight of MLA's
-               kv_b and its scales. The first row of a head need not be a multiple of 128
+               kv_b and its scales. The index of a head's first row need not be a multiple of 128
     v_dim      channels of a head's value, a multiple of 128
     use_ue8m0  True: a scale is max(amax(|y|), 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 

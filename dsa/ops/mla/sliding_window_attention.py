@@ -77,7 +77,7 @@ def sliding_window_attention(
     kv             [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q   [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
-    window         most keys that a query sees, including its own; at least 1
+    window         maximum number of keys that a query sees, including its own key; at least 1
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
@@ -89,16 +89,16 @@ def sliding_window_attention(
     without keys, also a query that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries
     whose window contains it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices; the reference also raises for
-    decreasing, negative or too large cu_seqlens. The kernel cannot raise for these cu_seqlens: a query of such a
-    sequence attends to unspecified keys of kv, or to none, and nothing outside kv is read.
+    decreasing, negative or too large cu_seqlens. The kernel cannot raise for these cu_seqlens: a query of a sequence
+    with wrong boundaries attends to unspecified keys of kv, or to none, and nothing outside kv is read.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any strides of q, rows of kv at multiples of 16 bytes, softmax_scale above 0. Logits and sums are fp32;
-    softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, those of
-    `window_indices` (unless `indices` is given) and `flash_mla_sparse_fwd`. The latter gathers keys in tiles of 64, so
-    a window costs as much as its size rounded up to a multiple of 64. Deterministic, and a query's result does not
-    depend on the other queries, bit for bit. CUDA-graph safe with new cu_seqlens, no host synchronisation. The
-    workspace is the result of `window_indices`, at most 4 * total_q * window bytes, unless `indices` is given. No
-    gradients on Hopper, also if q or kv requires them.
+    softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels run: that of
+    `window_indices`, unless `indices` is given, and that of `flash_mla_sparse_fwd`. The second kernel gathers keys in
+    tiles of 64, so a window costs as much as its size rounded up to a multiple of 64. Deterministic, and a query's
+    result does not depend on the other queries, bit for bit. CUDA-graph safe with new cu_seqlens, no host
+    synchronisation. The workspace is the result of `window_indices`, at most 4 * total_q * window bytes, unless
+    `indices` is given. No gradients on Hopper, even if q or kv requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     softmax = (softmax_scale, d_v, attn_sink)
@@ -132,14 +132,14 @@ def window_sparse_attention(
                   warning on Hopper
     kv            [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q, cu_seqlens_k  [B + 1] int32, not decreasing: where the sequences begin in q and in kv
-    window        most keys of kv that a query sees, including its own; at least 1
+    window        maximum number of keys of kv that a query sees, including its own key; at least 1
     compressed    [n, 1, d] in q's dtype, keys of any origin; a value is the first d_v numbers of its key
     indices       [total_q, K] int32, rows of compressed; indices outside [0, n) are ignored. A key that is selected
                   twice counts twice
     softmax_scale multiplies the logits: a finite number
     d_v           at most d
     attn_sink     [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
-    topk_length   [total_q] int32 or None: only the first topk_length[t] of indices[t] count
+    topk_length   [total_q] int32 or None: only the first topk_length[t] indices of query t count
     window_indices  [total_q, window] int32 or None: the result of `dsa.window_indices`, which is the same for all
                   layers of a forward pass. None: the op calls that function, which costs a kernel launch
 
@@ -175,10 +175,10 @@ def sliding_window_decode(
                    `write_kv_cache` lays them out (d = 576 or 512); a value is the first d_v numbers of its key. At most
                    2^31 slots (pages * P)
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None: page b is a ring
-                   of sequence b's keys, key s is at its offset s % P
+                   of sequence b's keys, and key s is at offset s % P of the page
     cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens; may be 0
-    window         most keys that a query sees, including its own; at least 1. A ring has P >= window + s_q - 1; with a
-                   block_table, a window above max_pages * P counts as max_pages * P
+    window         maximum number of keys that a query sees, including its own key; at least 1. A ring has P >= window +
+                   s_q - 1; with a block_table, a window above max_pages * P counts as max_pages * P
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
@@ -193,7 +193,7 @@ def sliding_window_decode(
     any size and softmax_scale above 0; a byte cache needs bf16 q. Deterministic; with windows of up to 256 keys a
     sequence's result does not depend on the other sequences, bit for bit. With longer windows the rounding of a result
     depends on the other sequences. CUDA-graph safe with new tables and lengths, no host synchronisation. No gradients
-    on Hopper, also if q or the cache requires them.
+    on Hopper, even if q or the cache requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)

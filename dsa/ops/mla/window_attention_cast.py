@@ -97,14 +97,15 @@ def window_attention_cast_to_fp8(
     dtype. R(-t), the inverse of rope, rotates the last R channels of each head as pairs of adjacent channels, (a, b) ->
     (a cos + b sin, b cos - a sin) in fp32, rounded to q's dtype. Then each 128 channels get a scale as in
     `per_token_cast_to_fp8`. The T rows of a group are adjacent, and each row concatenates the channels of the group's
-    heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
+    heads. So the results are activations for `grouped_fp8_gemm_nt` with ends T, 2 T, ..., groups * T.
 
     q             [T, H, d] bf16 or fp16, the sequences one after another, d a multiple of 128; fp32 runs the PyTorch
                   reference, with a warning on Hopper
     kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, attn_sink, window_indices
                   see `window_sparse_attention`; a value is all d channels of its key
     compressed, indices, topk_length  see `window_sparse_attention`, or None: attention to the window alone
-    cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are rotated; R at most d
+    cos, sin      [T, R / 2] fp32: cos and sin of the angles by which rope rotates keys at the tokens' positions; R at
+                  most d
     groups        number of groups, each of H / groups adjacent heads; divides H
     use_ue8m0     True: a scale is max(amax, 1e-4) / 448, rounded up to a power of two; False: it is not rounded up
 
@@ -113,9 +114,9 @@ def window_attention_cast_to_fp8(
     one of compressed and indices is given.
     On Hopper: d = 512, R = 64, any number of heads (in tiles of 64), rows of keys at multiples of 16 bytes,
     softmax_scale above 0; one kernel, or two without window_indices. The bits are those of `window_sparse_attention`
-    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with `window_sparse_attention` and then
-    `rotary_cast_to_fp8`, writing and reading o, 2 bytes per channel each, is saved. Deterministic, and a query's result
-    does not depend on the other queries. CUDA-graph safe, no host synchronisation.
+    (with more than 32 heads), `apply_rotary` and the cast in sequence. Compared with `window_sparse_attention` followed
+    by `rotary_cast_to_fp8`, the op saves writing and reading o: 2 bytes per channel each. Deterministic, and a query's
+    result does not depend on the other queries. CUDA-graph safe, no host synchronisation.
     Source: `Attention` of DeepSeek-V4's inference code, from attention to wo_a.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)

@@ -55,14 +55,14 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     cu_seqlens_q  [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k  [B + 1] int32, likewise for the keys
     total_q       the number of queries, at least 0; queries that belong to no sequence see no key
-    window        most keys that a query sees, including its own; at least 1
+    window        maximum number of keys that a query sees, including its own key; at least 1
 
     Returns [total_q, window] int32, contiguous: the rows of kv to which `sliding_window_attention` attends, ascending,
     with -1 after the last one. Each index is below the largest number in cu_seqlens_k, and so fits in int32. Boundaries
-    that decrease or lie outside [0, total_q] raise no error. A query belongs to the non-empty sequence that begins last
-    at or before the query, if that sequence ends after the query. So a boundary below 0 or beyond total_q changes only
-    the lists of the sequences before and after it. An index is still -1 or at least 0, and no memory outside the
-    arguments is read.
+    that decrease or lie outside [0, total_q] raise no error. Of the non-empty sequences that begin at or before a
+    query, only the sequence that begins last can contain the query. If it ends at or before the query, the query
+    belongs to no sequence. So a boundary below 0 or beyond total_q changes only the lists of the sequences before and
+    after it. An index is still -1 or at least 0, and no memory outside the arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.
@@ -74,18 +74,18 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
 def window_slots(
     block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
 ) -> torch.Tensor:
-    """slots[b, i] = the cache slots of the keys max(0, p - window + 1), ..., p of sequence b, which its query i sees.
+    """slots[b, i] = the cache slots of the keys max(0, p - window + 1), ..., p of sequence b, which query i sees.
 
     p = cache_seqlens[b] - s_q + i, because the queries have the last positions of the cached keys. A query with p < 0
     sees no key.
 
     block_table    [B, max_pages] int32: key s is in slot block_table[b, s // page_size] * page_size + s % page_size.
-                   None: page b is a ring of sequence b's keys, key s is in slot b * page_size + s % page_size
+                   None: page b is a ring of sequence b's keys, and key s is in slot b * page_size + s % page_size
     cache_seqlens  [B] int32, keys per sequence, including the keys of the queries' tokens
     s_q            queries per sequence, at least 0
     page_size      keys per page; in a ring at least window + s_q - 1, the number of keys that all queries of a sequence
                    see together
-    window         most keys that a query sees, including its own; at least 1
+    window         maximum number of keys that a query sees, including its own key; at least 1
 
     Returns [B, s_q, window] int32, contiguous: indices for `flash_mla_with_kvcache`, ordered by position, with -1 after
     the last key. A key's slot is also -1 if its page is negative or outside the table, or if the slot does not fit in

@@ -39,21 +39,21 @@ def combine_experts(
     residual[t] + out[t].
 
     y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order. A row that is not
-             in `rows` may contain anything, also NaN; its gradient is zero
+             in `rows` may contain anything, even NaN; its gradient is zero
     rows     [T, k] int32 or int64, any k: rows[t] are the rows of y with the outputs for token t. A row outside [0, M)
-             is not read and counts as zero, also if its weight is NaN or infinite
+             is not read and counts as zero, even if its weight is NaN or infinite
     weights  [T, k] fp32, or None: weights of 1, for rows that are multiplied by their weights already
     shared   [T, H] of y's dtype, the shared expert's output, or None: zero
     residual [T, H] of y's dtype, or None: the rounded sum is added to this stream, and the result is rounded again
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
     that the results of all runs, of the kernel and of the reference agree bit for bit. NaN and infinity follow IEEE
-    rules. If M or k is 0, the sum is shared, or zero without shared. Differentiable in all arguments but rows: if a
-    gradient is asked for, the formula runs in PyTorch.
+    rules. If M or k is 0, the sum is the tensor `shared`, or zero if that is None. Differentiable in all arguments but
+    rows: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of
-    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and at most 2^31 - 1 CTAs, of which each
-    computes 2 KiB of the result's row of a token.
+    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and at most 2^31 - 1 CTAs, where a CTA
+    computes 2 KiB of a token's row of the result.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """

@@ -87,12 +87,12 @@ def route_by_table(
       order    int32 [T K]: row r has entry order[r]; entry t K + j is the j-th expert of token t
       rows     int32 [T, K]: the row of each entry, or -1 for an expert of another process
       ends     int32 [count]: the rows of expert first_expert + e end before row ends[e]
-    A token outside [0, V) has no experts, and numbers of the table outside [0, E) are not experts: such entries of
-    experts are -1, and their s and weights are 0. NaN and infinities of a token stay in that token. Differentiable in x
-    and weight, through the weights: if gradients are asked for, the formula runs in PyTorch. Raises TypeError or
-    ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: two kernels, the second of which is launched while the first runs, and a workspace of 4 E bytes per
-    token; T up to 64, E up to 512, H a multiple of 32, K up to 32, rows of x and weight at multiples of 16 bytes.
+    A token outside [0, V) has no experts, and numbers of the table outside [0, E) are not experts: the entries of
+    `experts` are then -1, and the s and weights of these entries are 0. NaN and infinities of a token stay in that
+    token. Differentiable in x and weight, through the weights: if gradients are asked for, the formula runs in PyTorch.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: two kernels, where the second is launched while the first runs, and a workspace of 4 E bytes per token; T
+    up to 64, E up to 512, H a multiple of 32, K up to 32, rows of x and weight at multiples of 16 bytes.
     The logits x[t] . W[e] are bit-identical to those of `route_to_experts`. So are the weights if the experts are the
     same, in the same order. Deterministic. CUDA-graph safe.
     Source: `Gate` of DeepSeek-V4's inference code, for layers with a table `tid2eid`.

@@ -101,10 +101,10 @@ def route_to_experts(
     NaN and infinities of a token stay in that token. Differentiable in x and weight, through the weights: if gradients
     are asked for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides
     and devices.
-    On Hopper: two kernels, the second of which is launched while the first runs, and a workspace of 4 E bytes per
-    token; T up to 64, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of
-    16 bytes. The tensor cores sum the logits in another order than the reference; the order does not depend on the
-    other tokens. From these logits the op computes the same bits as `moe_gate` and `sort_by_expert`. Deterministic.
+    On Hopper: two kernels, where the second is launched while the first runs, and a workspace of 4 E bytes per token; T
+    up to 64, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of 16
+    bytes. The tensor cores sum the logits in another order than the reference; the order does not depend on the other
+    tokens. From these logits the op computes the same bits as `moe_gate` and `sort_by_expert`. Deterministic.
     CUDA-graph safe.
     Source: see `moe_gate`.
     """

@@ -10,8 +10,8 @@ There are Tq queries and Tk keys in all, and Hi index heads of di channels. Each
 q_tiles  int32 [S, 8]
 scores   fp32 [S, N, 128 (row), 128 (key)], where N is at least the largest key_tiles. After `index_scores`, the kernel
          warmup_target_sm90.py overwrites the scores with dI, the gradient of the loss with respect to the scores. The
-         first half of the bytes of rows 0 to 63 then contains the dI of these rows, bf16 [64, 128], and so for rows 64
-         to 127. dI is 0 for keys that a row does not see and for missing rows
+         first half of the bytes of rows 0 to 63 then contains the dI of these rows, bf16 [64, 128], and likewise for
+         rows 64 to 127. dI is 0 for keys that a row does not see and for missing rows
 active   int32 [S, 2 Hi, 2 N, 128]: bits (active_bits.py), written by `index_scores`, read by the gradients. There are 2
          Hi blocks of 64 (query, head) columns and 2 N blocks of 64 keys
 

@@ -11,9 +11,9 @@ from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
 from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
-MOST_INDICES = 16 << 20  # most indices per chunk of queries in absorbed attention, with max_seqlen_k indices per query
-# Before commit b62d93f3 (2026) of flash attention, the backward pass has 32-bit offsets into its fp32 sums of q's
-# gradient. They overflow if there are this many sums or more.
+MOST_INDICES = 16 << 20  # limit per chunk of queries in absorbed attention; each query has max_seqlen_k indices
+# The backward pass of flash attention keeps q's gradient as fp32 sums. Before commit b62d93f3 (2026) its offsets into
+# them have 32 bits, and overflow if there are MOST_NUMBERS sums or more.
 MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
@@ -65,8 +65,8 @@ def attention_backward(
 
 def _selections(sequences: Sequences, queries: int, causal: bool):
     """Yield (rows, indices, visible) per chunk of n queries: the slice of the queries, indices [n, 1, max_seqlen_k]
-    into the packed keys, and the number of keys that each query sees [n]. A query sees the first `visible` of its
-    indices; the others are not keys of the query."""
+    into the packed keys, and visible [n], the number of keys that each query sees. A query sees the first `visible` of
+    its indices; the others are not keys of the query."""
     cu_q, cu_k, _, most = sequences
     if queries == 0:
         return
@@ -140,8 +140,8 @@ def _flash_backward(
 
 
 def empty_values_gradient(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Allocate v's gradient with the strides that PyTorch's flash attention gives it: those of a slice of a tensor with
-    q's channels, to which values are padded."""
+    """Allocate v's gradient with the strides that PyTorch's flash attention gives it. There, values are padded to q's
+    number of channels, so the gradient is a slice of a tensor with q's channels."""
     return v.new_empty(*v.shape[:2], q.shape[2])[..., : v.shape[2]]
 
 

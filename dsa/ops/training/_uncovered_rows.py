@@ -10,7 +10,7 @@ MOST = 2**31 - 1
 
 
 def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], most: int = MOST) -> None:
-    """Fill the rows of tensors that belong to no sequence, and the rows of a sequence after its first `most` rows.
+    """Fill the tensors' rows that belong to no sequence, and the rows of a sequence after its first `most` rows.
 
     bounds  int32 [B + 1], ascending from at least 0 to at most T: sequence b has the rows bounds[b] up to bounds[b + 1]
     filled  pairs of a tensor [T, ...] and a number, 0 or +inf, that is written to these rows. The tensors are fp32, or

@@ -13,8 +13,8 @@ from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # lower bound of the workspace's budget, in bytes
-SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if that is more than LEAST_WORKSPACE
-INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # before padding
+SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if this is more than LEAST_WORKSPACE
+INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # Hi: before padding
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Plan:
     their contents.
 
     q_tiles        int32 [S, 8]: a row per q tile (q_tiles.py)
-    key_tiles      int32 [S + 1]: number of key tiles of all q tiles before q tile i; the last one is the total
+    key_tiles      int32 [S + 1]: entry i is the number of key tiles of all q tiles before q tile i; the last entry is
+                   the total
     max_key_tiles  upper bound of a q tile's key tiles, from max_seqlen_k
     """
 
@@ -35,7 +36,7 @@ class Plan:
         """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, or the
         bytes of one q tile. workers: number of CTAs of the kernel that processes score tiles, or 0. If it is given,
         each range but the last has about a whole number of waves of score tiles, unless the last range would then
-        exceed the budget. This holds for causal attention if all sequences have the maximum length."""
+        exceed the budget. The number of waves is estimated for causal attention and sequences of the maximum length."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
@@ -89,10 +90,10 @@ def losses(
     query_grads: bool,
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
-    """Return kl [Tq] and the gradients (dq, dw, dk) of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in
-    fp32; dq and dw have the padded heads of `indexer`. dq and dw are None without `query_grads`, and dk is None without
-    `key_grads`. Rows of dq and dw for queries in no q tile are not written. budget: most bytes of the workspace, unless
-    a single q tile needs more."""
+    """Return kl [Tq] and (dq, dw, dk), the gradients of sum_t upstream[t] kl[t] with respect to q_idx, w_idx and k_idx.
+    dq is bf16, dw and dk are fp32; dq and dw have the padded heads of `indexer`. dq and dw are None without
+    `query_grads`, and dk is None without `key_grads`. Rows of dq and dw for queries in no q tile are not written.
+    budget: upper limit of the workspace in bytes, unless a single q tile needs more."""
     from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
     from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
 

@@ -1,4 +1,5 @@
-"""The selection of training's sparse stage: each query's keys with the largest scores, which are not quantised."""
+"""The selection of training's sparse stage: each query's keys with the largest scores. Queries and keys are not
+quantised."""
 
 import torch
 
@@ -48,7 +49,8 @@ def indexer_topk(
                   keys, to Tk
     max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more keys than max_seqlen_k
                   rounded up to a multiple of 128 selects none
-    causal        True: a sequence's last query sees all its keys, and every other query one key fewer than the next.
+    causal        True: a sequence's last query sees all keys of the sequence, and each earlier query sees one key fewer
+                  than the query after it.
                   False: every query sees all keys of its sequence
 
     Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, then -1 if a query has fewer than top_k keys. Ties

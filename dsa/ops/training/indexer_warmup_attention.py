@@ -1,4 +1,5 @@
-"""The indexer's warm-up: dense attention, and the loss of the indexer's distribution against it, with gradients."""
+"""The indexer's warm-up: dense attention, the KL divergence of the indexer's distribution from it, and the gradients of
+both."""
 
 from collections.abc import Callable
 from typing import Any
@@ -128,8 +129,9 @@ def indexer_warmup_attention(
                   keys, to Tk
     max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more keys than max_seqlen_k
                   rounded up to a multiple of 128 has a NaN loss. In a sequence longer than max_seqlen_*, the rows after
-                  this length have gradients of 0 in k and v, and in q except at (d, dv) = (576, 512)
-    causal        True: a sequence's last query sees all its keys, and every other query one key fewer than the next.
+                  this length get a gradient of 0: rows of k and v always, rows of q unless (d, dv) is (576, 512)
+    causal        True: a sequence's last query sees all keys of the sequence, and each earlier query sees one key fewer
+                  than the query after it.
                   False: every query sees all keys of its sequence
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq]. A query without keys has out
@@ -140,18 +142,19 @@ def indexer_warmup_attention(
     an earlier boundary, by the boundary before it (the first boundary by 0). Rows that belong to no sequence are
     treated as queries without keys, with gradients of 0.
     On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) is (64, 64), (128,
-    128), (192, 128) or (576, 512); the last one has Hk = 1 and v a view of k, and k's gradient then includes v's. di is
-    64 or 128. Up to 64 index heads (8, 16, 32 and 64 without padding).
+    128), (192, 128) or (576, 512); with (576, 512), Hk is 1, v is a view of k, and k's gradient includes v's. di is 64
+    or 128. Up to 64 index heads (8, 16, 32 and 64 without padding).
     No matrix of all queries by all keys is stored: the workspace contains a chunk of queries by all keys, at most 15/16
     of the inputs' bytes or 192 MiB, whichever is more, unless 128 queries need more. If the indexer needs gradients,
     the forward pass computes them together with the loss, for an upstream gradient of 1 for all tokens, and keeps them.
     The backward pass multiplies them by the upstream gradients, and computes k_idx's gradient again if the upstream
-    gradients of tokens differ. After `kl.sum()` the host knows from the strides that they are equal. Otherwise, as
-    after `kl.mean()`, only the device knows, and kernels are launched that do nothing if they are equal. The gradients
-    of q, k and v are those of PyTorch's flash attention, or for (576, 512) those of `sparse_mla_attention`. Their sums
-    have no fixed order, except that of q's gradient at (576, 512); everything else is deterministic. At (576, 512) the
-    sums of k's gradient also have a fixed order if torch.are_deterministic_algorithms_enabled() when the gradient is
-    computed; this takes 2304 * max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
+    gradients of tokens differ. After `kl.sum()` the host knows from the stride that the upstream gradients are equal.
+    Otherwise, as after `kl.mean()`, only the device knows this, so the host launches kernels that do nothing for equal
+    upstream gradients. The gradients of q, k and v are those of PyTorch's flash attention, or for (576, 512) those of
+    `sparse_mla_attention`. Their sums have no fixed order, except the sum of q's gradient at (576, 512). Everything
+    else is deterministic. At (576, 512) the sums of k's gradient also have a fixed order if
+    torch.are_deterministic_algorithms_enabled() when the gradient is computed; this takes 2304 * max_seqlen_k bytes
+    more per SM. CUDA-graph safe, no host synchronisation.
     On Hopper and under torch.compile lse has no gradient, and a second backward pass raises RuntimeError.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """

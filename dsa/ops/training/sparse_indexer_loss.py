@@ -45,7 +45,7 @@ SPARSE_INDEXER_LOSS_GRADIENT = Arguments(
     deterministic=Flag(),
 )
 
-# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers. The scale is chosen such
+# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers. The scale is chosen so
 # that the sums stay below 2^62. It is limited to 2^-126 to 2^126, so that it is a normal fp32 number.
 SUM_BITS, SCALE_BITS = 62, 126
 
@@ -86,10 +86,11 @@ def sparse_indexer_loss(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
     64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp16, fp32 and float64 run the
-    PyTorch reference, with a warning. One kernel in the forward pass, without lse also that of `flash_mla_sparse_fwd`,
-    and one kernel in the backward pass. It sums k_idx's gradient in fp32, without a fixed order, unless
-    `deterministic`. If the heads of a query give less than e^-129 of their attention to each of its keys, the query's
-    gradients are 0. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host synchronisation.
+    PyTorch reference, with a warning. The forward pass runs one kernel, and before it `flash_mla_sparse_fwd` if lse is
+    None. The backward pass runs one kernel, which sums k_idx's gradient in fp32, without a fixed order, unless
+    `deterministic` is set. If the heads of a query give less than e^-129 of their attention to each of the query's
+    keys, the query's gradients are 0. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
+    synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     kl, _ = _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)

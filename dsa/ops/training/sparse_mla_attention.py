@@ -138,7 +138,7 @@ def gradients(
         if deterministic:
             sum_lists = sum_kernels.compile_sum_lists(dim)
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            most = -(-sms // head_tiles)  # queries per launch, so that each SM has at most one work tile
+            most = -(-sms // head_tiles)  # queries per launch: enough for one work tile per SM
             found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
             counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
             for n, first in enumerate(range(0, tokens, most)):
@@ -160,9 +160,9 @@ def gradients(
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows, bounds), int32, for `sum_lists`. A row of `found` is a term of a key's dkv, from one tile of heads.
-    `rows` lists the rows of the first head tile, ordered by key, then those of invalid indices. Entries bounds[j] to
-    bounds[j + 1] - 1 of `rows` belong to key j. `found` has `stride` rows per query. In the first head tile, row i of a
-    query is the term for the query's index i."""
+    `rows` lists the rows of `found` that belong to the first head tile, ordered by key; the rows of invalid indices
+    come last. Entries bounds[j] to bounds[j + 1] - 1 of `rows` belong to key j. `found` has `stride` rows per query. In
+    the first head tile, row i of a query is the term for the query's index i."""
     top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
@@ -212,7 +212,7 @@ def _sparse_mla_attention_gradient(
     grad_lse: torch.Tensor | None,
     deterministic: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, kv and attn_sink. Without a sink the last one is an empty tensor."""
+    """Return the gradients of q, kv and attn_sink. Without a sink the third result is an empty tensor."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad_lse = None if grad_lse is None else grad_lse.T

@@ -27,11 +27,11 @@ def compress_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    KV is kv in fp32. An entry has d channels c: all of kv's, or with overlap half of them. Then the tokens of block i -
-    1 contribute their first d channels, and the tokens of block i their last d. Returns (entries [N, d] fp32, tokens
-    [N] int64: the indices of the new tokens that end blocks, ascending). Writes the new tokens to `state`.
-    Differentiable in kv, gate and ape. Raises ValueError for invalid cu_seqlens, starts and state_slots, before
-    anything is written. Arguments as in `dsa.compress_kv`.
+    KV is kv in fp32. An entry has d channels c: as many as kv, or with overlap half as many. With overlap, the tokens
+    of block i - 1 contribute their first d channels, and the tokens of block i their last d channels. Returns (entries
+    [N, d] fp32, tokens [N] int64: the indices of the new tokens that end blocks, ascending). Writes the new tokens to
+    `state`. Differentiable in kv, gate and ape. Raises ValueError for invalid cu_seqlens, starts and state_slots,
+    before anything is written. Arguments as in `dsa.compress_kv`.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of the model's inference code.
     """
     m, d = ape.shape[0], kv.shape[1] // 2 if overlap else kv.shape[1]

@@ -25,7 +25,8 @@ BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def row_dim(cache: torch.Tensor) -> int:
-    """Return d, the channels per cached token: 576 for V3.2, 512 for V4, and the last dimension for floats."""
+    """Return d, the number of channels per cached token: 576 for V3.2, 512 for V4, and the last dimension for
+    floats."""
     if cache.dtype not in BYTE_DTYPES:
         return cache.shape[-1]
     return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM

@@ -18,8 +18,8 @@ def hyper_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is the concatenation of a token's n streams X_k and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of
-    n numbers a, n numbers b and a matrix c [n, n]; a, b and c have one number of `scale` each.
+    v is the concatenation of a token's n streams X_k, and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of
+    n numbers a, n numbers b and a matrix c [n, n]; `scale` has one number for a, one for b and one for c.
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row

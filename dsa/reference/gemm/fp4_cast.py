@@ -5,8 +5,8 @@ The e2m1 values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibb
 Hopper's tensor cores do not accept FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number.
 So each block of 128 x 128 of the FP8 weight gets one scale, 2^-6 times the largest scale of the block's groups. The
 e2m1 values of a group are multiplied by the ratio of the group's scale to the block's scale. The products are e4m3
-numbers, so nothing is rounded. A block is refused if the scales of two groups differ by more than 2^14, where groups of
-zeros do not count.
+numbers, so nothing is rounded. A block is refused if the scales of two groups differ by more than a factor of 2^14;
+groups of zeros do not count.
 """
 
 import torch
@@ -49,8 +49,8 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An FP4 weight in FP8, exactly: q * s = e2m1 * scale, where s is the block's scale of `fp4_block_scales`.
 
-    Returns (q, s). Raises ValueError for a NaN scale, and for a block whose groups' scales differ by more than 2^14,
-    not counting groups of zeros. Arguments as in `dsa.widen_fp4`.
+    Returns (q, s). Raises ValueError for a NaN scale, and for a block whose groups' scales differ by more than a factor
+    of 2^14, not counting groups of zeros. Arguments as in `dsa.widen_fp4`.
     """
     *leading, rows, half = packed.shape
     blocks = (-(-rows // BLOCK), -(-2 * half // BLOCK))

@@ -23,8 +23,9 @@ def grouped_fp8_fp4_gemm_nt(
     """`grouped_fp8_gemm_nt(a, widen_fp4(b[0], b[1]), ends, out_dtype, rows=rows, weights=weights)`, with the same bits.
 
     Only weights of experts that have rows are widened and checked. Rows from ends[E - 1] on are NaN. Raises ValueError
-    for ends and rows like `grouped_fp8_gemm_nt`, for a weight that `widen_fp4` refuses, and for a weight whose b[2] is
-    not `fp4_block_scales(b[0], b[1])`. `expected_rows` has no effect. Arguments as in `dsa.grouped_fp8_fp4_gemm_nt`.
+    for invalid ends and rows, as `grouped_fp8_gemm_nt` does, for a weight that `widen_fp4` refuses, and for a weight
+    whose b[2] is not `fp4_block_scales(b[0], b[1])`. `expected_rows` has no effect. Arguments as in
+    `dsa.grouped_fp8_fp4_gemm_nt`.
     """
     packed, scale, block_scale = b
     widened = widened_by_weight(packed, scale, block_scale)

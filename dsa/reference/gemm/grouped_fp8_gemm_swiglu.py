@@ -23,9 +23,9 @@ def grouped_fp8_gemm_swiglu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`swiglu_cast_to_fp8` of the two halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
-    The rows of each weight are those of gate, then those of up. Rows from ends[E - 1] on belong to no expert: their
-    values and scales, which the kernels leave undefined, are NaN here. Raises ValueError for ends and rows like
-    `grouped_fp8_gemm_nt`. `expected_rows` has no effect. Arguments as in `dsa.grouped_fp8_gemm_swiglu`.
+    Each weight has the rows of gate, then the rows of up. Rows from ends[E - 1] on belong to no expert: their values
+    and scales, which the kernels leave undefined, are NaN here. Raises ValueError for invalid ends and rows, as
+    `grouped_fp8_gemm_nt` does. `expected_rows` has no effect. Arguments as in `dsa.grouped_fp8_gemm_swiglu`.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     gate_up = grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)

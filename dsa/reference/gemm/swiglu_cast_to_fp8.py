@@ -13,7 +13,7 @@ BLOCK = 128
 def swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool = True, *, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_token_cast_to_fp8(h, use_ue8m0)` of h = silu(gate) * up, computed in fp32 and rounded to gate's dtype.
+    """`per_token_cast_to_fp8(h, use_ue8m0)` with h = silu(gate) * up, computed in fp32 and rounded to gate's dtype.
 
     With `limit`, first gate = min(gate, limit) and up = clamp(up, -limit, limit). The last block of channels may have
     fewer than 128. Arguments as in `dsa.swiglu_cast_to_fp8`.

@@ -6,7 +6,8 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
 
-# Most elements of a [queries, H, keys] tensor of scores: 128 MiB in fp32, and ReLU makes a second such tensor.
+# Upper limit of the elements of a [queries, H, keys] tensor of scores: 128 MiB in fp32. ReLU makes a second tensor of
+# this size.
 _CHUNK = 2**25
 _SPLIT_KV = 256
 _ROW_ALIGNMENT = 1024
@@ -92,8 +93,8 @@ def _fill(
 ) -> None:
     """Write the scores of visible keys to `logits`, which contains -inf. Chunks of queries limit the memory.
 
-    k_scale: None stands for scales of 1. compressed: column j of row t is key starts[t] + j. Otherwise column s is key
-    s.
+    k_scale: None stands for scales of 1. compressed: True: column j of row t is key starts[t] + j. False: column s is
+    key s.
     """
     keys = k.shape[0]
     starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)

@@ -9,7 +9,7 @@ from dsa.reference.indexer.fp8_mqa_logits import padded_logits
 from dsa.reference.indexer.index_scores import index_scores
 
 SPLIT_KV = 256
-MOST_SPLITS = 2**31 - 1  # most splits of all sequences together, because the plan is int32
+MOST_SPLITS = 2**31 - 1  # upper limit of the splits of all sequences together, because the plan is int32
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:

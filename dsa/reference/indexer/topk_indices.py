@@ -5,7 +5,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Most scores per sort; the sort's int64 indices need 8 bytes per score.
+# Upper limit of the scores per sort. The sort's int64 indices need 8 bytes per score.
 _CHUNK = 2**24
 _MOST_SLOTS = 2**31  # slots that an int32 can index
 _NEVER = torch.iinfo(torch.int32).min
@@ -24,7 +24,7 @@ def topk_indices(
     return_values: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r, as indices that count from
-    starts[r]. With block_table, as cache slots.
+    starts[r] or, with block_table, as cache slots.
 
     Of equal scores the lowest index is picked; -0.0 equals 0.0. -inf is the lowest score and can be picked; NaN is
     never picked. Arguments and results as in `dsa.topk_indices`; the reference has no `out`.
@@ -74,7 +74,7 @@ def _select(
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()
-    # Turn each score into an int32 such that the integers have the order of the scores. Columns that are no candidates
+    # Turn each score into an int32 so that the integers have the order of the scores. Columns that are no candidates
     # get the lowest int32, which is below the integer of -inf. Adding 0.0 turns -0.0 into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(~exists, _NEVER)

@@ -124,8 +124,8 @@ def _sparse(
 
 
 def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """Return the indices as slots [B * s_q, K], with -1 for every index outside the cache, and in sequence b for those
-    after the first topk_length[b] of a query."""
+    """Return the indices as slots [B * s_q, K]. An index outside the cache becomes -1. In sequence b, the indices of a
+    query after the first topk_length[b] become -1, too."""
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]

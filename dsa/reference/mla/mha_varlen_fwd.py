@@ -7,7 +7,7 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.mla.selection_bits import selected_keys
 
-_CHUNK = 2**26  # most elements of a tensor of scores: 256 MiB of fp32
+_CHUNK = 2**26  # upper limit of the elements of a tensor of scores: 256 MiB of fp32
 
 
 @without_autocast

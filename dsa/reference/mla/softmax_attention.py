@@ -5,8 +5,8 @@ A key's value is its first d_v channels. A query without keys has output 0, LSE 
 
 import torch
 
-# Most elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB on a CPU, which fit
-# its caches.
+# Upper limit of the elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB on a
+# CPU, so that they fit in the CPU's caches.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
@@ -45,7 +45,7 @@ def gather_attend(
     An index below 0 or at least N names no key. Chunks of queries limit the memory.
     """
     keys = kv.shape[0]
-    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # row N is the zeros that invalid indices gather
+    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # invalid indices gather row N, which is zeros
     chunk = queries_at_a_time(indices.shape[1], kv.shape[1], kv.device)
     parts = []
     for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):

@@ -1,4 +1,5 @@
-"""Attention over a sliding window and selected keys, its inverse rotation, and the cast of groups of heads to FP8."""
+"""Attention over a sliding window and selected keys, the inverse rotation of the result, and the cast of groups of
+heads to FP8."""
 
 import torch
 

@@ -11,9 +11,9 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     cu_seqlens_k[b]. p is the query's position among these keys. The queries are the last of the sequence's tokens: p =
     Lk - Lq + i, and a query with p < 0 sees no key.
 
-    If boundaries do not ascend, query t can belong to one sequence only: of the sequences with queries that begin at or
-    before t, the one that begins last. If this sequence ends at or before t, query t belongs to none. Arguments as in
-    `dsa.window_indices`.
+    If boundaries do not ascend, sequences can overlap. Of the sequences that have queries and begin at or before t,
+    query t can belong only to the one that begins last. If this sequence ends at or before t, query t belongs to no
+    sequence. Arguments as in `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
@@ -34,7 +34,7 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
 def window_slots(
     block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
 ) -> torch.Tensor:
-    """slots[b, i] = the cache slots of the keys max(0, p - window + 1), ..., p of sequence b, which its query i sees.
+    """slots[b, i] = the cache slots of the keys max(0, p - window + 1), ..., p of sequence b, which query i sees.
 
     p = cache_seqlens[b] - s_q + i, because the queries are the last of the cached tokens. A query with p < 0 sees no
     key.

@@ -22,11 +22,11 @@ def moe_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts that each token is sent to, and their weights.
 
-    s = sigmoid(logits), or sqrt(softplus(logits)). The experts form n_group groups of E / n_group. If there are
-    several, a group's score is the sum of the group's two largest s + bias, and only the topk_group groups with the
+    s = sigmoid(logits), or sqrt(softplus(logits)). The experts form n_group groups of E / n_group. If there are several
+    groups, a group's score is the sum of the group's two largest s + bias, and only the topk_group groups with the
     largest scores remain. Of the remaining experts, the top_k with the largest s + bias are chosen, the largest first.
-    An expert's weight is its s without the bias, times `scale`; with `normalise`, s is first divided by the sum of the
-    chosen experts' s plus 1e-20. Of equal groups or experts the one with the lowest number is chosen.
+    An expert's weight is its s without the bias, times `scale`; with `normalise`, s is first divided by (the sum of the
+    chosen experts' s + 1e-20). Of equal groups or experts the one with the lowest number is chosen.
 
     NaN counts as larger than all numbers. Differentiable in logits, through the weights. Arguments as in
     `dsa.moe_gate`.

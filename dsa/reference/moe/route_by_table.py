@@ -20,9 +20,9 @@ def route_by_table(
     """The experts that `table` names for `tokens`, their weights, and `sort_by_expert` of these experts.
 
     The weights are s = sqrt(softplus(x weight^T)) of these experts, with sums in fp32, divided by (the sum of the
-    token's s + 1e-20) and multiplied by `scale`. The sort covers `count` experts from `first_expert` on; None: all that
-    follow. A number in the table that is not an expert becomes -1, with s and weight 0, and so do all experts of a
-    token id that has no row in the table.
+    token's s + 1e-20) and multiplied by `scale`. The sort covers `count` experts from `first_expert` on; None: all
+    experts from `first_expert` on. A number in the table that is not an expert becomes -1, with s and weight 0, and so
+    do all experts of a token id that has no row in the table.
 
     Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights. Arguments as in
     `dsa.route_by_table`.

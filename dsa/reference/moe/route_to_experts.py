@@ -23,7 +23,7 @@ def route_to_experts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`moe_gate` of x weight^T, summed in fp32, and `sort_by_expert` of the experts that the gate chooses.
 
-    The sort covers `count` experts from `first_expert` on; None: all that follow.
+    The sort covers `count` experts from `first_expert` on; None: all experts from `first_expert` on.
 
     Returns (experts, weights, order, rows, ends). Differentiable in x and weight, through the weights. Arguments as in
     `dsa.route_to_experts`.
