@@ -25,7 +25,7 @@ SPARSE_TOLERANCES = (
     {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536},
 )
 FP32_TOLERANCES = {"abs_tol": 2e-5, "rel_tol": 2e-5}
-# Limit of the number of elements of the float64 tensor of gathered keys in `attend_lists`: 512 MiB on a GPU, 8 MiB on a
+# `attend_lists` gathers keys into a float64 tensor of at most this number of elements: 512 MiB on a GPU, 8 MiB on a
 # CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 

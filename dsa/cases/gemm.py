@@ -198,8 +198,8 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Make arguments of `swiglu_cast_to_fp8`, many of which exceed the limit. halves: gate and up are the halves of one
-    tensor's last dimension."""
+    """Make arguments of `swiglu_cast_to_fp8`. Many numbers in gate and up exceed the limit. halves: gate and up are the
+    halves of one tensor's last dimension."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -402,8 +402,8 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, size) in float64: all rows of a product with one matrix, or of a grouped product the rows that belong
-    to an expert, multiplied by `weights` if they are given.
+    """Return (y, size) in float64. y is the product. For a grouped product it has only the rows that belong to an
+    expert, each multiplied by its number in `weights` if `weights` is given.
 
     size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
     """
@@ -518,7 +518,8 @@ def other_numbers(given: Given, place: tuple[int]) -> Kept:
     return lambda results: [x[kept] for x in results]
 
 
-# name -> (tokens from which rows are gathered, 0 for no gathering; rows of each expert; rows after the last end)
+# name -> (number of tokens from which the product gathers rows, or 0 if it gathers none; rows per expert; rows after
+# the last end)
 HOSTILE_SIZES = {
     "few": (0, (10, 20, 0, 11), 19),
     "few of many": (50, (10, 20, 0, 11), 49),

@@ -302,8 +302,8 @@ def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num
 
 
 def check_plan(a: Given, found: Results) -> float:
-    """Check that the plan divides the splits of 256 keys evenly among the SMs, in order. Each SM's entry must name its
-    first split: an existing split, or the end of all sequences."""
+    """Check that the plan divides the splits of 256 keys evenly among the SMs, in order. Each SM's entry must name the
+    first split of the SM: an existing split, or the end of all sequences."""
     (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
     lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
     splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
@@ -392,8 +392,8 @@ def in_pages(
 
 
 def visible(a: Given) -> torch.Tensor:
-    """Return int64 [B, next_n]: the number of keys that each query sees, at most the columns of the result and the keys
-    of a full row of the block table."""
+    """Return int64 [B, next_n]: the number of keys that each query sees. It is limited to the columns of the result,
+    and to the keys that fit in the pages of a row of the block table."""
     lengths, next_n = a["context_lens"].long(), a["q"].shape[1]
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device)

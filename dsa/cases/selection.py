@@ -150,15 +150,16 @@ def selecting(
 
 
 def of_scores(a: Given) -> Given:
-    """Return the arguments of `fp8_mqa_logits`, with ranges clipped to the keys."""
+    """Return the arguments of the call of `fp8_mqa_logits` whose scores `indexer_select` selects from. Ranges are
+    clipped to the keys."""
     scored = {name: a[name] for name in ("q", "kv", "weights", "accumulators")}
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
     return {**scored, **dict(zip(RANGES, (x.int() for x in clipped(a, len(a["kv"][0]))))), **options}
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the indices and the bits of the values that `selected` returns for `given`, the scores and the options of
-    this selection. A value of -0.0 must be returned as 0.0."""
+    """Require the indices that `selected` returns, and the bits of its values. A value of -0.0 must be returned as 0.0.
+    given: the scores and options for `selected`."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -189,7 +190,8 @@ def selecting_of_pages(
 
 
 def of_paged_scores(a: Given) -> Given:
-    """Return the arguments of `fp8_paged_mqa_logits`, with at most as many columns as the table has keys."""
+    """Return the arguments of the call of `fp8_paged_mqa_logits` whose scores `paged_indexer_select` selects from.
+    There are at most as many columns as a row of the table has keys."""
     columns = min(a["max_context_len"], a["block_table"].shape[1] * a["kv_cache"].shape[1])
     names = "q", "kv_cache", "weights", "context_lens", "block_table", "accumulators"
     options = {"schedule_meta": None, "max_context_len": columns, "clean_logits": True, "logits_dtype": F32}
