@@ -28,7 +28,7 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-# A pass with at least so many tokens counts as a prompt's, and runs on DeepGEMM, with FP4 weights widened to FP8.
+# A pass with at least this number of tokens counts as a prompt's and runs on DeepGEMM, with FP4 weights widened to FP8.
 # Engines run FP4 experts of prompts on Marlin too, with bf16 products. FP8 products have twice the rate of bf16, which
 # matters for a prompt, whose experts have many rows. A step spends its time reading weights, so the rate of its
 # products matters little.
@@ -53,8 +53,8 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Return the layout for `experts` [T, k], each token's expert ids below `count`. M, the most rows with padding,
-    depends only on T, k and `count`, so the host does not wait for the GPU."""
+    """Return the layout for `experts` [T, k], each token's expert ids below `count`. M is the largest number of rows,
+    with padding, that T, k and `count` allow. So the host need not wait for the GPU to know M."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)

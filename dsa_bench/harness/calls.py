@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 Call = Callable[[], object]
-_LINE = 200  # most characters of a `reason`
+_LINE = 200  # largest number of characters of a `reason`
 
 
 def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]) -> dict[str, list[Call]]:

@@ -27,7 +27,7 @@ class TuningClass:
     """A class of shapes that share a configuration.
 
     tries     configuration -> whether it is worth a trial
-    shapes    {a shape of the benchmark: the compile function's arguments, without the last one, the configuration}
+    shapes    {a shape of the benchmark: the compile function's arguments except the last, which is the configuration}
     modelled  the configuration that the op chooses without data, or None if the op must have data for every class
     """
 

@@ -50,7 +50,7 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
 @peer(TILE)
 def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
     """Return calls that compute (x, post, comb) from inputs (streams, mix, base, scale). The streams' squares are
-    summed outside the timing, because in vLLM the projection does it."""
+    summed outside the timing, because in vLLM the projection sums them."""
     squares = streams.float().square().sum((1, 2))
     return partial(into, *_collapse(module, streams, (mix[None], squares[None]), base, scale))
 
@@ -76,7 +76,7 @@ def expand(module: ModuleType, y, streams, post, comb) -> Call:
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
     """Return (the new streams, the call that writes them)."""
     out = torch.empty_like(streams)
-    # The op's tensors have a dimension for a batch, here of one, and post also has one for a channel.
+    # The op's tensors begin with a batch dimension, here of size 1. post also ends with a dimension of size 1.
     return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])
 
 
