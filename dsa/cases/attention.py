@@ -14,7 +14,7 @@ from dsa.testing import assert_close, poisoned
 FP16, INF = torch.float16, torch.inf
 D_V = 512
 # Pairs (tolerances of out, tolerances of the LSE and of the largest logit) for 16-bit results, from FlashMLA's tests.
-# The names are those of `assert_close`.
+# The keys are arguments of `assert_close`.
 PREFILL_TOLERANCES = (
     {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6},
     {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536},
@@ -86,7 +86,7 @@ def attend_lists(
     d_v: int = D_V,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """Return `attend` of each query over the keys that the query's list names.
+    """Return the attention (`attend`) of each query to the keys that the query's list names.
 
     keys   [N, d]. The values are the first d_v channels. Rows that are in no list may contain NaN
     lists  [T, K]: rows of keys, -1 for no key
@@ -230,7 +230,8 @@ def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.
 
 
 def corners(x: torch.Tensor) -> list[Any]:
-    """Return indices of the first and last element of the first and of the last row."""
+    """Return the indices of four elements: the first and the last element, both in the first row and in the last
+    row."""
     rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
     return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))
 

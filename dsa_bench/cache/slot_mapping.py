@@ -1,5 +1,5 @@
-"""Slots of new tokens, of all keys, of compressed entries and in ring buffers, compared with plain torch operations:
-bytes per second."""
+"""The slots of new tokens, of all keys or of compressed entries, in pages or in ring buffers: bytes per second,
+compared with plain torch operations."""
 
 from functools import partial
 

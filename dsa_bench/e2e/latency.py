@@ -103,7 +103,8 @@ def asked(
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
-    """Return, per pass in the generator's order, the (new, earlier) tokens of each prompt in the pass."""
+    """Return the work of all passes, in the generator's order: per pass, the numbers of (new, earlier) tokens of each
+    prompt."""
     lengths = _lengths(sizes)
     passes_over = (parts_of_prompts(lengths, begin, begin + chunk) for begin in range(0, sum(lengths), chunk))
     return [tuple((new, cached) for _, new, cached in parts) for parts in passes_over]

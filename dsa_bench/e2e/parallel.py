@@ -103,7 +103,7 @@ OPTIONS = of_models(STACKS) | {
 def asked(
     gpus: int, models: Sequence[str] = tuple(STACKS), runs: Collection[str] | None = None, **others: Any
 ) -> list[Variant]:
-    """Return the kernels that passes of the models need, split over `gpus` GPUs and on one GPU; sorted.
+    """Return the kernels that the models' passes need, both split over `gpus` GPUs and on one GPU, sorted.
 
     others: the other options of `rows`, which change no kernel.
     """

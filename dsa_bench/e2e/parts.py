@@ -58,8 +58,8 @@ def gpu_ms(model: nn.Module, call: Callable[[], object]) -> dict[str, float]:
 def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
     """Return {part: GPU milliseconds} from the events of a Chrome trace.
 
-    Of the events, `user_annotation` ranges on the host, launches (`cuda_runtime`, `cuda_driver`) and the GPU's work
-    (GPU_WORK) count. Work has the correlation id of its launch.
+    Three kinds of events are used: the host's ranges (`user_annotation`), the launches (`cuda_runtime`, `cuda_driver`),
+    and the GPU's work (GPU_WORK). Work has the correlation id of its launch.
     """
     ranges = sorted(
         (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(_PREFIX))

@@ -115,8 +115,8 @@ def _parameter(experts: Experts, name: str) -> Scaled:
 
 
 def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
-    """Return an `Experts.forward` on the peers' kernels: on DeepGEMM's `module`, unless it is None, and on Marlin with
-    `on_marlin`. `ours` runs passes that neither runs."""
+    """Return a replacement of `Experts.forward` that runs on the peers' kernels: on DeepGEMM's if `module` is not None,
+    and on Marlin's with `on_marlin`. Passes that neither can run are passed to `ours`."""
 
     def forward(
         self: Experts,

@@ -81,7 +81,7 @@ def peer_kernels() -> contextlib.AbstractContextManager[Replaced]:
 
 
 def replacement() -> Replaced:
-    """Find the peers' ops that can be imported. `in_place` of the result replaces ours by them."""
+    """Find the peers' ops that can be imported. The result's `in_place` replaces our ops by them."""
     found = Replaced()
     for builds, ops in _GROUPS:
         library, module = found.newest(builds)

@@ -108,8 +108,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
     """Return b and, for at most SHORT rows, more matrices of that size. A graph's calls read the matrices in turn, so
     that no call finds its matrix in the L2 cache.
 
-    MOST_WEIGHTS bounds the number of matrices, so small matrices may all fit into the cache. A graph still needs
-    several calls, because one call with few rows is shorter than the start of a graph.
+    There are at most MOST_WEIGHTS matrices, so small matrices can all fit into the cache. A graph needs several calls
+    in any case, because one call with few rows is shorter than the start of a graph.
     """
     if rows > SHORT:
         return [b]

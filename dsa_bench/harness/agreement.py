@@ -64,8 +64,8 @@ def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -
 def as_reference(
     call: Callable[[], torch.Tensor], tolerance: float, seen: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Callable[[torch.Tensor], None]:
-    """Return a check that raises AssertionError unless `calc_diff` of a result and the reference's is below the
-    tolerance.
+    """Return a check that raises AssertionError unless `calc_diff` between a result and the reference's result is below
+    the tolerance.
 
     call: our call, which the check runs with the backend "reference". seen: the reference's result -> the index of the
     entries that are compared, by default all.

@@ -135,7 +135,7 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def _worse(outcome: str) -> tuple[bool, int, str]:
-    """Return the sort key of a text of `_compile`: failures last, before them the largest number of registers."""
+    """Return a sort key for texts of `_compile`. A larger number of registers is worse, and a failure is worst."""
     return outcome.startswith("fails"), len(outcome), outcome
 
 

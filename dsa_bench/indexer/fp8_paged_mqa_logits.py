@@ -48,7 +48,7 @@ PROBED = [
     (4, 1, 0, 64, "float32"),
 ]
 DIM, PAGE = 128, 64
-_PLANS = 8  # calls per graph, each of which makes the plan
+_PLANS = 8  # calls per graph; each call makes the plan
 _FP32 = "dsa, float32 accumulators"
 
 

@@ -57,7 +57,7 @@ def _indices(keys: int, selected: int, queries: int, overlap: str) -> torch.Tens
 def _one_by_one(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, max_logits, lse) of the kernel that attends per query, where the op would try groups of queries."""
+    """Return (out, max_logits, lse) of the kernel that computes each query separately."""
     max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     out = q.new_empty(*q.shape[:2], D_V)
     attend(q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)

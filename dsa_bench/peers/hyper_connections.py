@@ -1,10 +1,11 @@
 """Hyper-connections: DeepGEMM's projection, and tile-kernels' collapse and expansion.
 
 vLLM and SGLang run V4's hyper-connections with these libraries or copies of them. Facts, on Hopper:
-- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight; our op
-  keeps 24. It also sums the streams' squares. Both results are partial sums over `splits` parts of the channels
-- `mhc_pre_big_fuse_fwd`, the collapse, adds the partial sums and reads the squares, which our collapse computes. A
-  kernel is compiled per number of channels and splits
+- `tf32_hc_prenorm_gemm`, the projection, multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of
+  each weight; our op keeps 24. The projection also sums the streams' squares. Both results are partial sums over
+  `splits` parts of the channels
+- `mhc_pre_big_fuse_fwd`, the collapse, adds up the partial sums of the products and of the squares; our collapse
+  computes the squares itself. A kernel is compiled per number of channels and splits
 - D, the channels of a stream, must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and
   caches kernels in the folder TILELANG_CACHE_DIR (an environment variable)
 """

@@ -14,11 +14,11 @@ Facts, for T tokens with k of E experts each:
   size is the smallest of 8, 16, 32, 48 and 64 for which (mean rows per expert) / size is below 0.9, or else 64. An
   entry of the result is a row's index among the T k rows, or T k for padding. Entries after the last block are
   ignored. The result's sizes depend only on T, k and E
-- moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
+- moe_wna16_marlin_gemm computes row r of the result from row r / top_k of the activations, and writes [T k, N] in the
   order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer, `_E2M1`, encodes the
-  fields of the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. Its locks, four int32 per
-  SM, are zero before and after. The kernels are PTX for sm_80, which the driver compiles for Hopper at the first call;
-  a library stripped to sm_90 code lacks them
+  fields of the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. The operator's locks, four
+  int32 per SM, are zero before and after a call. The kernels are PTX for sm_80, which the driver compiles for Hopper at
+  the first call; a library stripped to sm_90 code lacks them
 - silu_and_mul_with_clamp(result, rows, limit, 1, 0): silu of a row's first half, clamped from above, times its second
   half, clamped at both ends. moe_sum adds a token's k rows in fp32
 """
@@ -47,9 +47,9 @@ class Packed(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Row indices sorted by expert, in blocks of `size` rows of one expert. rows int32 [the most rows with padding]:
-    the index of each row, or T k for padding. experts int32 [blocks]: the expert of each block. count int32 [1]: the
-    number of entries of `rows` in use, with padding."""
+    """Row indices sorted by expert, in blocks of `size` rows of one expert. rows int32 [largest number of rows with
+    padding]: the index of each row, or T k for padding. experts int32 [blocks]: the expert of each block. count int32
+    [1]: the number of entries of `rows` in use, with padding."""
 
     rows: torch.Tensor
     experts: torch.Tensor
