@@ -124,8 +124,8 @@ def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[
 
 
 def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
-    """Return out [B, s_q, H, d_v] and lse [B, H, s_q] of attention that was computed for B * s_q query rows. q is [B,
-    s_q, H, d]."""
+    """Return out [B, s_q, H, d_v] and lse [B, H, s_q]. attended: attention for B * s_q query rows. q: [B, s_q, H,
+    d]."""
     out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
     return out, lse.transpose(1, 2)
 

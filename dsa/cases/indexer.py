@@ -454,8 +454,8 @@ def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
 
 
 def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of each named argument: the block table of two sequences, or an argument with a number
-    per row."""
+    """Return hostile contents of the named arguments. block_table is the table of two sequences; any other argument has
+    a number per row."""
     kinds = {"block_table": (other_tables, two_pages)}
     return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
 

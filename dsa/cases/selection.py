@@ -111,8 +111,8 @@ def selected(
 def slots_of(
     indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
 ) -> torch.Tensor:
-    """Map indices [rows, k] to slots; -1 for an index of -1, a missing page, a missing sequence, or a slot of 2^31 or
-    more."""
+    """Return the slots of indices [rows, k]. A slot is -1 for an index of -1, a missing page or a missing sequence, and
+    if it would be 2^31 or more."""
     (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
     own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
     known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]

@@ -175,7 +175,7 @@ def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]
 def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most: float = 7e-3) -> float:
     """Compare results and gradients with float64.
 
-    The error of out or of a gradient is a norm, relative to the exact norm. Its limit is twice the error of the formula
+    Errors of out and of gradients are norms, relative to the exact norm. The limit is twice the error of the formula
     with rounded softmax weights (`attended`), but at most 1e-2. For attn_sink's gradient the limit is 1e-2.
     `delta_noise` is added to the limits of gradients.
 

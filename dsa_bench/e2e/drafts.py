@@ -206,7 +206,7 @@ def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: 
 def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted; also those of rows in `done`."""
+    """Return the kernels that the rows need, sorted. Rows in `done` are included."""
     return in_order(
         asked_of(
             skeleton(name, drafter=True),

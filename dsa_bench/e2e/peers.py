@@ -75,8 +75,8 @@ class Replaced:
 
 
 def peer_kernels() -> contextlib.AbstractContextManager[Replaced]:
-    """Return a context manager that replaces our ops by the peers' within its block and yields the `Replaced`. Without
-    peers no op is replaced."""
+    """Return a context manager that replaces our ops by the peers' ops within the block and yields the `Replaced`.
+    Without peers no op is replaced."""
     return replacement().in_place()
 
 

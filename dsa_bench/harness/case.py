@@ -286,9 +286,9 @@ def row(
 
     kinds: {"baselines" or "yardsticks": names}; all other names except ours are peers. peers, baselines, yardsticks:
     {name: {"ms", "ratio"}}. ratio is the name's ms / our ms; above 1 ours is faster. Names in `flops` also have
-    "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None. baseline, baseline_ms, baseline_ratio: of the
-    fastest baseline, or None. failed: {name: reason} of installed peers and of baselines that raise or compute
-    something else.
+    "tflops", TFLOP/s. peer, peer_ms, ratio: name, ms and ratio of the fastest peer, or None. baseline, baseline_ms,
+    baseline_ratio: the same of the fastest baseline. failed: {name: reason} of installed peers and of baselines that
+    raise or compute something else.
     """
     ours = times[OURS]
     others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}

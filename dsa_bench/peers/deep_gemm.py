@@ -81,8 +81,8 @@ def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table,
 
 
 def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
-    """Return the number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths
-    [B]."""
+    """Return int32 [B, next_n]: the number of keys that each of a sequence's last next_n tokens sees. lengths: the
+    sequences' numbers of keys, [B]."""
     return lengths[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
 
 
