@@ -321,8 +321,8 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
     expected = rotated(torch.cat((latent, kv[:, n:]), 1).double(), cos, sin, a["interleaved"])
     size = expected.abs()
     rope = size[:, -2 * cos.shape[1] :]
-    # A rotated channel is a sum of two products, each of which can be one rounding step off. So the error is relative
-    # to the row's largest rotated channel.
+    # A rotated channel is a sum of two products, and each product can be one rounding step off. So the error is
+    # relative to the row's largest rotated channel.
     rope[:] = rope.amax(1, keepdim=True)
     error, info = (rows.double() - expected).abs(), torch.finfo(kv.dtype)
     if not (error <= 4 * info.eps * (size + info.smallest_normal)).all():

@@ -579,7 +579,7 @@ PREFILL_SIZES = {"tokens": 7, "heads": 20, "keys": 300, "top_k": 135, "counted":
 DENSE_SIZES = {"lengths": (100, 65, 0, 3, 64), "heads": 20}
 SPARSE_SIZES = {"batch": 3, "s_q": 2, "heads": 20, "top_k": 135, "rows": 300, "extra": (70, 16), "sink": True}
 SPARSE_SIZES |= {"counted": True, "page": 16}
-MORE_HEADS = ({"heads": 128},)  # select other kernels than few heads do
+MORE_HEADS = ({"heads": 128},)  # 128 heads select other kernels than few heads
 
 CASES = [
     Case(

@@ -151,8 +151,8 @@ def with_cast(
 
 
 def window_keys(a: Given, queries: int) -> torch.Tensor:
-    """Return int64 [queries, window]: for each query, the rows of the keys in its window, followed by -1. The bounds
-    cu_seqlens_q and cu_seqlens_k must not decrease."""
+    """Return int64 [queries, window]: for each query, the rows of the keys in the query's window, followed by -1. The
+    bounds cu_seqlens_q and cu_seqlens_k must not decrease."""
     cu_q, cu_k, window = a["cu_seqlens_q"].long(), a["cu_seqlens_k"].long(), a["window"]
     lists = torch.full((queries, window), -1, device=cu_q.device)
     sequence = torch.arange(len(cu_q) - 1, device=cu_q.device).repeat_interleave(cu_q.diff())
@@ -312,8 +312,8 @@ def slots(
     window: int = 128,
     ring: bool = False,
 ) -> Given:
-    """Make arguments of `window_slots`. The block table has random pages; on average a fifth of its entries is -1, a
-    missing page. ring: there is no block table."""
+    """Make arguments of `window_slots`. The block table has random pages; on average a fifth of the entries are -1,
+    missing pages. ring: there is no block table."""
     table = new.below(5000, len(lengths), pages)
     table = table.where(new.below(5, len(lengths), pages) > 0, -1)
     keys = {"block_table": None if ring else table, "cache_seqlens": new.ints(list(lengths))}

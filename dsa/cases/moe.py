@@ -244,7 +244,8 @@ def other_tokens(given: Given, place: tuple[int, ...]) -> Kept:
 
 
 def own_rows(new: Maker) -> Given:
-    """Make arguments of `route_by_table` for twelve tokens, each of which has a row of the table to itself."""
+    """Make arguments of `route_by_table` for twelve tokens. Token t reads row t of the table, and no other token reads
+    this row."""
     given = table_router(new, 12, 64, 16, 3, first_expert=4, count=8)
     return given | {"table": given["table"][:12], "tokens": torch.arange(12, device=new.device)}
 

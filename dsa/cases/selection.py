@@ -158,8 +158,8 @@ def of_scores(a: Given) -> Given:
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the indices that `selected` returns, and the bits of its values. A value of -0.0 must be returned as 0.0.
-    given: the scores and options for `selected`."""
+    """Require the indices that `selected` returns and, bit for bit, the values that it returns, except that -0.0
+    becomes 0.0. given: the scores and options for `selected`."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:

@@ -209,11 +209,11 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return {argument: absolute tolerance of the argument's gradient}. Gradients need a tolerance because the kernels
-    compute delta, the dot product of out and its upstream gradient, from the rounded out.
+    """Return {argument: absolute tolerance of the argument's gradient}.
 
-    The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
-    are a few times the effect of random errors of half a unit in the last place of out.
+    The kernels compute delta, the dot product of out and its upstream gradient, from the rounded out. If the terms of a
+    gradient cancel, for example with all weight on one key, mainly the error of delta remains, so a relative tolerance
+    is not enough. The tolerances are a few times the effect of random errors of half a unit in the last place of out.
     """
     out, grad, q = (x.detach().double().norm(dim=-1) for x in (out, upstream(out), a["q"]))
     each, scale = out * grad * 2**-9 / 10, D_V**-0.5

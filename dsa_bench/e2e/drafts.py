@@ -54,7 +54,7 @@ def run_of(count: int, drafts: int) -> str:
 
 class DraftedDecoding:
     """Decoding of `count` sequences of `context` tokens each. The last `drafts` tokens of a sequence are drafts. The
-    caches contain random numbers, and all tokens that a pass computes differ. The constructor runs the pass once.
+    caches contain random numbers, and no two tokens of a pass are equal. The constructor runs the pass once.
 
     touched: the number of experts with tokens in a pass, per MoE layer.
     """

@@ -20,8 +20,8 @@ LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 OPTIONS = of_models(LONG_STACKS)
 STEP_REPEATS = 20
-# The peak memory of pass number SHORT, without weights and cache, counts as that of the activations, because this pass
-# selects among few keys.
+# The peak memory of pass number SHORT, without weights and cache, counts as the memory of the activations, because this
+# pass selects among few keys.
 SHORT = 2
 RESERVE = 4 << 30  # bytes: more than a step needs besides weights and caches
 WARM = 8  # every WARM-th pass runs once before the timing, to load the kernels of all lengths

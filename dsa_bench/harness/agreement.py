@@ -127,6 +127,6 @@ def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return values [..., channels] times scales [..., groups], fp32 [..., groups, channels / groups]. A scale is for a
-    group of adjacent channels."""
+    """Return fp32 [..., groups, channels / groups]: values [..., channels] times scales [..., groups]. A scale belongs
+    to a group of adjacent channels."""
     return values.float().reshape(*scales.shape, -1) * scales.float()[..., None]

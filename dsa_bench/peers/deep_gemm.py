@@ -33,7 +33,7 @@ OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # the index of a group's first row is a multiple of this
 _PROCESSES = 16
-# fraction of the GPU's free memory for the compiling processes, each of which allocates the weights of all groups
+# Fraction of the GPU's free memory for the compiling processes. Each process allocates the weights of all groups.
 _MEMORY = 0.8
 _ROWS_MEMORY = 5 << 30  # bytes for padded rows per compiling process, in addition to its weights
 Scaled = tuple[torch.Tensor, torch.Tensor]

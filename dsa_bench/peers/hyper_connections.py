@@ -37,7 +37,8 @@ def project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> 
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """Return (the tensors of the sums, the call that writes them). The number of splits is that of vLLM for V4."""
+    """Return (the tensors of the sums, the call that writes them). The number of splits is the one that vLLM uses for
+    V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))

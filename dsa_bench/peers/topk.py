@@ -73,7 +73,7 @@ def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: tor
 
 
 def _prefill(starts: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-    """Call vLLM's top-k for prefill. starts: zeros, for at least as many rows as `scores` has."""
+    """Call vLLM's top-k for prefill. starts: zeros, at least one per row of `scores`."""
     sizes = len(scores), scores.stride(0), 1, out.shape[1]
     torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
 
