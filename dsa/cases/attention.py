@@ -14,7 +14,7 @@ from dsa.testing import assert_close, poisoned
 FP16, INF = torch.float16, torch.inf
 D_V = 512
 # Pairs (tolerances of out, tolerances of the LSE and of the largest logit) for 16-bit results, from FlashMLA's tests.
-# The names are those of `assert_close`.
+# The keys are arguments of `assert_close`.
 PREFILL_TOLERANCES = (
     {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6},
     {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536},
@@ -25,7 +25,7 @@ SPARSE_TOLERANCES = (
     {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536},
 )
 FP32_TOLERANCES = {"abs_tol": 2e-5, "rel_tol": 2e-5}
-# Limit of the number of elements of the float64 tensor of gathered keys in `attend_lists`: 512 MiB on a GPU, 8 MiB on a
+# `attend_lists` gathers keys into a float64 tensor of at most this number of elements: 512 MiB on a GPU, 8 MiB on a
 # CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
@@ -86,7 +86,7 @@ def attend_lists(
     d_v: int = D_V,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """Return `attend` of each query over the keys that the query's list names.
+    """Return the attention (`attend`) of each query to the keys that the query's list names.
 
     keys   [N, d]. The values are the first d_v channels. Rows that are in no list may contain NaN
     lists  [T, K]: rows of keys, -1 for no key
@@ -124,8 +124,8 @@ def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[
 
 
 def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
-    """Return out [B, s_q, H, d_v] and lse [B, H, s_q] of attention that was computed for B * s_q query rows. q is [B,
-    s_q, H, d]."""
+    """Return out [B, s_q, H, d_v] and lse [B, H, s_q]. attended: attention for B * s_q query rows. q: [B, s_q, H,
+    d]."""
     out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
     return out, lse.transpose(1, 2)
 
@@ -230,7 +230,8 @@ def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.
 
 
 def corners(x: torch.Tensor) -> list[Any]:
-    """Return indices of the first and last element of the first and of the last row."""
+    """Return the indices of four elements: the first and the last element, both in the first row and in the last
+    row."""
     rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
     return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))
 

@@ -81,8 +81,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return different random slots below `capacity`, one per token, but -1 for the second token. outside: the next 3
-    tokens (the next 7 for int64 slots) get slots outside the cache."""
+    """Return random slots below `capacity`, a different one per token. The second token gets -1 instead. outside: the 3
+    tokens after it (7 tokens for int64 slots) get slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -254,8 +254,8 @@ def latent_slots(
 
 
 def check_read_kv(a: Given, found: Results) -> float:
-    """The rows must be the numbers that the slots encode, rounded to fp32 and then to the dtype, and zeros for slots
-    outside the cache."""
+    """Check that the rows are the numbers that the slots encode, rounded to fp32 and then to the dtype, and zeros for
+    slots outside the cache."""
     slots = slots_inside(a["slots"], a["cache"])
     expected = slot_numbers(a["cache"]).float()[slots].masked_fill(slots[..., None] < 0, 0.0)
     if not found[0].is_contiguous():
@@ -294,8 +294,8 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """Return the rows that `write_mla_cache` computes before the cache rounds them: the `out` of a call with an fp32
-    cache. The cache of this call has no pages, because only `out` is used."""
+    """Return the rows that `write_mla_cache` computes before it rounds them to the cache's format. They are the `out`
+    of a call with an fp32 cache. This cache has no pages, because only `out` is used."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
@@ -308,10 +308,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def check_projected(a: Given, rows: torch.Tensor) -> float:
-    """Check the rows before the cache rounds them.
+    """Check the rows that `unrounded` returns.
 
-    The norm and the rotation each round to kv's dtype. If a kernel adds the norm's squares in another order than the
-    reference, a number is sometimes rounded to the adjacent one. So a few numbers may differ from the formula's.
+    The norm and the rotation each round to kv's dtype. A kernel can add the norm's squares in another order than the
+    reference, and then sometimes rounds a number the other way. So a few numbers can differ from the formula's.
     """
     kv, n, (cos, sin) = a["kv"], len(a["norm_weight"]), (a["cos"], a["sin"])
     if n + 2 * cos.shape[1] <= kv.shape[1]:  # the norm does not cover the rotated channels
@@ -321,8 +321,8 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
     expected = rotated(torch.cat((latent, kv[:, n:]), 1).double(), cos, sin, a["interleaved"])
     size = expected.abs()
     rope = size[:, -2 * cos.shape[1] :]
-    # A rotated channel is a sum of two products, each of which can be one rounding step off. So the error is relative
-    # to the row's largest rotated channel.
+    # A rotated channel is a sum of two products, and each product can be one rounding step off. So the error is
+    # relative to the row's largest rotated channel.
     rope[:] = rope.amax(1, keepdim=True)
     error, info = (rows.double() - expected).abs(), torch.finfo(kv.dtype)
     if not (error <= 4 * info.eps * (size + info.smallest_normal)).all():
@@ -345,8 +345,8 @@ def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_mla(a: Given, found: Results) -> float:
-    """Compare the rows before the cache rounds them (`unrounded`) with the formula. The cache, and `out` if it is
-    given, must contain exactly what follows from these rows (`written`, `as_kept`)."""
+    """Compare the rows that `unrounded` returns with the formula. The cache, and `out` if it is given, must contain
+    exactly the numbers that follow from these rows (`written`, `as_kept`)."""
     rows = unrounded(a)
     error = check_projected(a, rows)
     same_cache(found[0], written(a, rows))
@@ -433,8 +433,8 @@ def check_mapped(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keep the cache's bytes outside `slots`, and whether the padding between pages was written. In the results after
-    the cache, keep the rows that are not in `states` (state slots)."""
+    """Keep the cache's bytes outside `slots`, and a flag: whether the padding between pages was written. In the other
+    results, keep the rows that are not in `states` (state slots)."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -454,7 +454,7 @@ def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
 
 
 def mapped_elsewhere(wrong: Sequence[int], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the results of all sequences except the sequences place[0] + i for i in `wrong`.
+    """Keep the results of all sequences except some: sequence place[0] + i for each i in `wrong`.
 
     Tokens after the last boundary are left out, too, because with a wrong boundary they can belong to a sequence.
     """

@@ -75,14 +75,14 @@ class Maker:
 
 @dataclass(frozen=True)
 class Hostile:
-    """How to corrupt an argument that contains indices, lengths or bounds, with the numbers of `contents`.
+    """How to corrupt an argument that contains indices, lengths or bounds. `changed` writes the numbers of `contents`.
 
-    kept    (valid arguments, place) -> a function from all results of a call to those results, rows or properties of
-            results that a wrong number at this place cannot change
+    kept    (valid arguments, place) -> a function that selects, from all results of a call, what a wrong number at this
+            place cannot change: whole results, rows, or properties of results
     places  argument -> the places to corrupt: indices into the argument
     sizes   keyword arguments of `Case.make` for these calls
-    exact   True: what `kept` selects must have the same bits as in the valid call. False: the kernel may sum it in
-            another order, so an element may differ by 1e-3 plus 1e-2 times its magnitude
+    exact   True: what `kept` selects must have the same bits as in the valid call. False: the kernel can sum in another
+            order than in the valid call, so an element can differ by 1e-3 plus 1e-2 times its magnitude
     """
 
     kept: Callable[[Given, Any], Kept]
@@ -176,8 +176,8 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def ends(x: torch.Tensor) -> list[Any]:
-    """Return three places (index tuples): the last element of the first, of a middle and of the last row of x. If rows
-    coincide, there are fewer."""
+    """Return the places (index tuples) of the last element in three rows of x: the first, a middle and the last row. If
+    x has only one or two rows, return a place per row."""
     rows = sorted({0, len(x) // 2, len(x) - 1})
     return [(i, *(n - 1 for n in x.shape[1:])) for i in rows]
 
@@ -196,8 +196,8 @@ PER_ROW = Hostile(other_rows, ends)
 
 
 def contents(valid: torch.Tensor) -> dict[str, int]:
-    """Return {name: number}: numbers that are not valid as indices, lengths and bounds of a case's small tensors, apart
-    from -1, which can mean "none". Numbers beyond 32 bits are only for 64-bit arguments."""
+    """Return {name: number}: numbers that are invalid as indices, lengths and bounds, because a case's tensors are
+    small. Only -1 can be valid, where it means "none". Numbers beyond 32 bits are only for 64-bit arguments."""
     limits = torch.iinfo(valid.dtype)
     numbers = {
         "minus one": -1,

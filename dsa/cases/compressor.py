@@ -44,7 +44,7 @@ def new_tokens(
     c                channels of `kv`
     lengths, starts  numbers of new tokens and of earlier tokens of each sequence. Without a state all starts are 0
     m                tokens per block
-    spare            rows per slot of the state beyond the smallest allowed number, m or with overlap 2 m
+    spare            number of extra rows per slot of the state. Without extra rows a slot has m rows, with overlap 2 m
 
     With `lengths`, rows of the state that contain no earlier token are NaN.
     """
@@ -94,8 +94,8 @@ def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_state(a: Given, state: torch.Tensor) -> None:
-    """Check that each sequence's last n new tokens, for n rows per slot of the state, are in their rows of the state,
-    and that all other rows are unchanged."""
+    """Check the state, which has n rows per slot. The last n new tokens of each sequence must be in their rows of the
+    sequence's slot, and all other rows must be unchanged."""
     expected, n, m = a["state"].clone(), a["state"].shape[1], len(a["ape"])
     sequences = zip(a["starts"].tolist(), pairwise(a["cu_seqlens"].tolist()), a["state_slots"].tolist())
     for start, (low, high), slot in sequences:
@@ -163,8 +163,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
     by_reference = a | {"cache": a["cache"].clone(), "state": a["state"].clone(), "slots": every}
     dsa.reference.write_compressed_kv(**by_reference)
     expected = slot_numbers(by_reference["cache"], index)[slots]
-    # A number may be adjacent to the reference's number: adjacent e4m3 numbers differ by up to 1/8 of their magnitude.
-    # Numbers of a float cache may differ by two bf16 steps, each of up to 1/128 of the number.
+    # In a byte cache a number can be off by one e4m3 step, which is up to 1/8 of the number. In a float cache it can be
+    # off by two bf16 steps, each of up to 1/128 of the number.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
     assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
     rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
@@ -174,8 +174,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Check the tolerances of a quantised result. With ten rows or more, also check that its rounding has no bias: over
-    numbers above 1/20 of the largest, the mean of got / expected must be near 1."""
+    """Check that the errors of a quantised result are within tolerances. With ten rows or more, also check that its
+    rounding has no bias: over numbers above 1/20 of the largest, the mean of got / expected must be near 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error
@@ -190,7 +190,7 @@ def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> flo
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all slots and states except those of the sequences place[0] + i for i in `wrong`."""
+    """Keep all slots and states except those of some sequences: sequence place[0] + i for each i in `wrong`."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]

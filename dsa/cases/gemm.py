@@ -44,8 +44,8 @@ def check_bits(names: str, found: Results, expected: Results) -> None:
 
 
 def repeated(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """Expand scales to a float64 tensor of shape `shape`, a scale per element. block: the numbers of rows and columns
-    that share a scale."""
+    """Expand scales to a float64 tensor of shape `shape`, a scale per element. block: how many rows and how many
+    columns share a scale."""
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, shape[-2:]))
     by_row = scale.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
     return by_row.repeat_interleave(columns, -1)[..., : shape[-1]]
@@ -69,9 +69,9 @@ def check_cast(
 ) -> None:
     """Check the scales and values of an FP8 cast of `right`.
 
-    right is in float64; the op rounds it to `dtype` before the cast. `block` is the numbers of rows and columns that
-    share a scale. A block's scale is max(amax, 1e-4) / 448, with use_ue8m0 rounded up to a power of two. A value is off
-    by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
+    right is in float64; the op rounds it to `dtype` before the cast. `block` says how many rows and how many columns
+    share a scale. A block's scale must be max(amax, 1e-4) / 448, with use_ue8m0 rounded up to a power of two. A value
+    must be off by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -198,8 +198,8 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Make arguments of `swiglu_cast_to_fp8`, many of which exceed the limit. halves: gate and up are the halves of one
-    tensor's last dimension."""
+    """Make arguments of `swiglu_cast_to_fp8`. Many numbers in gate and up exceed the limit. halves: gate and up are the
+    halves of one tensor's last dimension."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -282,7 +282,7 @@ def check_weight(a: Given, found: Results) -> float:
 
 def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (packed uint8 [..., N, K / 2], scale e8m0 [..., N, K / 32]) for the shape [..., N, K]: random e2m1 codes,
-    and scales that differ by at most a factor of 2^14, the most that `widen_fp4` accepts in a block."""
+    and random scales. The largest scale is at most 2^14 times the smallest, as `widen_fp4` requires within a block."""
     *rows, channels = shape
     packed = new.below(256, *rows, channels // 2, dtype=BYTE)
     return packed, (120 - new.below(15, *rows, channels // 32, dtype=BYTE)).view(torch.float8_e8m0fnu)
@@ -306,8 +306,8 @@ def fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def check_block_scales(a: Given, found: Results) -> float:
-    """Check the block scales: 2^-6 times the largest scale of the block's groups with a nonzero code, at least
-    2^-126."""
+    """Check the block scales. A block's scale must be 2^-6 times the largest scale among the block's groups that have a
+    nonzero code, and at least 2^-126."""
     live = (fp4_codes(a["packed"]) % 8 != 0).unflatten(-1, (-1, 32)).any(-1)
     scales = a["scale"].double().where(live, 0.0)
     padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4, 0, -scales.shape[-2] % BLOCK))
@@ -402,8 +402,8 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, size) in float64: all rows of a product with one matrix, or of a grouped product the rows that belong
-    to an expert, multiplied by `weights` if they are given.
+    """Return (y, size) in float64. y is the product. For a grouped product it has only the rows that belong to an
+    expert, each multiplied by its number in `weights` if `weights` is given.
 
     size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
     """
@@ -518,7 +518,8 @@ def other_numbers(given: Given, place: tuple[int]) -> Kept:
     return lambda results: [x[kept] for x in results]
 
 
-# name -> (tokens from which rows are gathered, 0 for no gathering; rows of each expert; rows after the last end)
+# name -> (number of tokens from which the product gathers rows, or 0 if it gathers none; rows per expert; rows after
+# the last end)
 HOSTILE_SIZES = {
     "few": (0, (10, 20, 0, 11), 19),
     "few of many": (50, (10, 20, 0, 11), 49),

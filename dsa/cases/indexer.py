@@ -302,8 +302,8 @@ def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num
 
 
 def check_plan(a: Given, found: Results) -> float:
-    """Check that the plan divides the splits of 256 keys evenly among the SMs, in order. Each SM's entry must name its
-    first split: an existing split, or the end of all sequences."""
+    """Check that the plan divides the splits of 256 keys evenly among the SMs, in order. Each SM's entry must name the
+    first split of the SM: an existing split, or the end of all sequences."""
     (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
     lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
     splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
@@ -392,8 +392,8 @@ def in_pages(
 
 
 def visible(a: Given) -> torch.Tensor:
-    """Return int64 [B, next_n]: the number of keys that each query sees, at most the columns of the result and the keys
-    of a full row of the block table."""
+    """Return int64 [B, next_n]: the number of keys that each query sees. It is limited to the columns of the result,
+    and to the keys that fit in the pages of a row of the block table."""
     lengths, next_n = a["context_lens"].long(), a["q"].shape[1]
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device)
@@ -454,8 +454,8 @@ def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
 
 
 def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of each named argument: the block table of two sequences, or an argument with a number
-    per row."""
+    """Return hostile contents of the named arguments. block_table is the table of two sequences; any other argument has
+    a number per row."""
     kinds = {"block_table": (other_tables, two_pages)}
     return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
 

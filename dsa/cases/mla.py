@@ -155,7 +155,7 @@ def small_old_plan(new: Maker) -> Given:
 
 
 def old_plan(given: Given) -> Given:
-    """Return the plan of the old style of `get_mla_metadata` for a call with these arguments."""
+    """Return the plan in the old style that `get_mla_metadata` makes for a call with these arguments."""
     (_, s_q, heads, _), kv_heads = given["q"].shape, given["k_cache"].shape[2]
     plan = dsa.get_mla_metadata(given["cache_seqlens"], s_q * heads // kv_heads, kv_heads)
     return dict(zip(NO_PLAN, plan))
@@ -394,7 +394,8 @@ def mha(
 ) -> Given:
     """Make packed sequences.
 
-    top_k  how many random positions below the longest sequence's length each query selects; 0: no selection
+    top_k  number of keys that each query selects. Their positions in the sequence are random, and can be after the end
+           of a sequence that is not the longest. 0: no selection
     scale  factor of the queries
     more   queries and keys, all NaN, after the last sequence
     """
@@ -419,7 +420,8 @@ def mha(
 
 
 def keys_of_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return bool [T, 32 * words]: whether the bit of each key is set in the rows of `selection_bits`."""
+    """Return bool [T, 32 * words]: for each row and key, whether the key's bit is set. bits: a result of
+    `selection_bits`."""
     key = torch.arange(32 * bits.shape[1], device=bits.device)
     word, bit = key // 128 * 4 + key % 8 // 2, key % 128 // 8 * 2 + key % 2
     return (bits[:, word] >> bit & 1).bool()
@@ -492,8 +494,8 @@ def branches(
     dtype: torch.dtype = BF16,
     sink: bool = True,
 ) -> Given:
-    """Make branches whose weights vary widely. In a sixth of the rows, drawn for each branch, the branch has no keys:
-    lse is +inf or -inf there, and out is NaN."""
+    """Make branches whose weights vary widely. In each branch a random sixth of the rows has no keys: lse is +inf or
+    -inf, and out is NaN."""
     outs, lses = [], []
     for _ in range(count):
         out, lse = new.f32(*shape).to(dtype), 4 * new.f32(*shape[:-1])
@@ -505,7 +507,8 @@ def branches(
 
 
 def check_merge(a: Given, found: Results) -> float:
-    """Compare with float64, within half a unit in the last place, or for fp32 the rounding of intermediate steps."""
+    """Compare with float64. The tolerance is half a unit in the last place; for fp32 it covers the rounding of
+    intermediate steps."""
     logs = torch.stack([x.double() for x in a["lses"]])
     empty = logs.isinf()
     logs = logs.masked_fill(empty, -INF)
@@ -530,15 +533,16 @@ def plan_numbers(x: torch.Tensor) -> list[Any]:
 
 
 def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
-    """Return a function like `kept`, which selects rows, for out [T, H, d] and lse [H, T]: lse is transposed to [T, H]
-    first, so that its rows are queries, too."""
+    """Adapt `kept`, which selects rows, to the results out [T, H, d] and lse [H, T]. The returned function transposes
+    lse to [T, H] first, so that a row is a query in both."""
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
-# Dense decoding from a cache without NaN. "cache_seqlens planned here" is compared with a tolerance: one wrong length
-# changes the plan, so other sequences are split at other tiles and round differently. A sequence can have a page three
-# times, and the page's rounding errors add up: to 1.2e-3 in bf16, too much, and to 0.13e-3 in fp16, hence fp16. A lost
-# key would change the result by 9e-3 or more.
+# Dense decoding from a cache without NaN. In "cache_seqlens planned here" the op makes the plan. One wrong length
+# changes the plan, so the other sequences are split at other tiles, and their results are rounded differently. So these
+# results are compared with a tolerance (`Hostile`). A page can occur three times in a sequence, and its rounding errors
+# then add up: in bf16 to 1.2e-3, too much for the tolerance, in fp16 to 0.13e-3. So this variant uses fp16. A lost key
+# would change a result by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}
@@ -575,7 +579,7 @@ PREFILL_SIZES = {"tokens": 7, "heads": 20, "keys": 300, "top_k": 135, "counted":
 DENSE_SIZES = {"lengths": (100, 65, 0, 3, 64), "heads": 20}
 SPARSE_SIZES = {"batch": 3, "s_q": 2, "heads": 20, "top_k": 135, "rows": 300, "extra": (70, 16), "sink": True}
 SPARSE_SIZES |= {"counted": True, "page": 16}
-MORE_HEADS = ({"heads": 128},)  # select other kernels than few heads do
+MORE_HEADS = ({"heads": 128},)  # 128 heads select other kernels than few heads
 
 CASES = [
     Case(

@@ -123,8 +123,8 @@ def joined(
     listed: bool = False,
     **sizes: Any,
 ) -> Given:
-    """Make arguments of `window_sparse_attention`. entries: rows of `compressed`, of which each query selects
-    `top_k`."""
+    """Make arguments of `window_sparse_attention`. entries: number of rows of `compressed`. Each query selects `top_k`
+    of these rows."""
     given = {**windows(new, **sizes), "d_v": d_v}
     given |= selected(new, given, entries, top_k, invalid, counted)
     return {**given, "window_indices": window_list(given) if listed else None}
@@ -141,8 +141,8 @@ def with_cast(
     use_ue8m0: bool = True,
     **sizes: Any,
 ) -> Given:
-    """Make arguments of `window_attention_cast_to_fp8`. entries: rows of `compressed`, of which each query selects
-    `top_k`; with 0, attention is to the window alone."""
+    """Make arguments of `window_attention_cast_to_fp8`. entries: number of rows of `compressed`. Each query selects
+    `top_k` of these rows. entries = 0: attention to the window alone."""
     given = windows(new, **{"heads": 64, **sizes})
     none = dict.fromkeys(("compressed", "indices", "topk_length"))
     given |= selected(new, given, entries, top_k, invalid, counted) if entries else none
@@ -151,8 +151,8 @@ def with_cast(
 
 
 def window_keys(a: Given, queries: int) -> torch.Tensor:
-    """Return int64 [queries, window]: the rows of the keys in each query's window, then -1. Bounds must not
-    decrease."""
+    """Return int64 [queries, window]: for each query, the rows of the keys in the query's window, followed by -1. The
+    bounds cu_seqlens_q and cu_seqlens_k must not decrease."""
     cu_q, cu_k, window = a["cu_seqlens_q"].long(), a["cu_seqlens_k"].long(), a["window"]
     lists = torch.full((queries, window), -1, device=cu_q.device)
     sequence = torch.arange(len(cu_q) - 1, device=cu_q.device).repeat_interleave(cu_q.diff())
@@ -194,8 +194,8 @@ def check_cast(a: Given, found: Results) -> float:
     """Compare scales and values with float64.
 
     Attention rounds its softmax weights and its result to 16 bits, and the rotation rounds the rotated channels again.
-    For these roundings, the check allows 1/64 of the largest `size` in a block of 128 channels. For the rounding to
-    e4m3, it allows 1/16 of a value's magnitude plus 1/512 of the scale.
+    For these roundings, the check allows 1/64 of the largest `size` (see `Attended`) in a block of 128 channels. For
+    the rounding to e4m3, it allows 1/16 of a value's magnitude plus 1/512 of the scale.
     """
     attended = attend_windows(a, a["window_indices"], a["q"].shape[2])
     expected = rotated(attended.out, a["cos"], -a["sin"])
@@ -312,8 +312,8 @@ def slots(
     window: int = 128,
     ring: bool = False,
 ) -> Given:
-    """Make arguments of `window_slots`: a block table of random pages, of which a fifth on average is missing, or no
-    table with `ring`."""
+    """Make arguments of `window_slots`. The block table has random pages; on average a fifth of the entries are -1,
+    missing pages. ring: there is no block table."""
     table = new.below(5000, len(lengths), pages)
     table = table.where(new.below(5, len(lengths), pages) > 0, -1)
     keys = {"block_table": None if ring else table, "cache_seqlens": new.ints(list(lengths))}

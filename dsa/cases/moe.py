@@ -91,8 +91,8 @@ def check_order(a: Given, found: Results) -> float:
 
 
 def other_experts(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the results of all experts except the one that is at `place` in the valid call: their numbers of entries,
-    and the order of their entries. Also keep that `order` is a permutation."""
+    """Keep the results of all experts except the one that is at `place` in the valid call: the experts' numbers of
+    entries, and the order of their entries. Also keep the sorted `order`, which contains each entry once."""
     experts, count = given["experts"].flatten().long(), given["count"]
     i = place[0] * given["experts"].shape[1] + place[1]
     named = (experts >= 0) & (experts < count) & (experts != experts[i])
@@ -237,14 +237,15 @@ def check_table_router(a: Given, found: Results) -> float:
 
 
 def other_tokens(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the experts and weights of all tokens except place[0]. In `own_rows`, token t reads only row t of the
-    table."""
+    """Keep the experts and weights of all tokens except place[0]. The arguments are those of `own_rows`, so token t
+    reads only row t of the table."""
     others = [t for t in range(len(given["x"])) if t != place[0]]
     return lambda results: [results[0][others], results[1][others]]
 
 
 def own_rows(new: Maker) -> Given:
-    """Make arguments of `route_by_table` for twelve tokens, each of which has a row of the table to itself."""
+    """Make arguments of `route_by_table` for twelve tokens. Token t reads row t of the table, and no other token reads
+    this row."""
     given = table_router(new, 12, 64, 16, 3, first_expert=4, count=8)
     return given | {"table": given["table"][:12], "tokens": torch.arange(12, device=new.device)}
 

@@ -111,8 +111,8 @@ def selected(
 def slots_of(
     indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
 ) -> torch.Tensor:
-    """Map indices [rows, k] to slots; -1 for an index of -1, a missing page, a missing sequence, or a slot of 2^31 or
-    more."""
+    """Return the slots of indices [rows, k]. A slot is -1 for an index of -1, a missing page or a missing sequence, and
+    if it would be 2^31 or more."""
     (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
     own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
     known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]
@@ -150,15 +150,16 @@ def selecting(
 
 
 def of_scores(a: Given) -> Given:
-    """Return the arguments of `fp8_mqa_logits`, with ranges clipped to the keys."""
+    """Return the arguments of the call of `fp8_mqa_logits` whose scores `indexer_select` selects from. Ranges are
+    clipped to the keys."""
     scored = {name: a[name] for name in ("q", "kv", "weights", "accumulators")}
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
     return {**scored, **dict(zip(RANGES, (x.int() for x in clipped(a, len(a["kv"][0]))))), **options}
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the indices and the bits of the values that `selected` returns for `given`, the scores and the options of
-    this selection. A value of -0.0 must be returned as 0.0."""
+    """Require the indices that `selected` returns and, bit for bit, the values that it returns, except that -0.0
+    becomes 0.0. given: the scores and options for `selected`."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -189,7 +190,8 @@ def selecting_of_pages(
 
 
 def of_paged_scores(a: Given) -> Given:
-    """Return the arguments of `fp8_paged_mqa_logits`, with at most as many columns as the table has keys."""
+    """Return the arguments of the call of `fp8_paged_mqa_logits` whose scores `paged_indexer_select` selects from.
+    There are at most as many columns as a row of the table has keys."""
     columns = min(a["max_context_len"], a["block_table"].shape[1] * a["kv_cache"].shape[1])
     names = "q", "kv_cache", "weights", "context_lens", "block_table", "accumulators"
     options = {"schedule_meta": None, "max_context_len": columns, "clean_logits": True, "logits_dtype": F32}

@@ -175,9 +175,9 @@ def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]
 def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most: float = 7e-3) -> float:
     """Compare results and gradients with float64.
 
-    The error of out or of a gradient, as a norm relative to the exact norm, may be twice that of the formula with
-    rounded softmax weights (`attended`), but at most 1e-2. For attn_sink's gradient it may always be 1e-2.
-    `delta_noise` is added to these tolerances.
+    Errors of out and of gradients are norms, relative to the exact norm. The limit is twice the error of the formula
+    with rounded softmax weights (`attended`), but at most 1e-2. For attn_sink's gradient the limit is 1e-2.
+    `delta_noise` is added to the limits of gradients.
 
     of    positions of the results through which gradients flow
     most  largest relative error that is allowed for results and for gradients whose terms do not cancel
@@ -209,11 +209,11 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 
 
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
-    """Return {argument: absolute tolerance of the argument's gradient}. Gradients need a tolerance because the kernels
-    compute delta, the dot product of out and its upstream gradient, from the rounded out.
+    """Return {argument: absolute tolerance of the argument's gradient}.
 
-    The error of delta remains if the terms of a gradient cancel, for example with all weight on one key. The tolerances
-    are a few times the effect of random errors of half a unit in the last place of out.
+    The kernels compute delta, the dot product of out and its upstream gradient, from the rounded out. If the terms of a
+    gradient cancel, for example with all weight on one key, mainly the error of delta remains, so a relative tolerance
+    is not enough. The tolerances are a few times the effect of random errors of half a unit in the last place of out.
     """
     out, grad, q = (x.detach().double().norm(dim=-1) for x in (out, upstream(out), a["q"]))
     each, scale = out * grad * 2**-9 / 10, D_V**-0.5
@@ -304,14 +304,14 @@ def sparse_kl(a: Given) -> torch.Tensor:
 def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
     """Compare with float64.
 
-    most: largest relative error of the gradients. The error is relative to the gradient's norm, but to at least 1e-4
-    per element (root mean square), because with one key per query the exact gradient is 0.
+    most: limit of a gradient's error, relative to the norm of the exact gradient. With one key per query the exact
+    gradient is 0, so the norm counts as at least 1e-4 per element (root mean square).
     """
     exact = with_leaves(a, F64)
     with torch.enable_grad():
         kl = sparse_kl(exact)
-    # With one key kl is 0, so only its rounding error is left and its direction is random. The limit 2 of the cosine
-    # distance then allows any direction.
+    # With one key per query the exact kl is 0, so the result is only rounding error, in a random direction. The limit 2
+    # of the cosine distance then allows any direction.
     direction = 1e-3 if kl.abs().max() > 1e-4 else 2.0
     assert_close("kl", found[0], kl.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=direction)
     errors = [0.0]
@@ -323,7 +323,8 @@ def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
 # indexer_topk, indexer_warmup_attention: packed sequences
 
 Lengths = Sequence[tuple[int, int]]
-# (queries, keys) of each sequence: more than a tile of 128 queries, no queries, no keys, and queries that see no key.
+# (queries, keys) of each sequence. In this order: more queries than a tile has (128), no queries, some queries that see
+# no key, few queries, and no keys.
 LENGTHS = ((130, 140), (0, 4), (7, 3), (5, 70), (3, 0))
 
 
@@ -435,8 +436,8 @@ def warmed_up(a: Given) -> list[torch.Tensor]:
 
 
 def check_warmup(a: Given, found: Results) -> float:
-    """Compare with float64. The relative errors of the loss and of the indexer's gradients may be twice those of the
-    formula with every step in bf16, and at most 1e-2. Those of attention's gradients may be 2e-2."""
+    """Compare with float64. The limit of a relative error of the loss or of the indexer's gradients is twice the error
+    of the formula with every step in bf16, but at most 1e-2. For attention's gradients the limit is 2e-2."""
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
         expected, rounded = warmed_up(exact), warmed_up(rough)

@@ -1,5 +1,5 @@
-"""Slots of new tokens, of all keys, of compressed entries and in ring buffers, compared with plain torch operations:
-bytes per second."""
+"""The slots of new tokens, of all keys or of compressed entries, in pages or in ring buffers: bytes per second,
+compared with plain torch operations."""
 
 from functools import partial
 
@@ -9,8 +9,8 @@ import dsa
 from dsa.reference.cache import slot_mapping as reference
 from dsa_bench.harness.case import Case, bytes_case
 
-# what; sequences; tokens per sequence. With "all keys" these are all tokens of a sequence; otherwise they are its new
-# tokens, and as many are cached before them.
+# what; sequences; tokens per sequence. With "all keys" these are all tokens of a sequence. Otherwise they are the new
+# tokens of a sequence, before which the same number of tokens is cached.
 SHAPES = [
     ("tokens", 1, 16384),
     ("tokens", 16, 1024),

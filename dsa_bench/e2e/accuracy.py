@@ -3,7 +3,7 @@
 usage: python -m dsa_bench.e2e accuracy [CHECKPOINT...]
 
 CHECKPOINT is a model that examples/train_indexer.py wrote; the default is the model that comes with dsa. The peers need
-at least 32 index heads and 64 attention heads. This model has them:
+a model with at least 32 index heads and 64 attention heads. This command trains one:
 
     python examples/train_indexer.py OUT --seconds 200 40 30 --batch 16 8 8 \\
         --config '{"num_attention_heads": 64, "index_n_heads": 32, "index_topk": 512}'

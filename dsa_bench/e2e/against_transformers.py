@@ -20,7 +20,9 @@ from dsa_layers import options
 from dsa_layers.parallel.ranks import ALONE
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-CHUNK = 512  # tokens per pass over a context; with eager attention such a pass fits in memory after each of TOKENS
+# Tokens per pass over a context. With eager attention a pass of this size fits in memory for every context length in
+# TOKENS.
+CHUNK = 512
 REPEATS, STEPS = 3, 8
 EAGER = "eager"
 OPTIONS = {

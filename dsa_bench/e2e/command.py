@@ -54,7 +54,7 @@ def compiled_rows(name: str, **options: Any) -> Iterator[Row]:
 
 
 def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
-    """Compile those of the variants that `asked` returns which are not in the compile cache yet. Without a cache
+    """Compile the variants that `asked` returns, except those that are in the compile cache already. Without a cache
     directory, do nothing."""
     from dsa.runtime.compile_cache import cache_dir, private_folder  # needs the DSL, which only runs on Linux
 

@@ -1,5 +1,5 @@
-"""The gain of drafts in decoding, from the times of a step without drafts, of a pass that verifies K drafts per
-sequence, and of the drafter's passes."""
+"""The gain of drafts in decoding, computed from three times: a step without drafts, a pass that verifies K drafts per
+sequence, and the drafter's passes."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
@@ -54,7 +54,7 @@ def run_of(count: int, drafts: int) -> str:
 
 class DraftedDecoding:
     """Decoding of `count` sequences of `context` tokens each. The last `drafts` tokens of a sequence are drafts. The
-    caches contain random numbers, and all tokens that a pass computes differ. The constructor runs the pass once.
+    caches contain random numbers, and no two tokens of a pass are equal. The constructor runs the pass once.
 
     touched: the number of experts with tokens in a pass, per MoE layer.
     """
@@ -121,8 +121,8 @@ def rows(
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield {"shape", "model", "run", "sequences", "drafts", "layers", "plain", "verify", "draft_ms", "copy",
-    "of_copy", "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} per model, number of sequences after
-    4096 tokens and number of drafts. done: shapes of an earlier run, which are left out.
+    "of_copy", "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} per model, number of sequences and
+    number of drafts. A sequence has CONTEXT tokens. done: shapes of an earlier run, which are left out.
 
     layers          number of layers of the published model; ms and bytes of `plain` and `verify` are for all of them
                     (`full_depth`)
@@ -134,7 +134,8 @@ def rows(
     copy            bytes per second that a copy reads and writes
     of_copy         [plain, verify]: the time to copy the pass's bytes / the pass's time
     over_bytes      (verify ms / plain ms) / (verify bytes / plain bytes)
-    tokens_a_round  expected with ACCEPTANCE (`tokens_a_round`), because with random weights no draft is accepted
+    tokens_a_round  expected tokens per sequence and round with ACCEPTANCE (`tokens_a_round`), because with random
+                    weights no draft is accepted
     ms              milliseconds of a round: the verifying pass and the drafter's passes
     gain            tokens/s over tokens/s without drafts (`gain`)
 
@@ -205,7 +206,7 @@ def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: 
 def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted; also those of rows in `done`."""
+    """Return the kernels that the rows need, sorted. Rows in `done` are included."""
     return in_order(
         asked_of(
             skeleton(name, drafter=True),

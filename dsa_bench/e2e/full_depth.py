@@ -89,9 +89,9 @@ def experts_touched() -> Iterator[list[torch.Tensor]]:
 def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[int]) -> float:
     """Return the bytes that a pass reads with the model's current layers, without its drafter.
 
-    touched: the number of experts with tokens, per MoE layer. cached: bytes of the sequences in each layer's cache, all
-    of which count as read. Both lists may have entries for more layers than the model now has (`first_layers`).
-    Activations and embeddings, of which a token reads one row, do not count.
+    touched: the number of experts with tokens, per MoE layer. cached: bytes of the sequences in each layer's cache. All
+    these bytes count as read. Both lists can have further entries, for layers that `first_layers` leaves out.
+    Activations do not count. Embeddings do not count either, because a token reads only one row of them.
     """
     found = float(sum(cached[: len(layers_of(model))]))
     counts = iter(touched)

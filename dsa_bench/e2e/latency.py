@@ -41,7 +41,7 @@ class Sizes:
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Return (generator, prompts, sampling parameters). The long prompt is the last one and generates one token. The
-    other sequences' max_tokens is so large that they decode until the timing ends."""
+    max_tokens of the other sequences is large enough for them to decode until the timing ends."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
@@ -94,8 +94,8 @@ def asked(
     most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
     for chunk in chunks:
         different = list(dict.fromkeys(_work(chunk, sizes)))
-        # The kernels of a pass change little with the number of earlier tokens, so a geometric sample of the passes
-        # needs the kernels of all passes.
+        # The kernels of a pass change little with the number of earlier tokens, so the passes of a geometric sample
+        # need the same kernels as all passes.
         prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
     counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
     steps = [(count, context) for count in counts for context in (sizes.context, most)]
@@ -103,7 +103,8 @@ def asked(
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
-    """Return, per pass in the generator's order, the (new, earlier) tokens of each prompt in the pass."""
+    """Return the work of all passes, in the generator's order: per pass, the numbers of (new, earlier) tokens of each
+    prompt."""
     lengths = _lengths(sizes)
     passes_over = (parts_of_prompts(lengths, begin, begin + chunk) for begin in range(0, sum(lengths), chunk))
     return [tuple((new, cached) for _, new, cached in parts) for parts in passes_over]

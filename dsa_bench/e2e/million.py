@@ -20,9 +20,11 @@ LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 OPTIONS = of_models(LONG_STACKS)
 STEP_REPEATS = 20
-SHORT = 2  # number of the pass whose peak memory counts as that of activations, because it selects among few keys
+# The peak memory of pass number SHORT, without weights and cache, counts as the memory of the activations, because this
+# pass selects among few keys.
+SHORT = 2
 RESERVE = 4 << 30  # bytes: more than a step needs besides weights and caches
-WARM = 8  # every WARM-th pass runs once before the timing, which loads the kernels of all lengths
+WARM = 8  # every WARM-th pass runs once before the timing, to load the kernels of all lengths
 
 
 def rows(
@@ -44,8 +46,8 @@ def rows(
     pass_ms    milliseconds of the last pass; for a step, ms
     parts      {part: ms} of the kernels in the last pass or in the step, which runs once more for this
     memory     peak bytes of tensors, with weights and cache
-    workspace  bytes that a long context adds to a pass's peak memory besides weights and cache: the maximum over the
-               passes from the SHORT-th on, minus the SHORT-th pass's. None for a step
+    workspace  bytes that a long context adds to a pass's peak memory besides weights and cache: the largest peak from
+               pass SHORT on, minus the peak of pass SHORT. None for a step
 
     Caches of decoding sequences contain random numbers. These decide which keys are selected, not how many. Steps whose
     sequences do not fit in memory have no row.
@@ -127,7 +129,7 @@ def asked(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted; also those of rows in `done`."""
+    """Return the kernels that the rows need, sorted. Rows in `done` are included."""
     context = max(lengths)
     prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
     return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

@@ -47,7 +47,7 @@ from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import split
 
-MANY = 8  # GPUs whose time `computed.py` computes from fewer GPUs
+MANY = 8  # number of GPUs for which `computed.py` computes the time, from measurements on fewer GPUs
 COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")
 # Bytes per GPU for activations, scores, graphs and kernels. Passes over 8192 tokens take about half of them.
 RESERVE = 10 * 10**9
@@ -103,7 +103,7 @@ OPTIONS = of_models(STACKS) | {
 def asked(
     gpus: int, models: Sequence[str] = tuple(STACKS), runs: Collection[str] | None = None, **others: Any
 ) -> list[Variant]:
-    """Return the kernels that passes of the models need, split over `gpus` GPUs and on one GPU; sorted.
+    """Return the kernels that the models' passes need, both split over `gpus` GPUs and on one GPU, sorted.
 
     others: the other options of `rows`, which change no kernel.
     """
@@ -233,8 +233,8 @@ def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
         model = skeleton(name, **with_layers(name, layers))
         return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
 
-    # Search from three layers on, which can have one layer of each kind. `bisect_right` counts the numbers that fit, so
-    # the largest of them is 2 more.
+    # The search begins at three layers, enough for one layer of each kind. `bisect_right` counts the numbers 3, 4, ...
+    # that fit, so the largest number that fits is the count plus 2.
     most = published_layers(name)
     found = bisect_right(range(3, most + 1), memory, key=needed) + 2
     if found < 3:

@@ -58,8 +58,8 @@ def gpu_ms(model: nn.Module, call: Callable[[], object]) -> dict[str, float]:
 def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
     """Return {part: GPU milliseconds} from the events of a Chrome trace.
 
-    Of the events, `user_annotation` ranges on the host, launches (`cuda_runtime`, `cuda_driver`) and the GPU's work
-    (GPU_WORK) count. Work has the correlation id of its launch.
+    Three kinds of events are used: the host's ranges (`user_annotation`), the launches (`cuda_runtime`, `cuda_driver`),
+    and the GPU's work (GPU_WORK). Work has the correlation id of its launch.
     """
     ranges = sorted(
         (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(_PREFIX))
@@ -118,7 +118,8 @@ def in_turn(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def events_of(call: Callable[[], object], *, host: bool = True) -> list[Event]:
-    """Profile a call. host: also record the host's operators and ranges, which are most events of a long pass."""
+    """Profile a call. host: also record the host's operators and ranges. In a long pass most events are of this
+    kind."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if host else [ProfilerActivity.CUDA]
     with profile(activities=activities) as recorded:
         call()

@@ -28,7 +28,7 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-# A pass with at least so many tokens counts as a prompt's, and runs on DeepGEMM, with FP4 weights widened to FP8.
+# A pass with at least this number of tokens counts as a prompt's and runs on DeepGEMM, with FP4 weights widened to FP8.
 # Engines run FP4 experts of prompts on Marlin too, with bf16 products. FP8 products have twice the rate of bf16, which
 # matters for a prompt, whose experts have many rows. A step spends its time reading weights, so the rate of its
 # products matters little.
@@ -53,8 +53,8 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Return the layout for `experts` [T, k], each token's expert ids below `count`. M, the most rows with padding,
-    depends only on T, k and `count`, so the host does not wait for the GPU."""
+    """Return the layout for `experts` [T, k], each token's expert ids below `count`. M is the largest number of rows,
+    with padding, that T, k and `count` allow. So the host need not wait for the GPU to know M."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)
@@ -115,8 +115,8 @@ def _parameter(experts: Experts, name: str) -> Scaled:
 
 
 def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
-    """Return an `Experts.forward` on the peers' kernels: on DeepGEMM's `module`, unless it is None, and on Marlin with
-    `on_marlin`. `ours` runs passes that neither runs."""
+    """Return a replacement of `Experts.forward` that runs on the peers' kernels: on DeepGEMM's if `module` is not None,
+    and on Marlin's with `on_marlin`. Passes that neither can run are passed to `ours`."""
 
     def forward(
         self: Experts,

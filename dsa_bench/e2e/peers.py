@@ -75,13 +75,13 @@ class Replaced:
 
 
 def peer_kernels() -> contextlib.AbstractContextManager[Replaced]:
-    """Return a context manager that replaces our ops by the peers' within its block and yields the `Replaced`. Without
-    peers no op is replaced."""
+    """Return a context manager that replaces our ops by the peers' ops within the block and yields the `Replaced`.
+    Without peers no op is replaced."""
     return replacement().in_place()
 
 
 def replacement() -> Replaced:
-    """Find the peers' ops that can be imported. `in_place` of the result replaces ours by them."""
+    """Find the peers' ops that can be imported. The result's `in_place` replaces our ops by them."""
     found = Replaced()
     for builds, ops in _GROUPS:
         library, module = found.newest(builds)

@@ -13,8 +13,8 @@ COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: 
 
 
 def write_passes(rows: Sequence[Row], path: Path) -> None:
-    """Draw an axis per model. Per run it has a bar of our kernels and below it a bar of the peers'. Bars are stacked by
-    part and show the time divided by that of our kernels."""
+    """Draw an axis per model. For each run the axis has a bar of our kernels and, below, a bar of the peers' kernels.
+    Bars are stacked by part and show the time divided by the time of our kernels."""
     by_model = _by(rows, "model")
     figure, axes = _axes(1, len(by_model), 8, 1.5 + 0.4 * max(map(len, by_model.values())))
     for axis, (model, shown) in zip(axes[0], by_model.items()):

@@ -23,8 +23,8 @@ COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 CHUNK = 8192
 LONG, LONG_REPEATS = 40000, 3  # prompts of more than LONG tokens in all are timed only LONG_REPEATS times
-# `calc_diff` of the peers' logits and ours. Unrelated logits have 1; logits in which one token had other experts had
-# 0.1.
+# Limit of `calc_diff` between the peers' logits and ours. `calc_diff` is 1 for unrelated logits, and it was 0.1 when
+# the router chose other experts for one token.
 MOST_DIFFERENCE = 0.3
 # Passes take milliseconds, so with few repeats one disturbance of the host would dominate.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20

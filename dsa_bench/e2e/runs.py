@@ -14,7 +14,7 @@ from dsa_layers.generation.decode_step import DecodeStep
 
 Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
-_TOKENS = 2**15  # most tokens that `fill` writes at a time, to limit memory
+_TOKENS = 2**15  # largest number of tokens that `fill` writes at a time, to limit memory
 # Standard deviation of the random states of V4's compressors (projections of the tokens of unfinished blocks). It is
 # small compared with a new token's projections.
 _STATE = 2**-8
@@ -23,8 +23,8 @@ SPARE = 4  # extra pages and extra state slots; each `DecodeStep` over a cache a
 
 @dataclass
 class Cached:
-    """A decoding sequence of `context` tokens, all of which except the last are in the cache. drafts: tokens after them
-    that the pass verifies."""
+    """A decoding sequence of `context` tokens. All of them except the last are in the cache. drafts: the drafts that
+    follow these tokens, which the pass verifies."""
 
     pages: list[int]
     state_slot: int
@@ -75,7 +75,7 @@ class Prompts:
 
 def parts_of_prompts(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield (index of the prompt, new tokens, earlier tokens) per prompt of a pass over the tokens `begin` to `end` - 1
-    of the concatenated prompts, which have these lengths."""
+    of the concatenated prompts. lengths: the prompts' numbers of tokens."""
     first = 0
     for prompt, length in enumerate(lengths):
         cached = max(begin - first, 0)

@@ -1,9 +1,9 @@
 """A rank's part of a model without the other ranks: the same computation without communication.
 
-The rank leaves out transfers between ranks, the wait for transfers, and the addition of received values. It has as many
-rows as with other ranks, and runs the same kernels on them. It uses its own rows in place of other ranks' rows, and its
-own part in place of a sum. The results belong to no real model, but they are finite and as varied as a model's. The
-router chooses among all experts, and the rank computes those that it has.
+The rank leaves out transfers between ranks, the wait for transfers, and the addition of received values. It has the
+same number of rows as with other ranks, and runs the same kernels on them. It uses its own rows in place of other
+ranks' rows, and its own part in place of a sum. The results belong to no real model, but they are finite and as varied
+as a model's. The router chooses among all experts, and the rank computes those that it has.
 """
 
 import contextlib

@@ -155,8 +155,8 @@ def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator:
     elif values.dtype == torch.float8_e8m0fnu:
         values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * columns))
     elif name.endswith("_block_scale"):
-        # FP4 scales are 2^6 times their block's scale, so that an FP4 weight divided by the block's scale, at most
-        # 6 * 2^6, is an e4m3 number.
+        # FP4 scales are 2^6 times their block's scale. So an FP4 weight divided by the block's scale is an e4m3 number,
+        # of at most 6 * 2^6 = 384.
         values.fill_(2.0 ** (_fp4_exponent(128 * columns) - 6))
     elif name.endswith("_scale_inv"):
         values.fill_(2.0 ** round(math.log2((128 * columns) ** -0.5 / 0.55)))

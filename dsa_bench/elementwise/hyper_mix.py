@@ -2,7 +2,7 @@
 cuBLAS product multiplies the streams by all three bf16 parts of the matrix, and its three results are then added.
 
 DeepGEMM rounds each weight to 11 bits and leaves partial sums over the channels to the next kernel. It also sums the
-streams' squares, which our collapse does.
+squares of the streams; with our ops the collapse sums them.
 """
 
 import torch

@@ -20,7 +20,7 @@ SHAPES = [
 ]
 PROBED = [(128, 256, 512, 16, 2)]
 _FP8 = "dsa, FP8"
-_SHORT = 512  # up to so many tokens a call takes about as long as its launches, so graphs are timed
+_SHORT = 512  # up to this number of tokens a call takes about as long as its launches, so graphs are timed
 
 
 def prepare() -> None:
@@ -32,8 +32,8 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     m = tokens * top_k
     a = activations(m, channels)
     packed = torch.randint(0, 256, (experts, columns, channels // 2), dtype=torch.uint8, device="cuda")
-    # Scales of 2^-6 to 2^-1 as E8M0 bytes. All e2m1 values times such a scale, divided by a block's scale of 2^-7, are
-    # e4m3 numbers.
+    # Scales of 2^-6 to 2^-1 as E8M0 bytes. With these scales, every weight divided by 2^-7, the scale of all blocks, is
+    # an e4m3 number.
     exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
     exponents[:, ::128, ::4] = 126  # all 128 x 128 blocks have the same largest scale, so their FP8 scales are equal
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")
@@ -57,10 +57,10 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
 
 
 def _widened(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the e2m1 numbers of the codes [E, N, K / 2] times their scales 2^(exponents - 127), divided by a block's
-    scale of 2^-7, as e4m3 [E, N, K]. exponents: uint8 [E, N, K / 32].
+    """Return the FP4 weights divided by the scale of a block, 2^-7, as e4m3 [E, N, K].
 
-    One expert is widened at a time to limit memory.
+    packed: e2m1 codes, two per byte [E, N, K / 2]. exponents: uint8 [E, N, K / 32]; the scale of 32 codes is
+    2^(exponent - 127). One expert is widened at a time to limit memory.
     """
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
     pairs = torch.cat((values, -values))

@@ -70,7 +70,7 @@ SHAPES = [
 ]
 FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa, which engines join
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
-SHORT = 512  # up to so many rows a product takes microseconds, so it is timed in a CUDA graph
+SHORT = 512  # up to this number of rows a product takes microseconds, so it is timed in a CUDA graph
 FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # a graph's matrices: bytes in all, largest number (`weights_like`)
 CUBLAS = Library("cuBLASLt", ("torch",))
 
@@ -108,8 +108,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
     """Return b and, for at most SHORT rows, more matrices of that size. A graph's calls read the matrices in turn, so
     that no call finds its matrix in the L2 cache.
 
-    MOST_WEIGHTS bounds the number of matrices, so small matrices may all fit into the cache. A graph still needs
-    several calls, because one call with few rows is shorter than the start of a graph.
+    There are at most MOST_WEIGHTS matrices, so small matrices can all fit into the cache. A graph needs several calls
+    in any case, because one call with few rows is shorter than the start of a graph.
     """
     if rows > SHORT:
         return [b]

@@ -18,7 +18,7 @@ SHAPES = [
 ]
 PROBED = [(128, 256, 512, 16, 2, None), (256, 256, 512, 16, 2, 10.0)]
 _THREE = "dsa, three kernels"
-_SHORT = 512  # up to so many tokens a call takes about as long as its launches, so graphs are timed
+_SHORT = 512  # up to this number of tokens a call takes about as long as its launches, so graphs are timed
 
 
 def prepare() -> None:
@@ -32,8 +32,8 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     order, _, ends = dsa.sort_by_expert(chosen, experts)
     rows = (order // top_k).to(torch.int32)
     q, s = activations(tokens, channels)
-    # Random bytes with a random sign, a magnitude from 1/4 to below 1, and any mantissa, because so many Gaussian
-    # numbers take long to generate.
+    # Random bytes with a random sign, a magnitude from 1/4 to below 1, and any mantissa, because Gaussian numbers for
+    # all experts take long to generate.
     w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
     w.add_(w & 0x10, alpha=7).add_(0x28)
     b = (

@@ -1,5 +1,6 @@
-"""Products of few bf16 tokens with a bf16 matrix, and their scale, in fp32, compared with PyTorch's product followed by
-a scale. PyTorch's product alone is a yardstick. Every call of a graph reads another matrix.
+"""Products of few bf16 tokens with a bf16 matrix in fp32, multiplied by a scale in the same kernel. They are compared
+with PyTorch's product followed by a scale. PyTorch's product alone is a yardstick. Every call of a graph reads another
+matrix.
 
 The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
 as in a model, the prefetch gains less.

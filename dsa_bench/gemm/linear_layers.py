@@ -2,9 +2,9 @@
 DeepGEMM 2.8.1 and cuBLASLt.
 
 The receipt (tests/gpu/receipt.json) has some of these shapes, as rows of the benchmark `fp8_gemm_nt`, but no rows of
-this benchmark. The layers are those of the pinned configurations that the op `fp8_gemm_nt` computes. V4's `wo_a`, a
-grouped product, is not included. `kv_b_proj` of V3.2 and GLM-5 is, because prompts expand their latents to keys with
-it.
+this benchmark. The layers are those that the op `fp8_gemm_nt` computes in models with the pinned configurations. V4's
+`wo_a`, a grouped product, is not among them. `kv_b_proj` of V3.2 and GLM-5 is, because prompts expand their latents to
+keys with it.
 """
 
 import statistics
@@ -25,8 +25,8 @@ _PEERS = (deep_gemm.NEW,)
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """Return all (rows, columns, channels), the shapes of a matrix one after the other, so that its cases share
-    `_operands`."""
+    """Return all (rows, columns, channels), grouped by matrix (columns, channels), so that the cases of a matrix follow
+    one another and share `_operands`."""
     return [(rows, *shape) for shape in _published_layers.matrices() for rows in ROWS]
 
 
@@ -57,8 +57,8 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 @lru_cache(1)
 def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
-    """Return (activations with the largest number of rows, as many equal-sized matrices as a case with one row needs).
-    The cases of a matrix share them: each uses the first of the rows and, above SHORT rows, only the first matrix."""
+    """Return (activations with the largest number of rows, all matrices that a case with one row needs). The cases of
+    this size share them: a case uses only the first of these rows, and above SHORT rows only the first matrix."""
     return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 

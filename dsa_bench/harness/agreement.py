@@ -1,5 +1,4 @@
-"""Loose comparisons of a peer's result with ours. They find kernels that compute something else, which are not
-timed."""
+"""Loose comparisons of a peer's result with ours. A kernel that computes something else fails them and is not timed."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ import dsa
 from dsa.testing import calc_diff
 
 ROWS = 64  # about this many rows are compared per result
-RECALL = 0.98  # default for the least fraction of a peer's selected keys that must be right (`agree_selected`)
+RECALL = 0.98  # fraction of a peer's selected keys that must be right by default (`agree_selected`)
 TOLERANCE = 1e-3  # limit of `calc_diff`: other rounding causes 1e-5, a wrong key or scale 0.01 and more
 
 
@@ -43,9 +42,9 @@ def agree(got: Any, ours: Any) -> None:
 
 
 def agree_attention(got: Any, ours: Any) -> None:
-    """Raise AssertionError unless the outputs agree, which are the first tensors of the results, and the LSEs, which
-    are the last. LSEs are compared only if both results have one, and the peer's has as many dimensions as ours and no
-    smaller size (it may be padded). The peer's LSE may have base 2."""
+    """Raise AssertionError unless the outputs agree and the LSEs agree. The first tensor of a result is the output, the
+    last the LSE. LSEs are compared only if both results have one, and the peer's has our LSE's shape or a padded one.
+    The peer's LSE can have base 2."""
     (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
     agree(out, our_out)
     if rest and our_rest and _covers(rest[-1], our_rest[-1]):
@@ -56,7 +55,8 @@ def agree_attention(got: Any, ours: Any) -> None:
 
 
 def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless `calc_diff` is below the tolerance. It is infinite if non-finite entries differ."""
+    """Raise AssertionError unless `calc_diff` is below the tolerance. `calc_diff` is infinite if non-finite entries
+    differ."""
     if not (diff := calc_diff(got, ours)) < tolerance:
         raise AssertionError(f"differs by {diff:.2g}")
 
@@ -64,8 +64,8 @@ def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -
 def as_reference(
     call: Callable[[], torch.Tensor], tolerance: float, seen: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Callable[[torch.Tensor], None]:
-    """Return a check that raises AssertionError unless `calc_diff` of a result and the reference's is below the
-    tolerance.
+    """Return a check that raises AssertionError unless `calc_diff` between a result and the reference's result is below
+    the tolerance.
 
     call: our call, which the check runs with the backend "reference". seen: the reference's result -> the index of the
     entries that are compared, by default all.
@@ -88,8 +88,8 @@ def agree_selected(
     these rows has k different keys from 0 to `keys` - 1, and enough of them are right.
 
     Without `scores`, at least the fraction `least` of the keys must also be in our selection, in any order. With
-    `scores` [rows, keys], at least this fraction must score at least as high as our lowest key of the row, whether we
-    select the key or not, because peers break ties arbitrarily and some compare fewer bits.
+    `scores` [rows, keys], at least this fraction must have scores that are not below the lowest score of our selection
+    in the row. They need not be in our selection, because peers break ties arbitrarily and some compare fewer bits.
     """
     rows = some(len(ours))
     selected, expected = first(got)[rows].long(), ours[rows].long()
@@ -127,6 +127,6 @@ def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return values [..., channels] times scales [..., groups], fp32 [..., groups, channels / groups]. A scale is for a
-    group of adjacent channels."""
+    """Return fp32 [..., groups, channels / groups]: values [..., channels] times scales [..., groups]. A scale belongs
+    to a group of adjacent channels."""
     return values.float().reshape(*scales.shape, -1) * scales.float()[..., None]

@@ -8,7 +8,7 @@ _HERE = Path(__file__).parent.parent
 
 
 def benchmarks() -> dict[str, str]:
-    """Return {op: the module of its benchmark} for the files dsa_bench/FAMILY/OP.py, where FAMILY is a family of
+    """Return {op: name of the op's benchmark module} for the files dsa_bench/FAMILY/OP.py, where FAMILY is a family of
     dsa.ops."""
     (dsa,) = importlib.util.find_spec("dsa").submodule_search_locations
     families = {path.parent.name for path in Path(dsa, "ops").glob("*/__init__.py")}

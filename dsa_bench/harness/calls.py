@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 Call = Callable[[], object]
-_LINE = 200  # most characters of a `reason`
+_LINE = 200  # largest number of characters of a `reason`
 
 
 def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]) -> dict[str, list[Call]]:
@@ -65,8 +65,8 @@ class Peers:
         """Make a call, `make(module, *input)`, for every input and every installed library. If a library cannot be
         imported, or its `make` raises, it gets an entry in `failed` instead of calls.
 
-        makes: {library: make}. name: the peer's name in tables, with {} for the library's name. needs: further
-        libraries, without which there are no calls.
+        makes: {library: make}. name: the peer's name in tables, with {} for the library's name. needs: libraries that
+        must be installed as well.
         """
         found, inputs = cls(), list(inputs)
         for library, make in makes.items():

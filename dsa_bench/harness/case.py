@@ -1,8 +1,9 @@
 """A benchmark case: our calls of one op at one shape, and the peers' calls over the same inputs.
 
-Benchmark modules import their helpers from here, also random inputs (`inputs`) and comparisons (`agreement`). `fresh`
-makes so many inputs that a call does not find its input in the L2 cache, `over` makes the calls over them, and
-`bytes_rate` and `flop_rate` return the function that writes the figure of a memory-bound or compute-bound case.
+Benchmark modules import all their helpers from here, including random inputs (`inputs`) and comparisons (`agreement`).
+`fresh` makes several inputs, which calls read in turn, so that a call does not find its input in the L2 cache. `over`
+makes the calls over the inputs. `bytes_rate` returns the `Figure` of a memory-bound case, and `flop_rate` that of a
+compute-bound case.
 """
 
 import importlib
@@ -94,10 +95,10 @@ copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(
 
 
 def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
-    """Return how many inputs of `size` bytes the calls of a case, or of a graph, read in turn: from `least` to `most`.
+    """Return the number of inputs that a case's calls, or a graph's calls, read in turn. size: bytes of an input.
 
-    Within these bounds the inputs together have about `total` bytes, so that no call finds its input in the L2 cache.
-    If `most` inputs have fewer bytes than the cache, calls do find them there.
+    The number is from `least` to `most`. Within these bounds the inputs together have about `total` bytes, so that no
+    call finds its input in the L2 cache. If `most` inputs have fewer bytes than the cache, calls do find them there.
     """
     return min(most, max(least, int(total / size)))
 
@@ -180,12 +181,13 @@ class Case:
     peers      other libraries' kernels for the same function, some followed by our cast
     graph      whether CUDA graph replays are timed, for calls below 100 us
     repeats    how often each entry of `calls` is timed
-    baselines  names of calls of the same function in plain PyTorch, of which our ops may do a part: a cast, a rotation,
-               a sort, a write
+    baselines  names of calls that compute the same function in plain PyTorch. In some of them our ops do a part: a
+               cast, a rotation, a sort or a write
     yardsticks names of calls whose times are shown for scale, and whose results are not compared with ours: our
                separate kernels, our op with other options, a part of the work, or attention of other sizes
-    flops      {name: FLOP of a call} of yardsticks that have other FLOP than ours; the table then shows their rate
-    agree      agree(theirs, ours) raises AssertionError if the first results of a peer or baseline and of ours differ
+    flops      {name: FLOP of a call} of yardsticks whose FLOP differ from ours; the table then shows their rate
+    agree      agree(theirs, ours) raises AssertionError if the result of the first call of a peer or baseline differs
+               from the result of our first call
     reference  whether the backend "reference" can run our first call; else `peers.probe` compares with our result
     check      check(ours) raises AssertionError if our first result is wrong; for the tuner
     """
@@ -283,9 +285,10 @@ def row(
     "baseline_ratio", "yardsticks", "failed"} from times, {name: milliseconds}.
 
     kinds: {"baselines" or "yardsticks": names}; all other names except ours are peers. peers, baselines, yardsticks:
-    {name: {"ms", "ratio"}}. ratio is the name's ms / ours; above 1 ours is faster. Names in `flops` also have "tflops",
-    TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None. baseline, baseline_ms, baseline_ratio: of the fastest
-    baseline, or None. failed: {name: reason} of installed peers and of baselines that raise or compute something else.
+    {name: {"ms", "ratio"}}. ratio is the name's ms / our ms; above 1 ours is faster. Names in `flops` also have
+    "tflops", TFLOP/s. peer, peer_ms, ratio: name, ms and ratio of the fastest peer, or None. baseline, baseline_ms,
+    baseline_ratio: the same of the fastest baseline. failed: {name: reason} of installed peers and of baselines that
+    raise or compute something else.
     """
     ours = times[OURS]
     others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}

@@ -30,7 +30,8 @@ def activations(rows: int, channels: int) -> Scaled:
 def weights(*shape: int) -> Scaled:
     """Return e4m3 values [..., columns, channels], the sizes in `shape`, and fp32 scales, one per 128 x 128 block.
 
-    The values are random bytes of non-negative finite numbers, because so many Gaussian numbers take long to generate.
+    The values are random bytes of non-negative finite numbers, because Gaussian numbers for large matrices take long to
+    generate.
     """
     *leading, columns, channels = shape
     values = torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
@@ -44,8 +45,8 @@ def angles(tokens: int, rotated: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def causal_ranges(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [queries] (starts, ends): query i sees keys 0 to keys - queries + i - 1. These are the keys before
-    its own: the queries belong to the last keys."""
+    """Return int32 [queries] (starts, ends). The queries belong to the last tokens, and a query sees the keys of all
+    tokens before its own: query i sees keys 0 to keys - queries + i - 1."""
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     return torch.zeros_like(ends), ends
 

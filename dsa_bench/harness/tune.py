@@ -27,7 +27,7 @@ class TuningClass:
     """A class of shapes that share a configuration.
 
     tries     configuration -> whether it is worth a trial
-    shapes    {a shape of the benchmark: the compile function's arguments, without the last one, the configuration}
+    shapes    {a shape of the benchmark: the compile function's arguments except the last, which is the configuration}
     modelled  the configuration that the op chooses without data, or None if the op must have data for every class
     """
 
@@ -135,7 +135,7 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def _worse(outcome: str) -> tuple[bool, int, str]:
-    """Return the sort key of a text of `_compile`: failures last, before them the largest number of registers."""
+    """Return a sort key for texts of `_compile`. A larger number of registers is worse, and a failure is worst."""
     return outcome.startswith("fails"), len(outcome), outcome
 
 

@@ -48,7 +48,7 @@ PROBED = [
     (4, 1, 0, 64, "float32"),
 ]
 DIM, PAGE = 128, 64
-_PLANS = 8  # calls per graph, each of which makes the plan
+_PLANS = 8  # calls per graph; each call makes the plan
 _FP32 = "dsa, float32 accumulators"
 
 
@@ -133,8 +133,8 @@ def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
 
-    # The kernel's product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns: that with
-    # the fewest queries, which replaces earlier pairs.
+    # The kernel's product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns: the pair
+    # with the smallest next_n, which comes last and replaces the others.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

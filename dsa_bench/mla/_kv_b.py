@@ -1,5 +1,5 @@
-"""FP8 weights kv_b of several layers. Calls use them in turn, so that no call finds its weights in the L2 cache, except
-with 16 heads, whose weights of all layers fit there."""
+"""FP8 weights kv_b of several layers. Calls use the layers in turn, so that no call finds its weights in the L2 cache.
+With 16 heads, however, the weights of all layers fit into the cache."""
 
 import torch
 

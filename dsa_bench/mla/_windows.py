@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, heads: int, selected: int) -> "Prompt":
-        """Make a prompt. Each token attends to its window and to `selected` of tokens / 4 entries."""
+        """Make a prompt. Each token attends to its window and to `selected` of the tokens / 4 compressed entries."""
         q, kv, ends = bf16(tokens, heads, D) / 10, bf16(tokens, 1, D) / 10, torch.tensor([0, tokens]).int().cuda()
         near = dsa.window_indices(ends, ends, tokens, WINDOW)
         packed, pairs = (q, kv, ends, ends, WINDOW), tokens * WINDOW - WINDOW * (WINDOW - 1) // 2 + tokens * selected

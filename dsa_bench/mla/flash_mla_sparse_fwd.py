@@ -1,7 +1,7 @@
 """Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not accept are padded outside the
 timing. Selections are random and independent; shapes with 8 and 16 heads are also timed with selections that overlap
-like those of adjacent tokens. With up to 16 heads our op may attend for groups of queries, and our kernel that attends
-per query is a yardstick."""
+like those of adjacent tokens. With up to 16 heads our op can compute several adjacent queries together. Then our kernel
+that computes each query separately is a yardstick."""
 
 from functools import partial
 
@@ -14,10 +14,10 @@ from dsa_bench.harness.case import Case, agree_attention, bf16, bf16_gemm, flop_
 from dsa_bench.peers import flash_mla
 
 # {layer: (apart, moved)} of an earlier shipped model. apart: fraction of a selection's keys that are not in the
-# selections of all NEIGHBOURS adjacent tokens. moved: fraction of these keys that the next token does not select. The
-# selections of 4 and of 8 adjacent tokens together then have 1.38 and 1.57 times as many different keys as one
-# selection in layer 0, and 2.17 and 3.10 times in layer 1 (docs/explanation/kernels.md). In the current shipped model
-# the figures are 1.46 and 1.90, and 2.11 and 3.11.
+# selections of all NEIGHBOURS adjacent tokens. moved: fraction of these keys that the next token does not select. These
+# fractions determine how many different keys the selections of adjacent tokens have together: with 4 tokens 1.38 times
+# as many as one selection in layer 0 and 2.17 times in layer 1, with 8 tokens 1.57 and 3.10 times
+# (docs/explanation/kernels.md). In the current shipped model the four figures are 1.46, 2.11, 1.90 and 3.11.
 OVERLAPS = {"layer 0": (0.22, 0.75), "layer 1": (0.525, 0.86)}
 NEIGHBOURS = 64
 # keys, d, heads, selected keys; queries (default QUERIES), overlap (a key of OVERLAPS; default: random selections)
@@ -57,7 +57,7 @@ def _indices(keys: int, selected: int, queries: int, overlap: str) -> torch.Tens
 def _one_by_one(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, max_logits, lse) of the kernel that attends per query, where the op would try groups of queries."""
+    """Return (out, max_logits, lse) of the kernel that computes each query separately."""
     max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     out = q.new_empty(*q.shape[:2], D_V)
     attend(q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)

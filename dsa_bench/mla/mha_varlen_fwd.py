@@ -1,6 +1,6 @@
 """Multi-head attention over packed sequences, to all causal keys and to 2048 selected keys. The peer is cuDNN's
-attention to all keys, if all tokens are new. With selected keys it is only a yardstick, and so is, for V3.2, our
-absorbed attention to the selected keys."""
+attention to all keys, if all tokens are new. With selected keys it is only a yardstick. For V3.2 our absorbed attention
+to the selected keys is a second yardstick."""
 
 from functools import partial
 from types import ModuleType
@@ -81,7 +81,7 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
     """Return int32 [queries, TOP_K]: different random keys below visible[t] for query t, and -1 at the end if it sees
-    fewer than TOP_K keys. keys: the most that a query sees."""
+    fewer than TOP_K keys. keys: the largest number of keys that a query sees."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")

@@ -1,5 +1,5 @@
-"""Queries multiplied by W_UK, and their rope, in one op: bytes of FP8 weights per second, compared with torch's bmm
-with bf16 weights followed by our rope."""
+"""The product of queries with W_UK, and the rope of queries, in one op: bytes of FP8 weights per second, compared with
+torch's bmm with bf16 weights followed by our rope."""
 
 from functools import partial
 

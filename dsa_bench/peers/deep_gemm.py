@@ -33,7 +33,7 @@ OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # the index of a group's first row is a multiple of this
 _PROCESSES = 16
-# fraction of the GPU's free memory for the compiling processes, each of which allocates the weights of all groups
+# Fraction of the GPU's free memory for the compiling processes. Each process allocates the weights of all groups.
 _MEMORY = 0.8
 _ROWS_MEMORY = 5 << 30  # bytes for padded rows per compiling process, in addition to its weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -81,8 +81,8 @@ def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table,
 
 
 def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
-    """Return the number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths
-    [B]."""
+    """Return int32 [B, next_n]: the number of keys that each of a sequence's last next_n tokens sees. lengths: the
+    sequences' numbers of keys, [B]."""
     return lengths[:, None] + torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
 
 
@@ -153,7 +153,8 @@ def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Copy the rows of `a` and their scales to the indices `rows` of `count` rows. Other rows are 0, with scales 1."""
+    """Return (values, scales) of `count` rows, which have the rows of `a` at the indices `rows`. Other rows are 0, with
+    scales 1."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)

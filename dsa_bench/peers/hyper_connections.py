@@ -1,10 +1,11 @@
 """Hyper-connections: DeepGEMM's projection, and tile-kernels' collapse and expansion.
 
 vLLM and SGLang run V4's hyper-connections with these libraries or copies of them. Facts, on Hopper:
-- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight; our op
-  keeps 24. It also sums the streams' squares. Both results are partial sums over `splits` parts of the channels
-- `mhc_pre_big_fuse_fwd`, the collapse, adds the partial sums and reads the squares, which our collapse computes. A
-  kernel is compiled per number of channels and splits
+- `tf32_hc_prenorm_gemm`, the projection, multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of
+  each weight; our op keeps 24. The projection also sums the streams' squares. Both results are partial sums over
+  `splits` parts of the channels
+- `mhc_pre_big_fuse_fwd`, the collapse, adds up the partial sums of the products and of the squares; our collapse
+  computes the squares itself. A kernel is compiled per number of channels and splits
 - D, the channels of a stream, must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and
   caches kernels in the folder TILELANG_CACHE_DIR (an environment variable)
 """
@@ -36,7 +37,8 @@ def project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> 
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """Return (the tensors of the sums, the call that writes them). The number of splits is that of vLLM for V4."""
+    """Return (the tensors of the sums, the call that writes them). The number of splits is the one that vLLM uses for
+    V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
@@ -50,7 +52,7 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
 @peer(TILE)
 def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
     """Return calls that compute (x, post, comb) from inputs (streams, mix, base, scale). The streams' squares are
-    summed outside the timing, because in vLLM the projection does it."""
+    summed outside the timing, because in vLLM the projection sums them."""
     squares = streams.float().square().sum((1, 2))
     return partial(into, *_collapse(module, streams, (mix[None], squares[None]), base, scale))
 
@@ -76,7 +78,7 @@ def expand(module: ModuleType, y, streams, post, comb) -> Call:
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
     """Return (the new streams, the call that writes them)."""
     out = torch.empty_like(streams)
-    # The op's tensors have a dimension for a batch, here of one, and post also has one for a channel.
+    # The op's tensors begin with a batch dimension, here of size 1. post also ends with a dimension of size 1.
     return out, partial(module.mhc.mhc_post_fwd, y[None], streams[None], post[None, ..., None], comb[None], out[None])
 
 

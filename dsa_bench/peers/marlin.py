@@ -14,11 +14,11 @@ Facts, for T tokens with k of E experts each:
   size is the smallest of 8, 16, 32, 48 and 64 for which (mean rows per expert) / size is below 0.9, or else 64. An
   entry of the result is a row's index among the T k rows, or T k for padding. Entries after the last block are
   ignored. The result's sizes depend only on T, k and E
-- moe_wna16_marlin_gemm multiplies row r / top_k of the activations for row r of the result, and writes [T k, N] in the
+- moe_wna16_marlin_gemm computes row r of the result from row r / top_k of the activations, and writes [T k, N] in the
   order of tokens. Optionally it multiplies by the router's weights before it rounds. An integer, `_E2M1`, encodes the
-  fields of the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. Its locks, four int32 per
-  SM, are zero before and after. The kernels are PTX for sm_80, which the driver compiles for Hopper at the first call;
-  a library stripped to sm_90 code lacks them
+  fields of the weights' type. N is a multiple of 64 and K of 128, or N of 128 and K of 64. The operator's locks, four
+  int32 per SM, are zero before and after a call. The kernels are PTX for sm_80, which the driver compiles for Hopper at
+  the first call; a library stripped to sm_90 code lacks them
 - silu_and_mul_with_clamp(result, rows, limit, 1, 0): silu of a row's first half, clamped from above, times its second
   half, clamped at both ends. moe_sum adds a token's k rows in fp32
 """
@@ -47,9 +47,9 @@ class Packed(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Row indices sorted by expert, in blocks of `size` rows of one expert. rows int32 [the most rows with padding]:
-    the index of each row, or T k for padding. experts int32 [blocks]: the expert of each block. count int32 [1]: the
-    number of entries of `rows` in use, with padding."""
+    """Row indices sorted by expert, in blocks of `size` rows of one expert. rows int32 [largest number of rows with
+    padding]: the index of each row, or T k for padding. experts int32 [blocks]: the expert of each block. count int32
+    [1]: the number of entries of `rows` in use, with padding."""
 
     rows: torch.Tensor
     experts: torch.Tensor
@@ -71,8 +71,8 @@ def pack(weight: torch.Tensor, scale: torch.Tensor) -> Packed:
 
 def _words(matrix: torch.Tensor) -> torch.Tensor:
     """Reorder bytes [N, K / 2] to [K / 16, N / 64, column, row, warp, low, half]. Four bytes are a word, and each byte
-    has the codes of channels k and k + 8. Row n = 64 tile + 16 warp + 8 half + column; channel k = 16 tile + 8 high + 2
-    row + low."""
+    has the codes of channels k and k + 8. The names are indices within a tile of 64 matrix rows and 16 channels: matrix
+    row n is 64 tile + 16 warp + 8 half + column, and channel k is 16 tile + 8 high + 2 row + low."""
     tiles = matrix.unflatten(0, (-1, 4, 2, 8)).unflatten(4, (-1, 2, 4))  # [tile, warp, half, column, tile, high, row]
     first, second = tiles.permute(5, 4, 0, 3, 6, 1, 2)  # high 0 and 1
     return torch.stack((first & 15 | second << 4, first >> 4 | second & 240), -2)
@@ -117,8 +117,8 @@ def _blocks(experts: torch.Tensor, count: int) -> Blocks:
 def _product(
     a: torch.Tensor, b: Packed, blocks: Blocks, weights: torch.Tensor, top_k: int, *, weighted: bool
 ) -> torch.Tensor:
-    """Multiply row r / top_k of `a` by the matrix of row r's expert, for each row r of the result, bf16 [top_k * rows
-    of `a`, N]. weighted: also multiply by the router's weights."""
+    """Return the products, bf16 [top_k * rows of `a`, N]. Row r is row r / top_k of `a`, multiplied by the matrix of
+    the expert to which `blocks` assigns r. weighted: also multiplied by the router's weight."""
     (rows, channels), columns = a.shape, b.scale.shape[2]
     out = torch.empty(rows * top_k, columns, dtype=a.dtype, device=a.device)
     unused = (None, None, None)  # scales of FP8 activations, a global scale, zero points

@@ -20,8 +20,8 @@ BUILDS = (VLLM, SGLANG)
 
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
-    """Return calls that compute (e4m3 values, fp32 scales, one per row and 128 channels) from inputs (x [rows,
-    channels], whether scales are powers of two)."""
+    """Return calls that compute (e4m3 values, fp32 scales) from inputs (x [rows, channels], whether scales are powers
+    of two). There is a scale per row and 128 channels."""
     makes = {
         VLLM: partial(_cast, "_C.per_token_group_fp8_quant", (False, False)),
         SGLANG: partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ()),

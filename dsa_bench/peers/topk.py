@@ -25,7 +25,8 @@ from dsa_bench.peers.package import Operators, SourceFile
 SELECTED = (512, 1024, 2048)  # the k that vLLM's cooperative and persistent top-k accept
 COOPERATIVE_ROWS = 64  # largest number of rows of the cooperative top-k
 WORKSPACE_BYTES = 1 << 20  # of the cooperative and the persistent top-k; only they may write to it
-SCORES = 4 << 30  # most bytes of scores that a call computes at a time (`select_scored`); most engines have less room
+# Largest size in bytes of the scores that a call computes at a time (`select_scored`). Engines usually have less room.
+SCORES = 4 << 30
 CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # accept only contiguous scores
 _SGLANG_K = 2048  # the only k that SGLang's top-k accepts
 DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
@@ -72,7 +73,7 @@ def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: tor
 
 
 def _prefill(starts: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-    """Call vLLM's top-k for prefill. starts: zeros, for at least as many rows as `scores` has."""
+    """Call vLLM's top-k for prefill. starts: zeros, at least one per row of `scores`."""
     sizes = len(scores), scores.stride(0), 1, out.shape[1]
     torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
 

@@ -63,8 +63,7 @@ class _Inputs:
         return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
-        """Return a ratio: the peak memory of our forward and backward pass without the inputs / the memory of the
-        inputs."""
+        """Return (the peak memory of our forward and backward pass, without the inputs) / (the inputs' memory)."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
