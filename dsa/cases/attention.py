@@ -230,7 +230,7 @@ def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.
 
 
 def corners(x: torch.Tensor) -> list[Any]:
-    """Return the indices of four elements: the first and the last element, both in the first row and in the last
+    """Return the indices of up to four elements: the first and the last element, both in the first row and in the last
     row."""
     rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
     return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))

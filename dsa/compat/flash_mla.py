@@ -4,12 +4,12 @@
 `import dsa.compat.flash_mla as flash_mla` replaces `import flash_mla` on Hopper. The replaced package can be FlashMLA's
 own, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
 - `get_mla_metadata` returns an empty FlashMLASchedMeta and None, whatever arguments callers of any version pass;
-- the log-sum-exp of sparse decoding is a view of [B, s_q, h_q].
+- the log-sum-exp of sparse decoding, [B, h_q, s_q], is a transposed view of a [B, s_q, h_q] tensor.
 
 The packages agree on the order of the arguments of `flash_mla_with_kvcache` up to `extra_topk_length`, and of
 `flash_mla_sparse_fwd` up to `topk_length`; later arguments are keyword-only here. `use_legacy` tells sgl-flash-mla
-which of two builds to run; here it has no effect. Features that only one of these two builds has are refused: caches of
-528 and 288 bytes (`kv_format`), and dense decoding in FP8 (`descale_q`, `descale_k`).
+which of two builds to run; here it has no effect. These features, which only one of the two builds has, are refused:
+caches of 528 or 288 bytes per key (`kv_format`), and dense decoding in FP8 (`descale_q`, `descale_k`).
 Beyond FlashMLA, these functions accept everything that the ops accept, and also an object of FlashMLA's own class in
 place of this module's FlashMLASchedMeta.
 

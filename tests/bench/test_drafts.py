@@ -153,7 +153,8 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
     model, layers = skeleton(name), published_layers(name)
     found = [cost(model, count) for count in depths(model)]
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
-    # V4 has 21 layers of ratio 4 and 20 of ratio 128. `full_depth` counts 20.5 of each, which together cost 1 less.
+    # V4-Flash has 21 layers of compressed sparse attention (cost 8) and 20 of heavily compressed attention (cost 6).
+    # `full_depth` counts 20.5 of each, so its result is 1 less.
     assert full_depth(name, *found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 

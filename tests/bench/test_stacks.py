@@ -1,5 +1,5 @@
-"""The stacks of the benchmarks of whole passes: passes of small stacks on a CPU, and the fields and layers of the real
-ones."""
+"""The stacks of dsa_bench/e2e, each some layers of a published model. Stacks with small sizes run on a CPU. Stacks with
+the real sizes, without storage, are checked for their configuration fields, kinds of layers and bytes."""
 
 import pytest
 import torch

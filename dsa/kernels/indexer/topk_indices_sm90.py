@@ -537,7 +537,7 @@ class TopkIndicesSm90:
         elements `tid`, `tid` + threads, ..., and can read these without a barrier."""
         if paging.exists(sequence):
             for i in cutlass.range(tid, found, self.threads, unroll=4):
-                index = columns[i] + to_index  # negative if a start far below 0 made the sum overflow
+                index = columns[i] + to_index  # column - start; it overflows for a start far below 0: then no slot
                 columns[i] = paging.slot(sequence, cutlass.max(index, 0), index >= 0)
         else:
             for i in cutlass.range(tid, found, self.threads, unroll=1):

@@ -1,9 +1,9 @@
 """Combine the partial results of split-KV: for dense MLA decoding and for sparse MLA attention.
 
-lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink)
+lse = log sum_i e^lse_i;  out = e^lse / (e^lse + e^sink) * sum_i e^(lse_i - lse) out_i
 
 out_i and lse_i are the partial results of a row's splits i. The sums run over all splits of the row, in a fixed order.
-Without a sink the last factor is 1.
+Without a sink the factor before the sum is 1.
 
 Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse) and KV
 head. Each row has `groups` warps. Warp g of a row adds the splits g, g + groups and so on, in this order. With more

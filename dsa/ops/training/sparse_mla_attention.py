@@ -77,7 +77,7 @@ def sparse_mla_attention(
     indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key that is selected twice counts twice
     softmax_scale  multiplies the logits: a finite number
     d_v            from 1 to d
-    attn_sink      [H] or None: an additional logit in the softmax that has no value: out is scaled by e^lse / (e^lse +
+    attn_sink      [H] or None: one more logit per head, without a value vector: out is scaled by e^lse / (e^lse +
                    e^sink)
     deterministic  True: kv's gradient is summed in a fixed order and bit-identical from run to run, but the backward
                    pass is several times slower. The order depends on the number of queries and on the number of SMs.

@@ -39,9 +39,9 @@ def window_slots(
     p = cache_seqlens[b] - s_q + i, because the queries are the last of the cached tokens. A query with p < 0 sees no
     key.
 
-    Key s is in slot block_table[b, s // page_size] * page_size + s % page_size. Without a table page b is a ring, and
-    key s is in slot b * page_size + s % page_size. -1 stands for keys without a slot, and fills up the list. Arguments
-    as in `dsa.window_slots`.
+    Key s is in slot block_table[b, s // page_size] * page_size + s % page_size. If block_table is None, page b is a
+    ring of sequence b's keys, and key s is in slot b * page_size + s % page_size. -1 stands for keys without a slot,
+    and fills up the list. Arguments as in `dsa.window_slots`.
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code uses a ring, inference engines use
     pages.
     """

@@ -19,9 +19,9 @@ def sparse_mla_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
 
-    attn_sink is an additional logit in the softmax of out that has no value; lse does not include it. Gradients of out
-    reach q, kv and attn_sink; those of lse reach q and kv. `deterministic` affects only the kernels. Arguments as in
-    `dsa.sparse_mla_attention`.
+    attn_sink is one more logit per head in out's softmax, with no value vector; lse does not include it. Gradients of
+    out reach q, kv and attn_sink; those of lse reach q and kv. `deterministic` affects only the kernels. Arguments as
+    in `dsa.sparse_mla_attention`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     index, valid = selected(indices, len(kv))

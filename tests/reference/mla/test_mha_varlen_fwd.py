@@ -43,7 +43,8 @@ def test_queries_that_see_few_keys_see_all_of_them(causal):
     results = [MHA.run(given | {"dense_keys": n}) for n in (0, 77)]
     for n, found in zip((0, 77), results):
         MHA.check(given | {"dense_keys": n}, found)
-    assert not torch.equal(results[0][0][:77], results[1][0][:77])  # the sequence of 77 keys comes first
+    # The case's first sequence has 77 queries and 77 keys. With dense_keys = 77 its queries see all visible keys.
+    assert not torch.equal(results[0][0][:77], results[1][0][:77])
 
 
 def test_separate_rope_channels_are_those_of_all_heads():
