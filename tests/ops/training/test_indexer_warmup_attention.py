@@ -86,8 +86,8 @@ def test_without_sequences_no_query_selects_a_key(causal):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_absorbed_gradients_are_deterministic_as_pytorch_is_told(monkeypatch, deterministic):
-    """Absorbed attention calls the function for the gradients of the sparse stage's attention. This function has an
-    argument `deterministic`."""
+    """Absorbed attention gets gradients from `sparse_gradients`, the function of the sparse stage's attention. The last
+    argument of this function, `deterministic`, must be PyTorch's setting."""
     asked = []
 
     def gradients(q, kv, indices, *rest):
