@@ -48,8 +48,8 @@ def make_mutation(number: int, device: str) -> Mutation:
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
-    """Return a line per failed fuzz case among these numbers: how to run it again, the call and the changes, and what
-    is wrong."""
+    """Return a line for each fuzz case in `wanted` that fails: how to run it again, the call, the changes, and the
+    problem."""
     found = []
     for number in wanted:
         case = make_mutation(number, device)
