@@ -22,8 +22,8 @@ def _case(heads, dim):
 
 
 def _cut(x, bits, of=None):
-    """Truncate x to multiples of p * 2^-bits, where p is the largest power of two that is at most |x|. If `of` is
-    given, p is at most `of` instead."""
+    """Truncate x to multiples of p * 2^-bits, where p is the largest power of two that is at most |x|, or at most `of`
+    if this is given."""
     step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
     return (x / step).trunc() * step
 
