@@ -1,3 +1,3 @@
-"""The fixtures of the ops' tests that run the code of ops for a GPU on a CPU, up to the launches."""
+"""Fixtures from tests/ops: run the code for a GPU on a CPU, up to the launches, and list the launches."""
 
 from tests.ops.conftest import kernel_path, named_launches  # noqa: F401

@@ -46,8 +46,8 @@ def aligned(sizes):
 
 
 def m_indices_of(sizes, filled=False):
-    """Return the group of each row. Each group is padded to a multiple of 128 rows. Rows of padding have -1 or, if
-    `filled`, the number of their group; callers of DeepGEMM pass both."""
+    """Return the group of each row. Each group is padded to a multiple of 128 rows. Rows of padding have -1, or the
+    number of their group if `filled` is true. Callers of DeepGEMM use both forms."""
     groups = torch.arange(len(sizes)).repeat_interleave(i32(aligned(sizes)))
     rows = torch.cat([torch.arange(rows) for rows in aligned(sizes)])
     return groups.where((rows < i32(sizes)[groups]) | filled, -1).int()
@@ -100,7 +100,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
         ([-1, -1], [0, 0, 0, 0]),
         ([3, 3], [0, 0, 0, 2]),
         ([0, -1, -1, 0, 1], [4, 5, 5, 5]),
-        # For wrong group numbers, `ends` stay at most the number of rows and do not decrease.
+        # For wrong group numbers too, the ends do not decrease, and the last one is at most the number of rows.
         ([2, 0, 1, 7, 0], [0, 0, 3, 3]),
         ([-(2**31), 2**31 - 1, 0], [1, 1, 1, 1]),
     ],
@@ -125,7 +125,7 @@ def test_groups_end_at_multiples_of_the_alignment():
 @pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (6, 32, 2)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
 def test_masked_groups(groups, most, rows, columns, channels):
-    """Numbers of rows above the maximum or below 0 are clipped."""
+    """The first two sizes are above `most` and below 0. They are clipped."""
     sizes = [most + 9, -3, *(int(rows * random.uniform(0.7, 1.3)) for _ in range(groups - 2))]
     a, b = operands(groups * most, columns, channels, groups)
     q, s = (x.view(groups, most, -1) for x in a)
@@ -210,7 +210,7 @@ def test_kernels_write_contiguous_groups_to_the_callers_tensor(named_launches):
     [(name, _, call)] = named_launches
     assert name == "grouped_fp8_gemm" and same(call[0], q) and same(call[3], w.view(-1, 128)) and same(call[6], d)
     assert call[5].tolist() == [128, 128, 256]
-    # Rows are neither gathered nor weighted, and too few for dynamic scheduling.
+    # The rows are neither gathered nor weighted, and there are too few of them for dynamic scheduling.
     assert call[2] is call[7] is call[8] is call[9] is None
 
 

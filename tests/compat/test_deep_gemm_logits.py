@@ -15,7 +15,7 @@ PAGED_POSITIONS = ("kv_cache", "weights", "context_lens", "block_table", "schedu
 
 
 def ranges(queries, keys, context_parallel):
-    """Return the ranges of keys of DeepGEMM's `generate_ks_ke_tests`, as keyword arguments of `fp8_mqa_logits`."""
+    """Return the key ranges that DeepGEMM's `generate_ks_ke_tests` makes, as keyword arguments of `fp8_mqa_logits`."""
     rows, last = torch.arange(queries), keys - queries
     if context_parallel:
         half, ranks = queries // 2, keys // queries
@@ -64,7 +64,7 @@ def test_contiguous_by_position():
         ({"schedule_meta": i32([0])}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
         # max_seqlen_k is the sixth parameter. In `fp8_mqa_logits`, DeepGEMM's function before 2.8, the sixth parameter
-        # is clean_logits, a bool.
+        # is clean_logits, a bool. So a bool shows that the caller means the old function.
         ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
     ],
 )

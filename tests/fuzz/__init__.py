@@ -22,7 +22,8 @@ SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
 
 def numbers(shard: int, shards: int, count: int) -> list[int]:
     """Return the numbers of a shard's fuzz cases: every `shards`-th number below DSA_FUZZ_CASES, or below `count` if
-    that is not set. If DSA_FUZZ_CASE is set, its shard runs only this fuzz case, and all other shards run none."""
+    that is not set. If DSA_FUZZ_CASE is set, the shard of this number runs only this fuzz case, and all other shards
+    run none."""
     one = os.environ.get("DSA_FUZZ_CASE")
     wanted = [int(one)] if one else range(int(os.environ.get("DSA_FUZZ_CASES", count)))
     return [number for number in wanted if number % shards == shard]
@@ -48,8 +49,8 @@ def make_mutation(number: int, device: str) -> Mutation:
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
-    """Return a line per failed fuzz case among these numbers: how to run it again, the call and the changes, and what
-    is wrong."""
+    """Return a line for each fuzz case in `wanted` that fails: how to run it again, the call, the changes, and the
+    problem."""
     found = []
     for number in wanted:
         case = make_mutation(number, device)

@@ -18,7 +18,7 @@ SECONDS = {"cpu": 20, "cuda": 200}  # time limit of a call; on a GPU it can incl
 
 
 def judge(call: Case, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
-    """Return a description of an error in the op's behaviour, or None."""
+    """Return a description of the op's first error, or None if the op behaves correctly."""
     before = {path: _bits(x) for path, x in _tensors(arguments)}
     plain = {name: _plain(x) for name, x in arguments.items()}
     try:
@@ -81,8 +81,8 @@ def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], al
 def _not_the_same(
     call: Case, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
 ) -> str | None:
-    """Check that the results have the bits of a call with contiguous tensors, without requires_grad. On a GPU, calls
-    with requires_grad are not checked, because they can run the reference instead of a kernel."""
+    """Check that a call with contiguous tensors that do not require gradients returns the same bits. On a GPU, calls
+    with tensors that require gradients are not checked, because they can run the reference instead of a kernel."""
     if device == "cuda" and any(x.requires_grad for _, x in _tensors(arguments)):
         return None
     results = [*found, *(arguments[name] for name in call.written if arguments[name] is not None)]

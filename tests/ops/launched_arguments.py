@@ -78,8 +78,9 @@ def _same_type(dtype: torch.dtype, element_type: Any) -> bool:
 
 
 def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yield (name, function that makes arguments, function that runs the op on them) for calls that CASES lacks: with
-    other numbers of rows, tokens, queries or keys, which run other kernels, and with gradients."""
+    """Yield (name, function that makes arguments, function that runs the op on them) for calls that CASES lacks: calls
+    with gradients, and calls with other numbers of rows, tokens, queries or keys, for which the ops run other
+    kernels."""
     make = Maker("cpu")
 
     def product(rows: int) -> Any:

@@ -1,5 +1,5 @@
-"""Properties of all ops, tested with their valid calls: the reference without a GPU, custom ops of torch and
-torch.compile, a requested backend, and gradients."""
+"""Properties of all ops, tested with the calls in CASES. For example, an op runs the reference if there is no GPU,
+works under torch.compile, and raises an error if the requested backend cannot run."""
 
 import inspect
 import warnings
@@ -31,7 +31,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def results(function: Callable[..., Any], arguments: dict[str, Any], written: Iterable[str] = ()) -> list[torch.Tensor]:
-    """Return the tensors that a function returns, followed by those of the arguments named in `written` that are not
+    """Return the tensors that a function returns, followed by the arguments named in `written`, except those that are
     None."""
     found = function(**arguments)
     returned = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
@@ -80,7 +80,7 @@ def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.Monkey
 
 
 def in_another_order(x: Any) -> Any:
-    """Return tensors with the same numbers, whose last dimension has the largest stride. Byte caches stay as they are,
+    """Return copies of tensors in which the last dimension has the largest stride. Byte caches stay as they are,
     because their pages must be contiguous."""
     if isinstance(x, list | tuple):
         return type(x)(map(in_another_order, x))
@@ -157,7 +157,8 @@ def test_what_is_cast_has_no_gradient(op, request):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_elsewhere_are_refused_by_name(call):
-    """All tensors must be on the device of the first. One of the others at a time is on another device here."""
+    """All tensors must be on the device of the first tensor. The test moves the other tensors to another device, one
+    per call."""
     tensors = [name for name, x in call.arguments().items() if isinstance(x, torch.Tensor)]
     for name in tensors[1:]:
         with pytest.raises(ValueError, match=rf"({'|'.join(tensors)}): must be on .*device"):

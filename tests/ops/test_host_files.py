@@ -15,7 +15,7 @@ STAND_IN = "runtime/asked_variants.py"  # the test's replacement for a GPU
 
 
 def entered(call):
-    """Return the files of dsa, without the kernels, whose functions run in a call."""
+    """Return the files of dsa whose functions run in a call, except the files of kernels."""
     found = set()
 
     def note(frame, event, argument):

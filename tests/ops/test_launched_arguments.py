@@ -34,8 +34,8 @@ def test_differences_are_seen(arguments, message):
 
 
 def test_what_memory_holds_that_is_prepared_counts():
-    """Descriptions tell zeros from uninitialised memory, and different indices from each other. They do not tell
-    floating-point numbers from each other, because those depend on the CPU."""
+    """The descriptions of zeros, of uninitialised memory and of other floating-point numbers differ, and so do those of
+    different indices. All other floating-point numbers have the same description, because they depend on the CPU."""
 
     def described(x):
         return Memory(contents=True).described({"x": x})

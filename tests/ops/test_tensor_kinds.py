@@ -1,8 +1,8 @@
 """Tensors that are not plain strided tensors: sparse and nested tensors, tensors made in inference mode, and tensors
 with a lazy sign.
 
-If an op or its kernel cannot read such a tensor, the op raises an error that names the argument. torch itself does not:
-indexing some of these tensors crashes the process.
+If an op or its kernel cannot read such a tensor, the op raises an error that names the argument. torch itself raises no
+such error: indexing some of these tensors crashes the process.
 """
 
 from collections.abc import Iterator

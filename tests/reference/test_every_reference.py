@@ -1,8 +1,8 @@
 """The references are compared with the float64 formulas of `dsa.cases`: at the cases' own sizes, with many combinations
 of options, and for several chunk sizes.
 
-For some references, further tests: strides of the arguments do not change a bit, results are rounded once, and every
-differentiable argument gets a gradient.
+For some references, further tests check that strides of the arguments do not change the results, that results are
+rounded once, and that every differentiable argument gets a gradient.
 """
 
 import importlib

@@ -11,6 +11,6 @@ def test_every_exported_name_exists_and_is_documented():
 
 
 def test_no_exported_name_hides_a_module():
-    # `from dsa.reference import gemm` must return the package, so no exported function may be called gemm.
+    # `from dsa.reference import gemm` must return the package, so an exported function must not have the name gemm.
     modules = {path.stem for path in Path(reference.__file__).parent.glob("*")}
     assert modules.isdisjoint(reference.__all__)

@@ -1,4 +1,4 @@
-"""Guards of recorded calls: a guard accepts the recorded call, and only calls with its signature."""
+"""Guards of recorded calls: the guard of a recorded call accepts this call, but no call with another signature."""
 
 import functools
 import itertools

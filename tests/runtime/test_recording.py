@@ -96,7 +96,7 @@ def test_views_of_results_and_of_parts_of_arguments():
         add([out[1:], out[:, 1]], -3)
         return Pair(out[2:], out.view(-1)[3])
 
-    # When the steps are replayed, the argument has a storage offset, which it had not in the recording.
+    # When the steps are replayed, the argument has a storage offset. When they were recorded, it had none.
     assert_replayed(call, (X.clone(),), lambda: (torch.arange(60.0).view(10, 6)[3:7],))
 
 
@@ -184,7 +184,7 @@ def test_gradients_may_be_on():
 
 
 def test_a_recording_does_not_import_torch_compile():
-    """The import takes seconds, which the first call of a process would wait for."""
+    """The import takes seconds, and would delay the first call of a process."""
     code = (
         "import sys, torch\n"
         "from dsa.runtime.recorded_calls import record\n"

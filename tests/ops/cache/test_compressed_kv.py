@@ -1,5 +1,5 @@
-"""Launches of the compressor: projections are not copied, and a cache without pages does not prevent the launch,
-because the kernel also updates the state."""
+"""Launches of `write_compressed_kv`: the op does not copy kv and gate. It also launches the kernel for a cache without
+pages, because the kernel updates the state as well."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Collapse, norm and cast in one op: the number of channels determines the kernel's tile, an entry of
-HYPER_NORM_TILES."""
+"""Collapse, norm and cast in one op. The number of channels determines which of HYPER_NORM_TILES the kernel uses."""
 
 import pytest
 

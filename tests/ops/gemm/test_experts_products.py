@@ -1,5 +1,5 @@
-"""Grouped products of experts with FP8 and FP4 weights, on the CPU: expected rows, a process with some of the experts,
-and the kernels that the ops launch."""
+"""Grouped products of experts with FP8 and FP4 weights, on the CPU: the argument `expected_rows`, processes that have
+only some of the experts, and the kernels that the ops launch."""
 
 import pytest
 import torch
@@ -122,7 +122,8 @@ def padded(scales):
 
 
 def many(count, matrices):
-    """Return (rows, ends): `count` indices of the five tokens, all for the first matrix."""
+    """Return (rows, ends). rows: `count` random indices from 0 to 4, for five tokens. ends: all rows belong to the
+    first matrix."""
     ends = torch.full((matrices,), count, dtype=torch.int32)
     return torch.randint(0, 5, (count,), dtype=torch.int32), ends
 
@@ -132,8 +133,8 @@ def bytes_of(q):
 
 
 def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
-    """For up to 4096 rows, the kernel gathers the rows. For more, the op copies them before the launch. Copied rows
-    allow dynamic scheduling, which is used here because there are two matrices with many rows."""
+    """For up to 4096 rows, the kernel gathers the rows. For more, the op copies them before the launch. Only products
+    of copied rows are scheduled dynamically, and only for enough rows. For two matrices, 4097 rows are enough."""
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
@@ -163,7 +164,7 @@ def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
 )
 def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
     """`expected_rows` determines the kernel and its tile, and also whether rows are gathered and whether scheduling is
-    dynamic. The kernel gets all 5000 rows."""
+    dynamic. The kernel computes 5000 rows in all cases."""
     a, b = operands("fp8", matrices=2)
     rows, ends = many(5000, 2)
     if not gathered:
@@ -225,7 +226,7 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
-    """The rows are more than one wave of CTAs can cast, so the op runs the cast that reads `ends`."""
+    """One wave of CTAs cannot cast so many rows, so the op runs the cast that reads `ends`."""
     compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
     cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
     [(name, variant, _)] = named_launches

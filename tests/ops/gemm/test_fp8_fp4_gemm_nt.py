@@ -36,7 +36,7 @@ def test_many_rows_are_copied_and_numbers_outside_are_clamped(launches):
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (1, 1), (72, 72), (73, 73), (5000, 5000)])
 def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for, named_launches):
     """The small-M kernel runs for up to 24 expected rows per weight matrix, which is 72 rows for three matrices. The
-    kernel gets all 5000 rows."""
+    kernel computes 5000 rows in all cases."""
     a, b = operands()
     rows = torch.randint(0, 5, (5000,), dtype=torch.int32)
     out = dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=rows, expected_rows=expected)

@@ -19,7 +19,7 @@ def test_angles_in_rows_of_16_bytes():
     wide = torch.randn(9, 35)
     aligned, cos = torch.randn(9, 48)[:, :16], torch.randn(9, 16)
     assert op._angle_rows(aligned) is aligned and op._angle_rows(cos) is cos
-    # wrong row stride; wrong address; wrong stride of the last dimension, twice
+    # a wrong row stride, a wrong address, and two wrong strides of the last dimension
     for bad in (wide[:, :32], torch.randn(9, 36)[:, 1:33], torch.randn(9, 64)[:, ::2], torch.randn(32, 9).T):
         got = op._angle_rows(bad)
         assert torch.equal(got, bad) and got.is_contiguous() and got.data_ptr() % 16 == 0

@@ -1,4 +1,5 @@
-"""`paged_indexer_select` on the CPU: small integer scores and any lengths, with hypothesis, and the op's launches."""
+"""`paged_indexer_select` on the CPU: results for small integer scores and any lengths (with hypothesis), and the
+arguments that the op passes to its kernels."""
 
 import pytest
 import torch

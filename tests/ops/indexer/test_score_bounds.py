@@ -22,8 +22,8 @@ def _case(heads, dim):
 
 
 def _cut(x, bits, of=None):
-    """Truncate x to multiples of p * 2^-bits, where p is the largest power of two that is at most |x|. If `of` is
-    given, p is at most `of` instead."""
+    """Truncate x to multiples of p * 2^-bits, where p is the largest power of two that is at most |x|, or at most `of`
+    if this is given."""
     step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
     return (x / step).trunc() * step
 
@@ -62,7 +62,8 @@ def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
 @pytest.mark.parametrize(("heads", "dim"), SIZES)
 def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
     """Either one score of typical magnitude is wrong, or one query has a finite score for a key that it does not see.
-    The matrix has so many correct scores that calc_diff is at most 5e-6 if the wrong score is finite."""
+    All other scores of the matrix are correct. So for a finite wrong score calc_diff is at most 5e-6, which is too
+    small to show the error."""
     _, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
     at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()

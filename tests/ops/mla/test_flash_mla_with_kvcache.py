@@ -124,8 +124,9 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
     assert whole == (-(-batch // parts) <= most // each)
 
 
-# (pages of 16 keys per sequence in the block table, parts of the plan, fixed cost per sequence in key tiles, whether a
-# part has few tiles), for three sequences, 132 SMs and 128 rows (queries x heads), which are two row tiles.
+# An entry is (pages of 16 keys per sequence in the block table, parts of the plan, fixed cost per sequence in key
+# tiles, whether a part has few tiles). All entries are for three sequences, 132 SMs and 128 rows (queries x heads). 128
+# rows are two row tiles.
 SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
 SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
@@ -304,7 +305,7 @@ def test_a_call_like_one_before_is_not_checked_again(named_launches, monkeypatch
     metas = [dsa.get_mla_metadata()[0] for _ in range(2)]
     for meta in (*metas, *metas):
         decoded(q, cache, table, lengths, meta)
-    assert len(checked) == 2  # once before the plan is made, and once with the plan
+    assert len(checked) == 2  # in the first call: once before the plan is made, and once with the plan
     with pytest.raises(ValueError, match="k_cache: the last dimension must be contiguous"):
         decoded(q, cache.repeat_interleave(2, 3)[..., ::2], table, lengths, metas[0])
     with pytest.raises(ValueError, match="was first used with"):

@@ -110,8 +110,8 @@ def test_parts_of_larger_tensors_are_used_where_they_are(named_launches):
     WINDOW.run(given | {"kv": wide})
     _, [keys], *_ = named_launches[-1][2]
     assert keys.stride()[1:] == (576, 1) and keys.data_ptr() == wide.data_ptr()
-    # The list and the sink are small, so the op copies them, instead of refusing them, if their last dimension is not
-    # contiguous.
+    # The op does not refuse a list or a sink whose last dimension is not contiguous. It copies them, because they are
+    # small.
     near = torch.zeros(len(given["q"]), 12, dtype=torch.int32)[:, ::2]
     WINDOW.run(given | {"attn_sink": torch.randn(8)[::2], "indices": near})
     _, _, [indices], _, _, sink, *_ = named_launches[-1][2]

@@ -32,8 +32,8 @@ def test_stream_k(queries, head_tiles, tiles):
 
 @pytest.mark.parametrize(("queries", "tiles", "splits"), [(131, 10**5, True), (131, 125_000, False), (1, 2**24, False)])
 def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries, tiles, splits):
-    """The scheduler multiplies the number of tiles of the split queries by the number of CTAs that share them, in
-    int32. If the product would exceed int32, no query is split."""
+    """In int32, the scheduler multiplies the number of tiles of the split queries by the number of CTAs that share
+    these tiles. If the product would exceed int32, no query is split."""
     assert (launch.stream_k(queries, 1, tiles, 132, may_split=True)[2] > 0) == splits
 
 

@@ -29,7 +29,8 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """For each tile, variants ship in bf16, for all gates for which the gate's kernel ships."""
+    """Variants ship in bf16, for each tile and each combination of arguments for which the kernel of `moe_gate`
+    ships."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments for _, arguments in moe_gate_sm90.shipped_variants()}

@@ -35,8 +35,9 @@ def test_chunks_are_whole_turns_of_tiles(count, budget, tiles, workers):
 
 
 def test_two_sequences_of_16_tiles_take_no_turn_more_than_their_tiles():
-    """Four sequences of 2048 tokens have 64 q tiles with 544 score tiles, which is 5 waves on 132 SMs. Two equal chunks
-    of 272 score tiles would take 3 waves each, 6 in total. The chunks of this plan take 2 and 3 waves."""
+    """Four sequences of 2048 tokens have 16 q tiles each, with 1 to 16 score tiles. These are 544 score tiles, or 5
+    waves on 132 SMs. Two equal chunks of 272 score tiles would take 3 waves each, 6 in total. The chunks of this plan
+    take 2 and 3 waves. The plan also has 4 unused q tiles."""
     sizes = [c.stop - c.start for c in _warmup_sum.Plan(torch.zeros(68, 8), torch.zeros(69), 16).chunks(10, 600, 132)]
     tiles = [i % 16 + 1 for i in range(64)] + [0] * 4
     assert [-(-sum(tiles[:31]) // 132), -(-sum(tiles[31:]) // 132)] == [2, 3] and sizes == [31, 37]
@@ -86,8 +87,8 @@ def test_without_sequences_no_query_selects_a_key(causal):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_absorbed_gradients_are_deterministic_as_pytorch_is_told(monkeypatch, deterministic):
-    """Absorbed attention calls the function for the gradients of the sparse stage's attention. This function has an
-    argument `deterministic`."""
+    """Absorbed attention gets gradients from `sparse_gradients`, the function of the sparse stage's attention. The last
+    argument of this function, `deterministic`, must be PyTorch's setting."""
     asked = []
 
     def gradients(q, kv, indices, *rest):

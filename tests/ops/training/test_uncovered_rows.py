@@ -1,5 +1,5 @@
-"""The arguments of the kernel that fills the rows that belong to no sequence: views of the results as int32 words, and
-the fill values."""
+"""The arguments of the kernel that fills rows without a sequence: views of the results as int32 words, and the fill
+values."""
 
 import math
 

@@ -83,7 +83,8 @@ def test_weights_multiply_sums_before_they_are_rounded(rows, dtype):
     dtype=st.sampled_from([F32, BF16, F16]),
 )
 def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, dtype):
-    """The values, scales, weights and row numbers of these rows are not read."""
+    """Rows from `used` on belong to no expert. The product does not read their values, scales, weights and row
+    numbers."""
     (q, s), b, _ = grouped(9)
     ends = i32(sorted(min(cut, count) for cut in cuts))
     used, weights, rows = int(ends[-1]), torch.rand(count), None
@@ -103,7 +104,7 @@ def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, d
 
 @pytest.mark.parametrize(("rows", "weights"), [(0, 4), (9, 4), (9, 0)])
 def test_no_weight_has_rows(rows, weights):
-    """Some of the calls have no weights at all or no rows at all."""
+    """The first call has no rows, and the last has no weight matrices. In the second, no row belongs to a matrix."""
     a, b, _ = grouped(9)
     got = grouped_fp8_gemm_nt([x[:rows] for x in a], [x[:weights] for x in b], i32([0] * weights))
     assert got.shape == (rows, 136) and got.isnan().all()

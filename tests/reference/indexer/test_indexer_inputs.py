@@ -28,7 +28,7 @@ def test_every_stage_rounds_to_the_dtype():
     cos, sin = torch.full((1, 32), 0.7), zeros(1, 32)
     q8, w8 = quantize_indexer_queries(one.bfloat16().view(1, 1, D), torch.ones(1, 1), cos, sin, use_ue8m0=False)
     cache, slot = zeros(1, P, 1, D + 4, dtype=BYTE), torch.tensor([0])
-    k = torch.ones(1, D).bfloat16()  # no variance: the norm's result is its bias
+    k = torch.ones(1, D).bfloat16()  # no variance, so the norm returns its bias, `one`
     write_indexer_keys(k, torch.ones(D), one, cos, sin, cache, slot, use_ue8m0=False)
     k8, scale = read_indexer_cache(cache, slot)
     assert w8.item() == scale.item() == (torch.tensor(amax) / 448).item()

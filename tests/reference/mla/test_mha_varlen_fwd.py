@@ -38,7 +38,8 @@ def test_no_indices_and_no_keys_set_no_bit(indices, max_keys):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries_that_see_few_keys_see_all_of_them(causal):
-    """As in the kernel, the results of these queries do not depend on their selection bits."""
+    """Queries that see at most `dense_keys` keys see all of them, whatever their selection bits are. The kernel does
+    the same."""
     given = MHA.arguments(top_k=3, causal=causal, heads=2, dims=(64, 64))
     results = [MHA.run(given | {"dense_keys": n}) for n in (0, 77)]
     for n, found in zip((0, 77), results):

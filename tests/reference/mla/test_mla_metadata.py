@@ -1,5 +1,5 @@
-"""Plans of decoding without a GPU: in FlashMLA's old and new calling style, and plan objects of other libraries'
-classes."""
+"""Plans of decoding without a GPU: plans in FlashMLA's old and new calling style, and plan objects whose class comes
+from another library."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def test_calls_take_no_plan_and_plans_of_the_old_style(plan):
     "make", [FlashMLASchedMeta, Theirs, lambda: Theirs(True, "theirs", i32([[9] * 8]), i32([9] * 3))]
 )
 def test_a_plan_of_the_new_style_is_bound_to_the_shapes_of_its_first_call(make, other):
-    """If the object is of another library's class, the op does not change its fields."""
+    """If the class of the plan object comes from another library, the op does not change the fields of the object."""
     meta = make()
     before = dict(vars(meta))
     decode(meta)

@@ -44,8 +44,8 @@ def test_nan_in_a_row_that_no_index_names_reaches_nothing():
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
-    """The gradient of an infinite sink is 0. The last query has no keys, so its LSE is infinite as well, and their
-    difference must not become NaN."""
+    """The gradient of an infinite sink is 0. The last query has no keys, so its LSE is infinite as well. The difference
+    of LSE and sink must not become NaN."""
     given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
     out, lse = sparse_mla_attention(**given)
     assert (out[-1] == 0).all()
@@ -63,7 +63,7 @@ def test_an_infinite_sink_has_a_gradient(sink):
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
 def test_a_sink_far_below_the_keys_has_its_full_gradient(above, dtype):
     """The LSE of the keys exceeds the sink by `above`. The sink's probability, about e^-above, is too small to be
-    computed as 1 - sum_j p_j."""
+    computed as 1 minus the sum of the keys' probabilities."""
     given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
     plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
     sink = (lse[:, 0] - above).to(dtype).requires_grad_()
