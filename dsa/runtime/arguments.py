@@ -63,7 +63,7 @@ ROW_COUNT = "rows"  # the product of the dimensions that REST stands for
 class Sizes(dict[str, Any]):
     """The sizes of a call, {name: size}, and the values of the call's ints and numbers.
 
-    origin  {name: the argument whose shape or value gave the size, under its name in messages}
+    origin  {name: the argument whose shape or value gave the size}; arguments are named as in messages, such as "a[0]"
     """
 
     def __init__(self) -> None:
