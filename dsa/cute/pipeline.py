@@ -82,8 +82,8 @@ def start() -> PipelineState:
 
 @cute.jit
 def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
-    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` needs one register
-    for it, where a state needs two. But every state that is computed from `count` costs a division."""
+    """Return the state after `count` stages in a ring of `stages` stages. If a loop carries `count` instead of a
+    state, it saves a register. But every state that is computed from `count` costs a division."""
     return PipelineState(count % stages, count // stages & 1)
 
 

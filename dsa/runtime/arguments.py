@@ -477,7 +477,7 @@ class Arguments:
         `function` name.
 
         A parameter `a` gets a tuple of the arguments that messages call a[0], a[1], ... Raises TypeError for a
-        parameter that is not an argument. what: the function's name in this message
+        parameter that is not an argument. what: the function's name in the message of this error
         """
         places: dict[str, int | tuple[int, ...]] = {name: i for i, name in enumerate(self.specs)}
         for i, shown in enumerate(self.names):
