@@ -2,9 +2,9 @@
 
 `gather_16` and `gather_8` are cp.async, which writes through PTX's generic proxy; wgmma reads shared memory through the
 async proxy. An mbarrier does not order the two proxies, so a fence.proxy.async must come between the write and the
-read. Each kernel that gathers an operand of wgmma with cp.async fences after the wait for a full stage and before the
-wgmma. Examples are mla/topk_gather.py, training/topk_gather.py, sparse_mla_backward_sm90.py, fp8_gemm_sm90.py and
-fp8_fp4_gemm_few_rows_sm90.py. `bulk_gather` writes through the async proxy and needs no fence.
+read. Each kernel that gathers an operand of wgmma with cp.async executes this fence after the wait for a full stage and
+before the wgmma. Examples are mla/topk_gather.py, training/topk_gather.py, sparse_mla_backward_sm90.py,
+fp8_gemm_sm90.py and fp8_fp4_gemm_few_rows_sm90.py. `bulk_gather` writes through the async proxy and needs no fence.
 """
 
 import cutlass.cute as cute

@@ -41,8 +41,8 @@ use: keeping the address in a variable over several uses can change the SASS.
 If a stage's data arrives in several parts that can be used one by one, the stage has `parts` full barriers, and the
 methods that use a full barrier take the part's number. A consumer releases all parts of a stage at once.
 
-A parity wait can tell a phase only from the phase directly before it. So a thread that waits for a stage must have
-consumed the stage's previous data itself. If a producer's tiles are divided among several consumers, each consumer
+A parity wait can distinguish a phase only from the phase directly before it. So a thread that waits for a stage must
+have consumed the stage's previous data itself. If a producer's tiles are divided among several consumers, each consumer
 therefore needs a separate ring. In a common ring, a consumer that runs ahead would mistake an old phase for the next
 one. The rings of the consumers share one array of barriers: `pipeline.ring(i, stages)` is the i-th ring. `state.stage`
 is then the stage's index in the ring, and `ring.index(state)` is the stage's index among the stages of all rings, which
@@ -82,8 +82,8 @@ def start() -> PipelineState:
 
 @cute.jit
 def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
-    """Return the state after `count` stages in a ring of `stages` stages. A loop that carries `count` needs one
-    register where a state needs two, but it pays a division per state."""
+    """Return the state after `count` stages in a ring of `stages` stages. If a loop carries `count` instead of a
+    state, it saves a register. But every state that is computed from `count` costs a division."""
     return PipelineState(count % stages, count // stages & 1)
 
 

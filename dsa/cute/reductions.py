@@ -19,8 +19,8 @@ def warp_inclusive_scan(own, lane):
 
 @cute.jit
 def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
-    """-> (the sum of `own` over the threads before this thread, the sum over all threads of the CTA). Contains one
-    barrier.
+    """-> (the sum of `own` over the threads before this thread, the sum over all threads of the CTA). The function
+    contains one barrier of the CTA.
 
     sums  32 Int32 in shared memory. The caller sets elements W to 31 to zero, where W is the number of warps. Another
           barrier must come before the next use of `sums`

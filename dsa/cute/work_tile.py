@@ -12,9 +12,9 @@ There are three kinds of schedulers:
 - dynamic persistent: a CTA that becomes free takes its next tile from a counter in global memory (tile_counter.py).
 
 How tiles are split differs between kernel families, so stream-K and dynamic schedulers are defined next to their
-kernels. The schedulers use the same method names: `first()` for the CTA's first tile, `advance(tile)` for the next
-tile, and `work_tile(index)` for the tile's WorkTileInfo. `is_valid` is a field or property of the WorkTileInfo; it is
-False after the last tile.
+kernels. Several of them have a method `first`, which returns the state before the CTA's first tile, and a method
+`advance`, which returns the state after a tile. `is_valid` of such a state is False after the last tile. A kernel with
+a StaticPersistentScheduler needs no state:
 
     scheduler = static_persistent_scheduler()
     for index in cutlass.range(scheduler.first, rows * columns, scheduler.step, unroll=1):

@@ -63,7 +63,7 @@ ROW_COUNT = "rows"  # the product of the dimensions that REST stands for
 class Sizes(dict[str, Any]):
     """The sizes of a call, {name: size}, and the values of the call's ints and numbers.
 
-    origin  {name: the argument whose shape or value gave the size, under its name in messages}
+    origin  {name: the argument whose shape or value gave the size}; arguments are named as in messages, such as "a[0]"
     """
 
     def __init__(self) -> None:
@@ -477,7 +477,7 @@ class Arguments:
         `function` name.
 
         A parameter `a` gets a tuple of the arguments that messages call a[0], a[1], ... Raises TypeError for a
-        parameter that is not an argument. what: the function's name in this message
+        parameter that is not an argument. what: the function's name in the message of this error
         """
         places: dict[str, int | tuple[int, ...]] = {name: i for i, name in enumerate(self.specs)}
         for i, shown in enumerate(self.names):

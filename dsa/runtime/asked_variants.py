@@ -48,8 +48,8 @@ def launch(variant: Variant, *arguments: Any) -> None:
     """Do nothing in place of the variant's kernel."""
 
 
-# What `asked_variants` replaces in torch: tensors on the meta device claim to be on a GPU, and as conditions (such as
-# `if (x > 0).any()`) they are False. torch.mm is replaced because its out_dtype argument exists only on GPUs.
+# `asked_variants` replaces some functions of torch: tensors on the meta device then claim to be on a GPU, and are False
+# in conditions such as `if (x > 0).any()`. torch.mm is replaced because its out_dtype argument exists only on GPUs.
 _is_true, _mm = torch.Tensor.__bool__, torch.mm
 
 

@@ -544,8 +544,8 @@ def _checked(archive: Iterable[tarfile.TarInfo]) -> Iterable[tuple[str, bytes]]:
         yield stem, content
 
 
-# Keeps the objects of the last module that was read (some 12 MB for the largest), because a process usually asks for
-# several variants of a module in a row.
+# lru_cache keeps the objects of the last module that was read (some 12 MB for the largest module), because a process
+# usually asks for several variants of a module in a row.
 @functools.lru_cache(maxsize=1)
 def _read(path: Path) -> Mapping[str, bytes]:
     try:

@@ -44,8 +44,8 @@ def cubin_in(object_file: bytes) -> bytes:
 
 
 def _elf_size(data: bytes, at: int) -> int:
-    """Return the size of a 64-bit little-endian ELF file, which ends with the last of its sections and header
-    tables."""
+    """Return the size of a 64-bit little-endian ELF file. The file ends with the section or header table that ends
+    last."""
     segments_at, sections_at = struct.unpack_from("<QQ", data, at + 32)
     segment_size, segments, section_size, sections = struct.unpack_from("<HHHH", data, at + 54)
     ends = [segments_at + segment_size * segments, sections_at + section_size * sections]

@@ -151,7 +151,7 @@ def signature(*values: object) -> tuple:
         if kind is torch.Tensor or isinstance(x, torch.Tensor):
             try:
                 found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg())
-            except RuntimeError:  # the checks refuse this sparse or nested tensor: equal no other signature
+            except RuntimeError:  # a sparse or nested tensor, which the checks refuse: equals no other call
                 found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):
             found += (kind, x or repr(x))  # repr tells -0.0 from 0.0
@@ -230,7 +230,7 @@ class _Recording(TorchDispatchMode):
                 call = f"{self._tensor(args[0])}.view({self._constant(args[1])})"
             else:
                 call = f"{self._constant(func)}({self._all(args, kwargs)})"
-            if all(any(x is y for y in args) for x in results):  # in place: it returns only its arguments
+            if all(any(x is y for y in args) for x in results):  # an in-place operator: it returns only arguments
                 self.lines.append(call)
             else:
                 name = f"t{next(self._new)}"
@@ -244,7 +244,8 @@ class _Recording(TorchDispatchMode):
         self.lines.append(f"{self._constant(kernel)}({self._all(arguments, {})})")
 
     def function(self, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-        """Return the function that runs the steps; None if the call does more than the steps, or launches no kernel."""
+        """Return the function that runs the steps; None if the call did something that steps cannot repeat, or
+        launched no kernel."""
         returned = self._expression(result)
         if not self.replays or not self.launches:
             return None

@@ -14,9 +14,9 @@ Plan
   epilogue's threads merge them in a fixed order. So an entry's bits do not depend on which call of the kernel completes
   the entry.
 - An entry of 8 tokens (m = 4) has two parts, one per block, in one CTA. The projections of an entry of 128 tokens are
-  256 KiB in bf16, more than one SM reads quickly. A cluster of 8 CTAs computes such an entry: each CTA has 64 channels,
-  which have one common scale, and eight groups of threads that process two parts each. The CTAs exchange only the
-  norm's sums of squares.
+  256 KiB in bf16, which a single SM reads too slowly. A cluster of 8 CTAs computes such an entry: each CTA has 64
+  channels, which have one common scale, and eight groups of threads that process two parts each. The CTAs exchange only
+  the norm's sums of squares.
 - The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. For the V4 layout,
   16 lanes compute the scale of 64 channels. For an index cache, a warp computes the Hadamard transform of 128 channels.
   The epilogue's operands are loaded together with the tokens. In a sequence's first work tile, the other warps write

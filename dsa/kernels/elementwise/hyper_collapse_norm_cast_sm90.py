@@ -147,8 +147,9 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
-        """Run the extra warp: compute post and comb of the CTA's tokens, one token per lane. For the other warps, which
-        compute pre but do not load mix and base, write pre's elements of mix * scale and of base to `logits`."""
+        """Run the extra warp: compute post and comb of the CTA's tokens, one token per lane. The other warps compute
+        pre, but do not load mix, base and scale. So write the four products mix * scale for pre, and then the four
+        elements of base for pre, to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = loaded(mix[first + own, None]), loaded(base)

@@ -140,7 +140,7 @@ class HyperCollapseSm90:
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
         """Compute and store x of token t, and return 1 / sqrt(mean square of the token's streams + eps). Each warp
         writes its sum of squares to `sums`. Every token of a CTA has separate `sums`, so the barrier between write and
-        read is enough: none is needed before the next token."""
+        read is enough: no barrier is needed before the next token."""
         vectors = streams.shape[2] // self.width
         # Load 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
         words = filled((WORDS, HYPER_STREAMS, self.steps), 0, Uint32)

@@ -388,8 +388,8 @@ class HyperMixPersistentSm90(HyperMixSm90):
 @cached
 def compile_hyper_mix(rows: int):
     """-> f(streams [T, n D], parts [72, n D] bf16, mix [T, 24] fp32); T > 0, rows of streams and parts at multiples of
-    16 bytes. mix is the result. n D is a multiple of 64. D must be one, too, if the result must have the bits of the
-    kernel for few tokens."""
+    16 bytes. mix is the result. n D is a multiple of 64. D must be a multiple of 64, too, if the result must have the
+    bits of the kernel for few tokens."""
     return compile_sm90(HyperMixSm90(rows), *_operands(), _result(), fake_stream())
 
 

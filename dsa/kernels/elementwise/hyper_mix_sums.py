@@ -36,8 +36,8 @@ HALF_SLICES = GROUP_SLICES // 2
 
 @cute.jit
 def octet_row(i: Int32) -> Int32:
-    """Return the index in an octet of the token (or output) that row (or column) i of an mma has: 0, 4, 1, 5, 2, 6, 3,
-    7 for i = 0 to 7. An octet is 8 consecutive tokens (or outputs)."""
+    """Return which token (or output) of an octet is in row (or column) i of an mma: 0, 4, 1, 5, 2, 6, 3, 7 for i = 0
+    to 7. An octet is 8 consecutive tokens (or outputs)."""
     return (i >> 1) | ((i & 1) << 2)
 
 

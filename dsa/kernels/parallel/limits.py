@@ -1,4 +1,4 @@
-"""Limits of the kernels over several GPUs, as plain numbers."""
+"""Limits of the kernels for several GPUs, as plain numbers."""
 
 DTYPES = ("bfloat16", "float32")
 RANKS = (2, 3, 4, 5, 6, 7, 8)

@@ -14,7 +14,7 @@ Plan
 - The turn is in device memory, so that each replay of a CUDA graph has a new turn. All threads of the kernel read the
   number of the last sum. The last CTA to do so stores the new turn. This happens while packets are in flight, so that
   it does not delay the kernel's end.
-- A thread loads its first place together with the turn, and each further place after it has sent the one before.
+- A thread loads its first place together with the turn, and each further place after it has sent the previous one.
 - A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes 1 + the rank that
   it waited for to `lost`, an address in host memory, and sets turns[2]. All other threads of this GPU and all later
   sums then stop waiting as well. The result of such a sum is undefined.

@@ -66,8 +66,8 @@ def page_layout(cache: torch.Tensor) -> str:
 
 
 def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
-    """Return the limits of a cache with contiguous pages. row: the bytes per row as a word in the shapes of the op's
-    specs, for example "(D+4)". Kernels count the bytes of a page in int32."""
+    """Return the limits of a cache with contiguous pages. row: a word for the bytes per row, made of names in the
+    op's specs, for example "(D+4)". Kernels count the bytes of a page in int32."""
     return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
 
 

@@ -23,7 +23,8 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 __all__ = ["hyper_mix"]
 
 FEW_TOKENS = 64  # the kernel for few tokens is faster than the other kernels up to FEW_TOKENS tokens
-CLUSTERS = 14  # limit of the clusters of 8 CTAs per launch, so that all run in one wave; an H200 runs up to 15 at once
+# Upper limit on the clusters (of 8 CTAs each) in a launch, so that all run in one wave. An H200 runs up to 15 at once.
+CLUSTERS = 14
 BF16 = (torch.bfloat16,)
 
 

@@ -103,7 +103,7 @@ def _results(x: torch.Tensor) -> torch.Tensor:
 
 def _check_rows(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
-        out = x  # stands for the new tensor: it can be accessed in groups of 8 channels if x can
+        out = x  # stands for the new tensor, which allows groups of 8 channels if x does
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
     if x.shape[-1] % 2:

@@ -65,7 +65,7 @@ def attend_groups(
     size, num_sms = group_size(heads), backends.num_sms(q.device)
     q, groups = aligned(q), -(-queries // size)
     [cache], [indices], [counts], counted = list_arguments([selection], q.device)
-    # Upper bound of the keys in a group's list, if the group is computed together.
+    # Upper bound of the number of keys in the list of a group that is computed together.
     width = max(1, min(size * indices.shape[2] * MOST_UNION[0] // MOST_UNION[1], cache.shape[0]))
 
     def int32(*shape: int) -> torch.Tensor:

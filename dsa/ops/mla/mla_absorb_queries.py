@@ -29,8 +29,8 @@ KV_B_LIMITS = {"L": (HEAD_DIM_V,), "N": at_most(MAX_UP_PROJECTION_ROWS)}
 
 
 def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
-    """Raise ValueError unless kv_b has the same number of rows for each head of the argument `named`, at least
-    `least`."""
+    """Raise ValueError unless kv_b has the same number of rows for each of the `heads` heads, and at least `least` rows
+    per head. named: the argument that has these heads, for messages"""
     rows = len(weight)
     if rows % heads if heads else rows:
         raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")

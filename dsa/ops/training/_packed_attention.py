@@ -12,8 +12,8 @@ from dsa.runtime.declare import tma_rows
 
 ABSORBED = 576, 512
 MOST_INDICES = 16 << 20  # limit per chunk of queries in absorbed attention; each query has max_seqlen_k indices
-# The backward pass of flash attention keeps q's gradient as fp32 sums. Before commit b62d93f3 (2026) its offsets into
-# them have 32 bits, and overflow if there are MOST_NUMBERS sums or more.
+# The backward pass of PyTorch's flash attention keeps q's gradient as fp32 sums. Before commit b62d93f3 (2026) the
+# offsets into these sums have 32 bits, and overflow if there are MOST_NUMBERS sums or more.
 MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 

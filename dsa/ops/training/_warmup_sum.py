@@ -33,9 +33,9 @@ class Plan:
     max_key_tiles: int
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
-        """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, or the
-        bytes of one q tile. workers: number of CTAs of the kernel that processes score tiles, or 0. If it is given,
-        each range but the last has about a whole number of waves of score tiles, unless the last range would then
+        """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, unless
+        a single q tile needs more. workers: number of CTAs of the kernel that processes score tiles, or 0. If it is not
+        0, each range but the last has about a whole number of waves of score tiles, unless the last range would then
         exceed the budget. The number of waves is estimated for causal attention and sequences of the maximum length."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))

@@ -264,7 +264,7 @@ def _indexer_warmup_loss_gradient(
 ) -> Three:
     """Return the gradients of q_idx, k_idx and w_idx, given the gradient of kl. dq, dk and dw are the gradients that
     the forward pass kept, for an upstream gradient of 1 and with padded heads. Without `of_keys` the caller does not
-    use k_idx's gradient; it is then right only if the upstream gradients of all tokens are equal."""
+    use k_idx's gradient, which is then right only if the upstream gradients of all tokens are equal."""
     heads = q_idx.shape[1]
     dq_idx = _scaled(dq[:, :heads], grad[:, None, None], q_idx.dtype)
     dw_idx = _scaled(dw[:, :heads], grad[:, None], w_idx.dtype)
@@ -274,8 +274,8 @@ def _indexer_warmup_loss_gradient(
     dk_idx = _scaled(dk, grad[0], k_idx.dtype)
     if of_keys and grad.stride(0) != 0:
         # The host does not know whether the upstream gradients differ, so the kernels are always launched. If the
-        # gradients are equal, `only_if` makes a plan without work: the kernels do nothing, and what remains is the
-        # launches, the workspace's memory, and elementwise passes over the indexer's tensors.
+        # gradients are equal, `only_if` makes a plan without work. The kernels then do nothing, and this branch costs
+        # the launches, the workspace's memory, and elementwise passes over the indexer's tensors.
         differ = (grad != grad[0]).any()
         plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)
         indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad.float().contiguous()

@@ -66,7 +66,8 @@ def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _place(index: int, leading: list[int]) -> tuple[int, ...]:
-    """Return the index of matrix number `index` in the `leading` dimensions."""
+    """Convert the flat index of a matrix to a tuple with one index per leading dimension. leading: the sizes of these
+    dimensions."""
     place: list[int] = []
     for size in reversed(leading):
         index, own = divmod(index, size)

@@ -81,8 +81,9 @@ def _target(
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # For each head, the logarithm of the part of the head's softmax that falls on the selected keys. The weights of
-        # heads are normalised here in logarithms, because these parts can be too small for fp32 in all heads.
+        # `share` is, for each head, the logarithm of the fraction of the head's softmax that falls on the selected
+        # keys. The heads' weights are normalised as logarithms, because these fractions can be too small for fp32 in
+        # all heads.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
