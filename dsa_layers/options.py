@@ -100,6 +100,19 @@ def text(option: str, text: str) -> str:
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return text
     try:
-        return os.fsencode(text).decode()
-    except UnicodeError:
+        content = os.fsencode(text)
+    except UnicodeEncodeError:  # surrogates that stand for no byte
         raise ValueError(f"{option}: must be UTF-8, got {shown(text)}") from None
+    return decoded(option, content)
+
+
+def decoded(source: str, content: bytes) -> str:
+    """The text of `content`. ValueError, which names the source and shows the wrong bytes, unless it is UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(source, error) from None
+
+
+def not_utf8(source: str, error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"{source}: must be UTF-8, got {shown(error.object[error.start : error.end])}")

@@ -162,7 +162,8 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of the standard input that are not blank. Raises KeyboardInterrupt for the second Ctrl-C in a row."""
+    """The lines of the standard input that are not blank. Raises KeyboardInterrupt for the second Ctrl-C in a row, and
+    ValueError for a line that is not UTF-8, which on a terminal is told and dropped."""
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         with contextlib.suppress(ImportError):
@@ -177,6 +178,11 @@ def _lines() -> Iterator[str]:
                 raise
             say("\nCtrl-C again ends the conversation.")
             interrupted = True
+            continue
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            say(f"dsa chat: {error}")
             continue
         interrupted = False
         if not line:
@@ -193,6 +199,6 @@ def _line(asks: bool) -> str:
         line = f"{input('> ')}\n" if asks else sys.stdin.readline()
     except EOFError:
         return ""
-    except UnicodeDecodeError:
-        raise ValueError("standard input: must be UTF-8, got other bytes") from None
+    except UnicodeDecodeError as error:
+        raise options.not_utf8("standard input", error) from None
     return options.text("standard input", line)
