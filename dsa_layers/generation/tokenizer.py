@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from dsa_layers.arguments import instance, shown
+from dsa_layers.arguments import instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.generation.chat_formats import FORMATS, NEEDED, ChatFormat
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError, UnknownVariable
@@ -76,7 +76,9 @@ class Tokenizer:
 
         for name in _FLAGS:
             if not isinstance(config.get(name), bool | None):
-                raise TokenizerError(f"{config_path}: {name} is {shown(config[name])}; accepted: true, false or null")
+                raise TokenizerError(
+                    f"{config_path}: {name} is {shown_json(config[name])}; accepted: true, false or null"
+                )
         named = {name: config[name] for name in _SPECIAL if config.get(name) is not None}
         self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
         self.bos_token_id = self._token_id("bos_token", config_path)
@@ -249,7 +251,9 @@ def _token_text(path: Path, name: str, value: Any) -> str:
     """A special token's text, written as a string or as {"content": ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise TokenizerError(f"{path}: {name} is {shown(value)}; accepted: a string, an object with 'content', or null")
+        raise TokenizerError(
+            f"{path}: {name} is {shown_json(value)}; accepted: a string, an object with 'content', or null"
+        )
     return text
 
 
@@ -259,11 +263,11 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
         named = [entry for entry in template if isinstance(entry, dict)]
         default = [entry.get("template") for entry in named if entry.get("name") == "default"]
         if not default:
-            names = shown([entry.get("name") for entry in named])
+            names = shown_json([entry.get("name") for entry in named])
             raise TokenizerError(f"{path}: chat_template names {names}; accepted: a list with 'default'")
         template = default[-1]
     if template is not None and not isinstance(template, str):
         raise TokenizerError(
-            f"{path}: chat_template is {shown(template)}; accepted: a string or a list of named strings"
+            f"{path}: chat_template is {shown_json(template)}; accepted: a string or a list of named strings"
         )
     return template
