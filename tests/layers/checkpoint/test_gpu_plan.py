@@ -124,7 +124,7 @@ def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
     assert planned(capsys, tmp_path, "--draft", "1", "--gpus", "2")[0] == 0
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
     code, told = planned(capsys, tmp_path, "--draft", "1")
-    assert code == 2 and "drafter: holds no tensor of a multi-token-prediction layer; config" in told
+    assert code == 2 and "drafter: holds no tensor of multi-token-prediction layer 0; config" in told
     assert planned(capsys, tmp_path)[0] == 0
 
 
