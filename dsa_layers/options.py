@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from dsa_layers.arguments import shown
@@ -19,11 +20,17 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
 
 
-def positive(text: str) -> int:
-    value = integer(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def checked(text: str) -> int:
+        value = integer(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return checked
+
+
+not_negative, positive, several = map(_at_least, (0, 1, 2))
 
 
 def of_cpus(text: str) -> int:
@@ -33,13 +40,6 @@ def of_cpus(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"must be at most {OF_A_CPU * cpus}, {OF_A_CPU} for each of {cpus} CPUs, got {value}"
         )
-    return value
-
-
-def not_negative(text: str) -> int:
-    value = integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
     return value
 
 

@@ -9,14 +9,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dsa_layers import options
+from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.command import on_gpus
 from dsa_layers.command.chat_options import add_chat_option, chat_prompt, has_chat_template
 from dsa_layers.command.conversation import Conversation
-from dsa_layers.command.model_options import add_draft_option, add_model_options, load
+from dsa_layers.command.model_options import (
+    add_draft_option,
+    add_model_options,
+    load,
+    read_files,
+    say_that_drafts_exist,
+)
 from dsa_layers.command.reply import END_REASONING, Reply
 from dsa_layers.command.reply_output import ReplyOutput
-from dsa_layers.command.sampling_options import add_cache_option, add_sampling_options, by_options, sampling
+from dsa_layers.command.sampling_options import (
+    add_cache_option,
+    add_sampling_options,
+    by_options,
+    check_stop,
+    sampling,
+)
 from dsa_layers.command.streams import on_interrupt, say
 from dsa_layers.parallel.environment import started_ranks
 
@@ -65,14 +77,19 @@ def run(args: argparse.Namespace) -> int:
     system = options.text("--system", args.system)
     on_gpus.check_memory(args, None)
     params = sampling(args)
-    with on_gpus.errors_of_options():
-        loaded = load(args, drafter=args.draft > 0)
-    tokenizer = loaded.tokenizer
+    files = read_files(args)
+    tokenizer = files.tokenizer
+    check_stop(params, tokenizer)
     templated = has_chat_template(args, tokenizer)
     conversation = Conversation(
         (lambda messages: chat_prompt(args, tokenizer, messages)) if templated else None, system
     )
     conversation.prompt("Hello")  # a wrong --chat-option ends the program here, and not each reply
+    if args.checkpoint == SHIPPED_MODEL:
+        say("This model continues Python source and does not chat.")
+    with on_gpus.errors_of_options():
+        loaded = load(args, files, drafter=args.draft > 0)
+    say_that_drafts_exist(args, files.config)
     sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
     try:
         generator = Generator(loaded.model, tokenizer, prefix_cache=True, **sizes)

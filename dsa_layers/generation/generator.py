@@ -31,7 +31,7 @@ from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.shared_prefixes import SharedPrefixes
-from dsa_layers.generation.stop_strings import StopStrings
+from dsa_layers.generation.stop_strings import StopStrings, check_stop_strings
 from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
 from dsa_layers.parallel.process_group import agreed, least
@@ -407,6 +407,8 @@ class Generator:
                 )
             if one.stop and self.tokenizer is None:
                 raise ValueError("params: stop strings need a tokenizer")
+            if one.stop:
+                check_stop_strings(one.stop, self.tokenizer)
             limit = min(len(ids) + one.max_tokens, context)
             if self._pages(limit) > self._capacity and not (self._grows and self._pages(limit) <= self._room(1)):
                 drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""

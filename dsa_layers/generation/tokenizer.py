@@ -41,6 +41,7 @@ class Tokenizer:
     tokens.
 
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
+    special_tokens: the texts of the tokens that `decode` leaves out.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
     a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
     in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`). It is compiled when it
@@ -95,6 +96,7 @@ class Tokenizer:
         with tokenizer_failures(f"{tokenizer_path}: not a tokenizer"):
             added = self._tokenizer.get_added_tokens_decoder()
         self._skipped = {token_id for token_id, token in added.items() if token.special}
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
 
     @property
     def vocab_size(self) -> int:

@@ -49,8 +49,8 @@ def values(states):
 
 
 def test_it_is_loaded_when_it_is_asked_for(directory, caplog):
-    caplog.set_level("INFO", "dsa_layers")
-    note = "multi-token-prediction layer is not loaded"
+    caplog.set_level("DEBUG", "dsa_layers")
+    note = "drafter=True drafts tokens with the multi-token-prediction layer"
     model = load_model(directory)
     assert model.drafter is None and not [name for name in model.state_dict() if name.startswith("drafter.")]
     assert note in caplog.text

@@ -61,7 +61,7 @@ def test_the_shipped_model_continues_the_texts(chat, capsys, monkeypatch):
     captured = capsys.readouterr()
     reply = prompts[1].removeprefix("import os\ndef f(x):\n").removesuffix("\ny\n")
     assert prompts[0] == "import os\ndef f(x):\n" and captured.out.startswith(f"{reply}\n") and reply
-    assert captured.err == ""
+    assert captured.err == "This model continues Python source and does not chat.\n"
 
 
 @pytest.mark.slow
@@ -124,6 +124,7 @@ def test_a_line_of_other_bytes_on_a_terminal_does_not_end_the_conversation(check
     ("lines", "options", "problem"),
     [
         ([], ["--gpus", "2"], "dsa chat: --gpus: must be 1 for dsa chat, got 2: Ctrl-C would"),
+        ([], ["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
         ([], ["--chat-option", "x"], "argument --chat-option: must be NAME=VALUE, got 'x'"),
         ([], ["--chat-option", "messages=1"], "argument --chat-option: must be another name than messages"),
         (["Q\n"], ["--chat-option", "thinkin=true"], "dsa chat: --chat-option: thinkin: is no option of this chat"),

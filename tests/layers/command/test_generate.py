@@ -241,6 +241,7 @@ def test_drafts(checkpoint, greedy, capsys):
         (("--top-p", "2"), "argument --top-p: must be above 0 and at most 1, got 2.0 (see dsa generate --help)"),
         (("--max-new-tokens", "2"), "unrecognized arguments: --max-new-tokens 2"),
         (("--prompt", ""), "--prompt (prompt 2 of 2): must not be empty, got no text"),
+        (("--logprobs", "99999"), "--logprobs: must be at most the vocabulary of 2048, got 99999"),
         (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
     ],
 )

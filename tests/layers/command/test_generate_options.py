@@ -17,6 +17,8 @@ from dsa_layers.command.prompt_sources import Prompt, read_prompts
 from dsa_layers.generation.generator import Generator
 from tests.layers.command.calls import PROMPT, generate, replace
 
+EOS = "<｜end▁of▁sentence｜>"
+
 
 @pytest.fixture
 def given(monkeypatch):
@@ -286,6 +288,7 @@ def test_prompts_that_cannot_be_read(tmp_path, monkeypatch, error):
         (("--stop", "\udcff"), r"--stop: must be UTF-8, got b'\xff'"),
         (("--prompt", "ab\udcc3("), r"--prompt (prompt 2 of 2): must be UTF-8, got b'\xc3'"),
         (("--prompt", "a\ud800"), r"--prompt (prompt 2 of 2): must be UTF-8, got 'a\ud800'"),
+        (("--stop", "a", "--stop", EOS), f"--stop: must not be a special token, which no text shows, got {EOS!r}"),
         (("--device", "gpu"), "--device: must be cpu, cuda or cuda:N, got 'gpu'"),
         (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
         (("--device", "cpu:2"), "--device: must be cpu, cuda or cuda:N, got 'cpu:2'"),
@@ -339,6 +342,11 @@ def test_a_missing_directory(tmp_path, error):
     assert generate(tmp_path / "file") == 2
     told = "is a file; a checkpoint is the directory of config.json and safetensors"
     assert error() == f"dsa generate: {tmp_path / 'file'}: {told}"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    assert generate(tmp_path / "other") == 2
+    told = "config.json: no such file; a checkpoint directory holds a config.json"
+    assert error() == f"dsa generate: {tmp_path / 'other'}/{told}"
     assert generate("a" * 300) == 2
     assert error() == f"dsa generate: {'a' * 300}: File name too long"
 

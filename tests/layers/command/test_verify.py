@@ -68,11 +68,11 @@ def test_a_report_with_nan_is_json():
     assert json.loads(report.text(), parse_constant=pytest.fail) == {"text": {"loss": "nan", "rates": [1.0, "inf"]}}
 
 
-def test_a_text_of_one_token_is_refused(checkpoint, tmp_path, capsys):
-    empty = tmp_path / "empty.txt"
-    empty.write_text("")
-    assert main(["verify", str(checkpoint), "--device", "cpu", "--text", str(empty)]) == 2
-    assert capsys.readouterr().err == "dsa verify: --text: must have at least 2 tokens\n"
+def test_a_text_of_one_token_is_refused_before_loading(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load", None)
+    assert main(["verify", str(checkpoint), "--device", "cpu", "--text", "/dev/null"]) == 2
+    told = "dsa verify: --text: must have at least 2 tokens, got /dev/null with 1\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_difference_is_its_formulas():
