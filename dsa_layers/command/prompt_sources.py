@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsa_layers import options
+from dsa_layers.output_files import naming
 
 _COPY = "--prompt-copy"
 
@@ -70,7 +71,8 @@ def for_other_processes(argv: Sequence[str], given: Sequence[tuple[str, str]] | 
             prompt = _read(_source(given, i), option, value)
             if option == "--prompt-file":
                 copy = Path(folder, str(i))
-                copy.write_text(json.dumps(asdict(prompt)), encoding="utf-8")
+                with naming(copy):
+                    copy.write_text(json.dumps(asdict(prompt)), encoding="utf-8")
                 at = next(j for j in range(len(argv)) if f"{option}={value}" in (argv[j], "=".join(argv[j : j + 2])))
                 argv[at : at + 1 + (argv[at] == option)] = [_COPY, str(copy)]
         yield argv

@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
+from dsa_layers.output_files import naming
+
 
 def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
     """What Ctrl-C does from now on; nothing where the caller has it ignored, as shells do for background jobs."""
@@ -52,21 +54,12 @@ class _StandardOutput(io.TextIOWrapper):
     """Name itself in the errors of writing, as `open` names a file."""
 
     def write(self, text: str) -> int:
-        with _naming_the_output():
+        with naming("standard output"):
             return super().write(text)
 
     def flush(self) -> None:
-        with _naming_the_output():
+        with naming("standard output"):
             super().flush()
-
-
-@contextlib.contextmanager
-def _naming_the_output() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        error.filename = "standard output"
-        raise
 
 
 def prepare_streams() -> None:

@@ -16,6 +16,8 @@ from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.model_options import CheckpointFiles, LoadedModel, add_model_options, load, read_files
 from dsa_layers.command.prompt_sources import read_text_file
 from dsa_layers.command.streams import say
+from dsa_layers.output_files import naming
+from dsa_layers.untrusted_files import read_json_object
 
 _PROMPTS = (
     "The three primary colours are",
@@ -29,6 +31,7 @@ _SLICE = 256  # tokens that the references run
 _PROMPT_LENGTHS = 1024, 8192
 _SEQUENCES = 1, 8
 _STEPS = 64
+_MAX_REPORT = 2**24  # bytes
 _PEERS = "nvidia-cudnn-frontend", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "vllm"
 
 _REPORT = """\
@@ -62,12 +65,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=options.path,
         metavar="FILE",
         default=Path("dsa-verify.json"),
-        help="where the report is written (default: %(default)s)",
+        help="where the report is written: a new file, or an earlier report, which is replaced (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     options.check_output("--report", args.report)
+    if args.report.exists() and not _may_be_replaced(args.report):
+        raise ValueError(f"--report: must be a new or empty file, or an earlier report, got {args.report}")
     text = read_text_file("--text", args.text)
     if on_gpus.starts_ranks(args):
         return on_gpus.start_ranks(args)
@@ -85,9 +90,19 @@ def run(args: argparse.Namespace) -> int:
     report.add("checkpoint", _checkpoint(loaded) | {"load_seconds": round(seconds, 1)})
     sound = _verify(loaded, tokens, args.prefill_chunk, report)
     if ranks is None or ranks.rank == 0:
-        args.report.write_text(report.text(), encoding="utf-8")
+        with naming(args.report):
+            args.report.write_text(report.text(), encoding="utf-8")
         say(f"{args.report} is written. If these are published weights, please attach it to an issue of the project.")
     return 0 if sound else 1
+
+
+def _may_be_replaced(path: Path) -> bool:
+    try:
+        if path.is_file() and path.stat().st_size == 0:
+            return True
+        return {"machine", "checkpoint"} <= read_json_object(path, ValueError, _MAX_REPORT).keys()
+    except (OSError, ValueError):
+        return False
 
 
 class _Report:
