@@ -57,6 +57,13 @@ def top_p(text: str) -> float:
     return value
 
 
+def size(text: str) -> float:
+    value = number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {value}")
+    return value
+
+
 def seed(text: str) -> int:
     value = integer(text)
     if not 0 <= value < 2**63:

@@ -16,7 +16,7 @@ import torch
 from dsa_layers.arguments import flag, integer, shown
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.compressed_kv_cache import DRAFTS
-from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
+from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages, most_tokens
 from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.cache.state_copies import StateCopies
 from dsa_layers.checkpoint.memory import room_for_caches
@@ -118,7 +118,7 @@ class Generator:
             page_size = model.page_size if page_size is None else page_size
             page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
             if cache_tokens is not None:
-                cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
+                cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=most_tokens(page_size))
             self._max_sequences = integer("max_sequences", max_sequences, at_least=1)
             self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
             self._drafts = integer("draft_tokens", draft_tokens, at_least=0, at_most=DRAFTS)
