@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
@@ -142,15 +143,20 @@ class _Chat:
 
     def _reply(self, prompt: str) -> Reply:
         """What is written until the reply ends, or until Ctrl-C. Raises ValueError for logits that are not finite."""
+        from dsa_layers.command.prefill_progress import PrefillProgress
+
         reply = Reply(prompt, marks=self._marks)
-        events = self._generator.stream([prompt], self._params)
+        progress = PrefillProgress.of(self._generator)
+        told = {} if progress is None else {"on_prefill": progress}
+        events = self._generator.stream([prompt], self._params, **told)
         with (
             _interrupts() as interrupts,
             contextlib.closing(events),
             contextlib.closing(ReplyOutput(sys.stdout)) as output,
         ):
             with contextlib.suppress(KeyboardInterrupt):
-                for event in events:
+                begun = [] if progress is None else progress.first(events)
+                for event in chain(begun, events):
                     output.show(reply.push(event.text))
                     if event.error is not None:
                         raise ValueError(event.error)

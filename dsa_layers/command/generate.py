@@ -5,6 +5,7 @@ import contextlib
 import re
 import sys
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dsa_layers import options
@@ -101,6 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     from dsa_layers.cache.kv_cache import OutOfPages
+    from dsa_layers.command.prefill_progress import PrefillProgress
     from dsa_layers.evaluation.keys_read import KeysRead
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.prompts import encode_prompts
@@ -144,8 +146,10 @@ def run(args: argparse.Namespace) -> int:
         if first:
             _say_what_the_context_leaves(encoded, params, model.config.max_position_embeddings)
         with counting as keys:
-            events = generator.stream(encoded, params)
-            completions = _stream(args, events, encoded, params, prompts, shown, loaded)
+            progress = PrefillProgress.of(generator) if first else None
+            told = {} if progress is None else {"on_prefill": progress}
+            events = generator.stream(encoded, params, **told)
+            completions = _stream(args, events, encoded, params, prompts, shown, loaded, progress)
     except (OutOfPages, ValueError) as error:
         raise ValueError(_in_options(str(error), prompts)) from None
     if not first:
@@ -187,7 +191,7 @@ def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingPara
         )
 
 
-def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Completion]":
+def _stream(args, events, encoded, params, prompts, shown, loaded, progress) -> "list[Completion]":
     """Shows every sequence as it comes."""
     from dsa_layers.command.completion_output import JsonEvents, NumberedLines, StreamedText
     from dsa_layers.generation.results import Completion
@@ -201,9 +205,10 @@ def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Comp
     else:
         output = (StreamedText if len(completions) == 1 else NumberedLines)(sys.stdout)
     with contextlib.closing(output), contextlib.closing(events):
+        begun = [] if progress is None else progress.first(events)
         for sequence, text in enumerate(shown):
             output.prompt(sequence, text)
-        for event in events:
+        for event in chain(begun, events):
             completion = completions[event.sequence]
             completion.add(event)
             output.event(event)

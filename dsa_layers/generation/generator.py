@@ -296,12 +296,15 @@ class Generator:
         self,
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> TokenStream:
         """Events as tokens come. prompts: a text, or a list of texts or of lists, arrays or tensors of token ids;
         params: for all, or one a prompt. With a seed for all, sequence i uses seed + i: equal prompts have texts of
         their own. With a seed for one prompt, its k-th sequence uses seed + k.
 
-        A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
+        on_prefill(done, total) is called before each pass over prompts, with the numbers of their tokens in the cache
+        and of all. A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
 
         Raises, before it returns, TypeError or ValueError for prompts and params of other kinds, an empty prompt, a
         token outside the vocabulary, a text that is not Unicode, and a prompt that leaves no room for a token in the
@@ -309,7 +312,7 @@ class Generator:
         while another stream of this generator is open; it may be asked for again once that one has ended.
         """
         sequences = self._agreed_sequences(prompts, params)
-        return TokenStream(lambda stream: self._begin(stream, sequences))
+        return TokenStream(lambda stream: self._begin(stream, sequences, on_prefill))
 
     def _agreed_sequences(
         self,
@@ -344,14 +347,19 @@ class Generator:
         stream = None if last is None else last()
         return stream if stream is not None and stream.holds_cache else None
 
-    def _begin(self, stream: TokenStream, sequences: list[RunningSequence]) -> None:
+    def _begin(
+        self,
+        stream: TokenStream,
+        sequences: list[RunningSequence],
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Gives the stream its events; it is from now on the open one."""
         with self._lock:
             self._check_no_stream()
             if self._grows:
                 self._grow(sequences)
             self._stream = weakref.ref(stream)
-            stream._events = self._events(sequences)
+            stream._events = self._events(sequences, on_prefill)
 
     def _check_no_stream(self) -> None:
         if self._open_stream() is not None:
@@ -361,10 +369,13 @@ class Generator:
             )
 
     @torch.inference_mode()
-    def _events(self, sequences: list[RunningSequence]) -> Iterator[TokenEvent]:
+    def _events(
+        self, sequences: list[RunningSequence], on_prefill: Callable[[int, int], None] | None
+    ) -> Iterator[TokenEvent]:
         waiting = deque(sequences)
         running: list[RunningSequence] = []
         self.throughput = Throughput()
+        total = sum(s.prompt_len for s in sequences)
         try:
             while waiting or running:
                 self._admit(waiting, running)
@@ -374,6 +385,8 @@ class Generator:
                         f"{self._memory.free} of the cache's {self._capacity} are free: others than this "
                         "generator have taken some, for which it cannot wait"
                     )
+                if on_prefill is not None and any(s.prefilling for s in running):
+                    on_prefill(self.throughput.prefill_tokens + self.throughput.reused_tokens, total)
                 for events in self._step(running):
                     if not waiting and not running:
                         self._stream = None  # these are its last events, and it holds nothing any more
