@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--memory",
         type=options.size,
         metavar="GB",
-        help="of a GPU, in 10^9 bytes (default: that of the GPU here, else 80)",
+        help="of a GPU, in 10^9 bytes, as 139.8 (default: that of the GPU here, else 80)",
     )
     parser.add_argument(
         "--cache-tokens",

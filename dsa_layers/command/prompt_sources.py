@@ -38,7 +38,8 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         action=AddSource,
         dest="prompts",
         metavar="TEXT",
-        help="a prompt, or - for the standard input; may be repeated, for a batch (default: none; one is needed)",
+        help="a prompt, or - for the standard input; may be repeated, for a batch, whose printed lines start with [i], "
+        "the number of their sequence from 0 on (default: none; one is needed)",
     )
     parser.add_argument(
         "--prompt-file",
