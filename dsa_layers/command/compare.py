@@ -68,8 +68,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--length",
         type=options.several,
         metavar="N",
-        help=f"tokens of a sequence, at least 2 (default: the model's context, {_SELECTIONS} times what a token selects, the text, "
-        "or --max-tokens if that is given, whichever is shortest)",
+        help=f"tokens of a sequence, at least 2 (default: the model's context, {_SELECTIONS} times what a token "
+        "selects, the text, or --max-tokens if that is given, whichever is shortest)",
     )
     parser.add_argument(
         "--max-tokens",

@@ -95,6 +95,7 @@ class Tokenizer:
         self._config_path = directory / "config.json"
         with tokenizer_failures(f"{tokenizer_path}: not a tokenizer"):
             added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._skipped = {token_id for token_id, token in added.items() if token.special}
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
 
@@ -136,10 +137,8 @@ class Tokenizer:
         instance("text", text, str, "a string")
         encoding = self._encoding(text)
         ids = encoding.ids
-        if _leaves_out(text, encoding.offsets):
-            lost = "".join(c for c in dict.fromkeys(text) if not c.isspace() and not self._encoding(c).ids)
-            if lost:
-                warnings.warn(f"{self._tokenizer_path}: has no token for {shown(lost)}: left out", stacklevel=2)
+        if lost := self._left_out(text, encoding):
+            warnings.warn(f"{self._tokenizer_path}: has no token for {shown(lost)}: left out", stacklevel=2)
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
@@ -147,6 +146,19 @@ class Tokenizer:
     def _encoding(self, text: str) -> tokenizers.Encoding:
         with tokenizer_failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
             return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _left_out(self, text: str, encoding: tokenizers.Encoding) -> str:
+        """The characters of `text` that no token stands for, each once."""
+        if not _leaves_out(text, encoding.offsets):
+            return ""
+        # Which characters the gaps hold is known between added tokens: a BPE model shifts the offsets after a gap.
+        rest, end = [], 0
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets):
+            if token_id in self._added:
+                rest.append(text[end:start])
+                end = stop
+        rest.append(text[end:])
+        return "".join(c for c in dict.fromkeys("".join(rest)) if not c.isspace() and not self._encoding(c).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD.
