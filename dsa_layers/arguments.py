@@ -69,10 +69,23 @@ class _Repr(reprlib.Repr):
             return f"an integer of {x.bit_length()} bits"
 
 
-_REPR = _Repr()
+class _JsonRepr(_Repr):
+    def repr_bool(self, x: bool, level: int) -> str:
+        return "true" if x else "false"
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        return "null"
+
+
+_REPR, _JSON_REPR = _Repr(), _JsonRepr()
 
 
 def shown(value: Any) -> str:
     """`value` as a message shows it: its repr on one line, shortened in the middle or after the first items if it is
     long. What a stranger has written, as in a checkpoint's files, makes no message long either."""
     return " ".join(_REPR.repr(value).split())
+
+
+def shown_json(value: Any) -> str:
+    """`shown`, of a value that a JSON file holds: true, false and null have their names there."""
+    return " ".join(_JSON_REPR.repr(value).split())

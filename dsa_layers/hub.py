@@ -17,6 +17,7 @@ from dsa_layers.untrusted_files import is_there, read_json_object
 
 INSTALL = "pip install 'dsa-kernels[hub]'"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_URL = re.compile(r"https?:/")  # of which a Path has one slash
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_INDEX, _MAX_INDEX_VALUES = 2**25, 2**19  # bytes, and values
 # What is read beside the weights. A repository may also hold the same weights in other formats.
@@ -33,10 +34,12 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
     weights  whether these are wanted too, and not only configuration, tokenizer and chat template
     Raises ImportError, which says what to install, where huggingface_hub is missing, and CheckpointError (a ValueError)
     for an id that the hub does not know, and, where the hub is not reached, for one that its cache does not hold, and
-    for a GGUF file;
+    for a GGUF file and a URL;
     TypeError for what is no string and no path.
     """
     path, text = path_of("directory", name), os.fspath(name)
+    if _URL.match(text):
+        raise CheckpointError(f"{text}: is a URL; accepted: a directory or a hub id, OWNER/NAME")
     if path.suffix == ".gguf" and path.is_file():
         raise CheckpointError(f"{text}: is GGUF, which llama.cpp reads; {ACCEPTED}")
     if os.path.lexists(path) or not _ID.fullmatch(text):

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from dsa_layers.arguments import shown
@@ -19,11 +20,17 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
 
 
-def positive(text: str) -> int:
-    value = integer(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def checked(text: str) -> int:
+        value = integer(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return checked
+
+
+not_negative, positive, several = map(_at_least, (0, 1, 2))
 
 
 def of_cpus(text: str) -> int:
@@ -33,13 +40,6 @@ def of_cpus(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"must be at most {OF_A_CPU * cpus}, {OF_A_CPU} for each of {cpus} CPUs, got {value}"
         )
-    return value
-
-
-def not_negative(text: str) -> int:
-    value = integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
     return value
 
 
@@ -54,6 +54,13 @@ def top_p(text: str) -> float:
     value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {value}")
+    return value
+
+
+def size(text: str) -> float:
+    value = number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {value}")
     return value
 
 
@@ -100,6 +107,19 @@ def text(option: str, text: str) -> str:
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return text
     try:
-        return os.fsencode(text).decode()
-    except UnicodeError:
+        content = os.fsencode(text)
+    except UnicodeEncodeError:  # surrogates that stand for no byte
         raise ValueError(f"{option}: must be UTF-8, got {shown(text)}") from None
+    return decoded(option, content)
+
+
+def decoded(source: str, content: bytes) -> str:
+    """The text of `content`. ValueError, which names the source and shows the wrong bytes, unless it is UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(source, error) from None
+
+
+def not_utf8(source: str, error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"{source}: must be UTF-8, got {shown(error.object[error.start : error.end])}")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import is_there, read_json_object
 
@@ -58,14 +58,14 @@ def check_quantization(path: Path, fields: Mapping[str, Any]) -> None:
     if isinstance(quantization, dict):
         method = quantization.get("quant_method")
         if isinstance(method, str) and method in _METHODS:
-            what = f"field 'quantization_config.quant_method' is {shown(method)}: {_METHODS[method]}"
+            what = f"field 'quantization_config.quant_method' is {shown_json(method)}: {_METHODS[method]}"
             raise _refused(f"{path}: {what}{_details(quantization)}")
     sibling = path.parent / "hf_quant_config.json"
     if path.name == "config.json" and is_there(sibling):
         told = read_json_object(sibling, ConfigError, _MAX_BYTES).get("quantization")
         algorithm = told.get("quant_algo") if isinstance(told, dict) else None
         if algorithm is not None:  # null where the cache alone is quantised
-            raise _refused(f"{sibling}: field 'quantization.quant_algo' is {shown(algorithm)}: NVIDIA ModelOpt")
+            raise _refused(f"{sibling}: field 'quantization.quant_algo' is {shown_json(algorithm)}: NVIDIA ModelOpt")
 
 
 def found_instead(directory: Path) -> str:
@@ -73,12 +73,12 @@ def found_instead(directory: Path) -> str:
     for pattern, what in _FILES:
         files = sorted(path.name for path in directory.glob(pattern))
         if files:
-            return f"; {shown(files[0])[1:-1]} is {what}; {ACCEPTED}"
+            return f"; {shown_json(files[0])[1:-1]} is {what}; {ACCEPTED}"
     return ""
 
 
 def _details(quantization: Mapping[str, Any]) -> str:
-    found = [f"{name} {shown(quantization[name])}" for name in _DETAILS if quantization.get(name)]
+    found = [f"{name} {shown_json(quantization[name])}" for name in _DETAILS if quantization.get(name)]
     return f" ({', '.join(found)})" if found else ""
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 
 _MAX_VALUES = 1_000_000
 
@@ -96,7 +96,7 @@ def read_json_object(
     except ValueError as problem:  # also an integer of more digits than Python reads
         raise error(f"{path}: not valid JSON: {problem}") from problem
     if not isinstance(value, dict):
-        raise error(f"{path}: must hold a JSON object, got {type(value).__name__}")
+        raise error(f"{path}: must hold a JSON object, got {shown_json(value)}")
     if twice:
-        raise error(f"{path}: {shown(twice[0])} is listed twice in one JSON object")
+        raise error(f"{path}: {shown_json(twice[0])} is listed twice in one JSON object")
     return value

@@ -50,6 +50,11 @@ def check_sizes(num_pages: int, page_size: int, state_slots: int) -> None:
         )
 
 
+def most_tokens(page_size: int) -> int:
+    """The largest cache that callers may ask for. Padding sequences have pages besides."""
+    return MOST_SLOTS - 2 * page_size
+
+
 def check_storage(name: str, kind: torch.dtype | str) -> None:
     """Raises ValueError for a kind of storage that caches do not have."""
     if kind != "fp8" and kind not in _FLOATS:

@@ -1,5 +1,7 @@
 """What a checkpoint's files must be like for the model that its config.json describes."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
@@ -12,11 +14,12 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.layers.indexer import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
 
+_MTP_LAYER = re.compile(r"^mtp\.(\d{1,9})\.")
 _ROW_BYTES = 16  # of which a row of float experts' weights has whole ones
 
 
 def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError unless the files hold something of every layer.
+    """Raises CheckpointError unless the files hold something of every layer, and nothing of a layer beyond the last.
 
     Making a layer takes milliseconds, so a config.json that speaks of a thousand costs nothing where they are not.
     """
@@ -28,22 +31,44 @@ def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
             f"{checkpoint.directory}: holds no tensor of layer {missing[0]}; "
             f"config.json has num_hidden_layers={config.num_hidden_layers}{place}"
         )
+    last = max(held, default=-1)
+    if last >= config.num_hidden_layers + config.num_nextn_predict_layers:
+        raise CheckpointError(
+            f"{checkpoint.directory}: holds tensors of layer {last}; config.json has "
+            f"num_hidden_layers={config.num_hidden_layers} and "
+            f"num_nextn_predict_layers={config.num_nextn_predict_layers}"
+        )
 
 
 def check_drafter(family: Family, model: CheckpointModel, stored: Checkpoint | StoredNames) -> None:
     """Raises ValueError for a family without drafters, and for a config.json that speaks of none; CheckpointError for
-    files that hold nothing of one. model: without a drafter, so that it skips the tensors of one."""
+    files that lack one of these. model: without a drafter, so that it skips the tensors of one."""
     if family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {model.config.model_type!r}")
     path = stored.directory if stored.directory.is_file() else stored.directory / "config.json"
     layers = model.config.num_nextn_predict_layers
     if not layers:
         raise ValueError(f"drafter: {path} has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer")
-    if stored.tensors is not None and not any(map(model.skips, stored.tensors)):
+    if stored.tensors is None:
+        return
+    held = _mtp_layers(model.config, filter(model.skips, stored.tensors))
+    missing = [layer for layer in range(layers) if layer not in held]
+    if missing:
         raise CheckpointError(
-            f"{stored.directory}: drafter: holds no tensor of a multi-token-prediction layer; config.json has "
-            f"num_nextn_predict_layers={layers}"
+            f"{stored.directory}: drafter: holds no tensor of multi-token-prediction layer {missing[0]}; config.json "
+            f"has num_nextn_predict_layers={layers}"
         )
+
+
+def _mtp_layers(config: ModelConfig, names: Iterable[str]) -> set[int]:
+    """The numbers of the layers with these tensors: stored as `mtp.0`, or with the layers, after the last."""
+    found = set()
+    for name in names:
+        if match := _MTP_LAYER.match(name):
+            found.add(int(match[1]))
+        elif match := LAYER.search(name):
+            found.add(int(match[1]) - config.num_hidden_layers)
+    return found
 
 
 def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown, shown_json
 from dsa_layers.checkpoint.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
 from dsa_layers.checkpoint.problems import Problems
 from dsa_layers.errors import CheckpointError
@@ -213,7 +213,7 @@ def _read_index(path: Path, problems: Problems) -> dict[str, str]:
     index = read_json_object(path, CheckpointError, _MAX_INDEX, _MAX_INDEX_VALUES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        found = f"weight_map {shown(weight_map)}" if "weight_map" in index else f"the fields {shown(list(index))}"
+        found = f"weight_map {shown_json(weight_map)}" if "weight_map" in index else f"the fields {shown(list(index))}"
         raise CheckpointError(f'{path}: expected {{"weight_map": {{tensor: file, ...}}}}, got {found}')
     files: dict[str, str] = {}
     refused: dict[str, None] = {}
@@ -221,7 +221,9 @@ def _read_index(path: Path, problems: Problems) -> dict[str, str]:
         if problem := name_problem(name):
             raise CheckpointError(f"{path}: holds {problem}")
         if not isinstance(file, str):
-            raise CheckpointError(f"{path}: weight_map gives {name} the file {shown(file)}; accepted: a file's name")
+            raise CheckpointError(
+                f"{path}: weight_map gives {name} the file {shown_json(file)}; accepted: a file's name"
+            )
         if _is_file_name(file):
             files[name] = file
         else:

@@ -4,15 +4,14 @@ import json
 from os import PathLike
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME
 from dsa_layers.checkpoint.fused_experts import split_experts
-from dsa_layers.checkpoint.published_format import as_published, scales_of, shape_of_values
+from dsa_layers.checkpoint.published_format import as_published, save_tensors, scales_of, shape_of_values
 from dsa_layers.families.config import config_of
 from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields, read_object
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.registry import family
+from dsa_layers.output_files import naming
 from dsa_layers.untrusted_files import is_there
 
 
@@ -61,5 +60,6 @@ def save_fp8_checkpoint(model: CheckpointModel, directory: str | PathLike[str], 
         stored_at.add(value.data_ptr())
         tensors |= as_published(stored, value, manifest, scales, use_ue8m0=use_ue8m0)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / SINGLE_NAME, metadata={"format": "pt"})
-    (directory / "config.json").write_text(written, encoding="utf-8")
+    with naming(directory / "config.json"):
+        (directory / "config.json").write_text(written, encoding="utf-8")
+    save_tensors(directory / SINGLE_NAME, tensors, like=directory / "config.json")

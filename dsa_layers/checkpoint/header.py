@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.errors import CheckpointError
 from dsa_layers.untrusted_files import file_size
 
@@ -117,7 +117,7 @@ def read_header(directory: Path, file: str, length: int) -> list[tuple[str, Tens
 def name_problem(name: str) -> str | None:
     """What is wrong with a tensor's name, as a message ends; None if nothing is."""
     if not name or not name.isprintable() or len(name) > MAX_NAME:
-        return f"the tensor name {shown(name)}; accepted: 1 to {MAX_NAME} printable characters"
+        return f"the tensor name {shown_json(name)}; accepted: 1 to {MAX_NAME} printable characters"
     return None
 
 
@@ -145,7 +145,7 @@ class _Header:
         return False
 
     def malformed(self, place: int, expected: str, error: Exception | None = None) -> CheckpointError:
-        found = shown(self.window[place : place + 40]) if error is None else f"{type(error).__name__}: {error}"
+        found = shown_json(self.window[place : place + 40]) if error is None else f"{type(error).__name__}: {error}"
         return CheckpointError(
             f"{self.file}: not a safetensors file: byte {self._begin + place} of its header should begin {expected}; "
             f"{'found ' if error is None else ''}{found}"
@@ -207,7 +207,7 @@ def _parsed(header: _Header, name: re.Match[bytes], entry: re.Match[bytes]) -> t
     # The names as they are written: without escapes, and none twice. None of the values may hold a quoted name.
     if fields.keys() != _FIELDS or any(entry[0].count(quoted) != 1 for quoted in _QUOTED_FIELDS):
         raise CheckpointError(
-            f"{header.file}: {text} has the fields {shown(list(fields))}; accepted: {sorted(_FIELDS)}"
+            f"{header.file}: {text} has the fields {shown_json(list(fields))}; accepted: {sorted(_FIELDS)}"
         )
     return text, fields
 
@@ -222,27 +222,27 @@ def _end_of_metadata(header: _Header, place: int) -> int:
         expected = f"metadata, an object of up to {_MAX_METADATA} bytes"
         raise header.malformed(place, expected, error) from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{header.file}: __metadata__ is {shown(metadata)}; accepted: an object of strings")
+        raise CheckpointError(f"{header.file}: __metadata__ is {shown_json(metadata)}; accepted: an object of strings")
     return place + length
 
 
 def _tensor_info(file: str, name: str, fields: dict[str, Any]) -> TensorInfo:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise CheckpointError(f"{file}: {name} has dtype {shown(dtype)}; accepted: {', '.join(_BITS)}")
+        raise CheckpointError(f"{file}: {name} has dtype {shown_json(dtype)}; accepted: {', '.join(_BITS)}")
     # A dimension of 0 does not excuse the others: views and slices multiply them without it.
     if not _are_counts(shape) or len(shape) > _MAX_RANK or math.prod(filter(None, shape)) > _MAX_COUNT:
         raise CheckpointError(
-            f"{file}: {name} has shape {shown(shape)}; accepted: a list of up to {_MAX_RANK} integers of at least 0, "
-            "with a product below 2^63"
+            f"{file}: {name} has shape {shown_json(shape)}; accepted: a list of up to {_MAX_RANK} integers of at least "
+            "0, with a product below 2^63"
         )
     if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= _MAX_COUNT:
         raise CheckpointError(
-            f"{file}: {name} has data_offsets {shown(offsets)}; accepted: [begin, end], integers from 0 to 2^63"
+            f"{file}: {name} has data_offsets {shown_json(offsets)}; accepted: [begin, end], integers from 0 to 2^63"
         )
     info = TensorInfo(file, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
     if 8 * info.size != _BITS[dtype] * math.prod(shape):
-        raise CheckpointError(f"{file}: {name} is {dtype} {shown(shape)} but has {info.size} bytes")
+        raise CheckpointError(f"{file}: {name} is {dtype} {shown_json(shape)} but has {info.size} bytes")
     return info
 
 

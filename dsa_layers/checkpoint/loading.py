@@ -113,7 +113,7 @@ def load_model(
             names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
     progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress and not drafter:
-        _LOGGER.info("The multi-token-prediction layer is not loaded; drafter=True or --draft 1 loads it.")
+        _LOGGER.debug("drafter=True drafts tokens with the multi-token-prediction layer, which is not loaded now.")
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
     with together(ranks, CheckpointError):
         load_weights(model, checkpoint, device=device, progress=progress, **names)

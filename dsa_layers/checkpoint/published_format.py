@@ -1,8 +1,11 @@
 """Values as a family's manifest has them: in a float dtype, or quantised, with their scale beside them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from dsa import per_block_cast_to_fp8
 from dsa_layers.checkpoint.fp4 import quantize_fp4
@@ -43,3 +46,12 @@ def as_published(
         accepted = ", ".join((*_TORCH_DTYPE, *_QUANTIZED))
         raise ValueError(f"manifest: {name} is {dtype}; tensors that can be written are {accepted}")
     return {name: values.to(_TORCH_DTYPE[dtype]).contiguous()}
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], *, like: Path) -> None:
+    """Write a safetensors file with the permissions of the file `like`. The library's own ignore the umask."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
+    path.chmod(like.stat().st_mode)

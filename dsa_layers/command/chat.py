@@ -7,16 +7,29 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from dsa_layers import options
+from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.command import on_gpus
 from dsa_layers.command.chat_options import add_chat_option, chat_prompt, has_chat_template
 from dsa_layers.command.conversation import Conversation
-from dsa_layers.command.model_options import add_draft_option, add_model_options, load
+from dsa_layers.command.model_options import (
+    add_draft_option,
+    add_model_options,
+    load,
+    read_files,
+    say_that_drafts_exist,
+)
 from dsa_layers.command.reply import END_REASONING, Reply
 from dsa_layers.command.reply_output import ReplyOutput
-from dsa_layers.command.sampling_options import add_cache_option, add_sampling_options, by_options, sampling
+from dsa_layers.command.sampling_options import (
+    add_cache_option,
+    add_sampling_options,
+    by_options,
+    check_stop,
+    sampling,
+)
 from dsa_layers.command.streams import on_interrupt, say
 from dsa_layers.parallel.environment import started_ranks
 
@@ -65,14 +78,19 @@ def run(args: argparse.Namespace) -> int:
     system = options.text("--system", args.system)
     on_gpus.check_memory(args, None)
     params = sampling(args)
-    with on_gpus.errors_of_options():
-        loaded = load(args, drafter=args.draft > 0)
-    tokenizer = loaded.tokenizer
+    files = read_files(args)
+    tokenizer = files.tokenizer
+    check_stop(params, tokenizer)
     templated = has_chat_template(args, tokenizer)
     conversation = Conversation(
         (lambda messages: chat_prompt(args, tokenizer, messages)) if templated else None, system
     )
     conversation.prompt("Hello")  # a wrong --chat-option ends the program here, and not each reply
+    if args.checkpoint == SHIPPED_MODEL:
+        say("This model continues Python source and does not chat.")
+    with on_gpus.errors_of_options():
+        loaded = load(args, files, drafter=args.draft > 0)
+    say_that_drafts_exist(args, files.config)
     sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
     try:
         generator = Generator(loaded.model, tokenizer, prefix_cache=True, **sizes)
@@ -125,15 +143,20 @@ class _Chat:
 
     def _reply(self, prompt: str) -> Reply:
         """What is written until the reply ends, or until Ctrl-C. Raises ValueError for logits that are not finite."""
+        from dsa_layers.command.prefill_progress import PrefillProgress
+
         reply = Reply(prompt, marks=self._marks)
-        events = self._generator.stream([prompt], self._params)
+        progress = PrefillProgress.of(self._generator)
+        told = {} if progress is None else {"on_prefill": progress}
+        events = self._generator.stream([prompt], self._params, **told)
         with (
             _interrupts() as interrupts,
             contextlib.closing(events),
             contextlib.closing(ReplyOutput(sys.stdout)) as output,
         ):
             with contextlib.suppress(KeyboardInterrupt):
-                for event in events:
+                begun = [] if progress is None else progress.first(events)
+                for event in chain(begun, events):
                     output.show(reply.push(event.text))
                     if event.error is not None:
                         raise ValueError(event.error)
@@ -162,7 +185,8 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of the standard input that are not blank. Raises KeyboardInterrupt for the second Ctrl-C in a row."""
+    """The lines of the standard input that are not blank. Raises KeyboardInterrupt for the second Ctrl-C in a row, and
+    ValueError for a line that is not UTF-8, which on a terminal is told and dropped."""
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         with contextlib.suppress(ImportError):
@@ -177,6 +201,11 @@ def _lines() -> Iterator[str]:
                 raise
             say("\nCtrl-C again ends the conversation.")
             interrupted = True
+            continue
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            say(f"dsa chat: {error}")
             continue
         interrupted = False
         if not line:
@@ -193,6 +222,6 @@ def _line(asks: bool) -> str:
         line = f"{input('> ')}\n" if asks else sys.stdin.readline()
     except EOFError:
         return ""
-    except UnicodeDecodeError:
-        raise ValueError("standard input: must be UTF-8, got other bytes") from None
+    except UnicodeDecodeError as error:
+        raise options.not_utf8("standard input", error) from None
     return options.text("standard input", line)

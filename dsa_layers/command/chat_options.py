@@ -21,7 +21,7 @@ def add_chat_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable of the chat template or an option of the chat format, as enable_thinking=false or "
+        help="a variable of the chat template or an option of the chat format, as enable_thinking=false, or for V4 "
         "reasoning_effort=max: VALUE is JSON, else a string; may be repeated (default: none)",
     )
 

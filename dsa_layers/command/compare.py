@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
-from dsa_layers.command.model_options import LoadedModel, add_model_options, load
+from dsa_layers.command.model_options import CheckpointFiles, LoadedModel, add_model_options, load, read_files
 from dsa_layers.command.prompt_sources import read_text_file
 from dsa_layers.command.streams import say_json
 
@@ -66,14 +66,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--length",
-        type=options.positive,
+        type=options.several,
         metavar="N",
-        help=f"tokens of a sequence (default: the model's context, {_SELECTIONS} times what a token selects, the text, "
-        "or --max-tokens if that is given, whichever is shortest)",
+        help=f"tokens of a sequence, at least 2 (default: the model's context, {_SELECTIONS} times what a token "
+        "selects, the text, or --max-tokens if that is given, whichever is shortest)",
     )
     parser.add_argument(
         "--max-tokens",
-        type=options.positive,
+        type=options.several,
         metavar="N",
         help="of the text, its beginning, in whole sequences; at least --length if that is given (default: "
         f"{_TOKENS}, or one sequence if that is longer)",
@@ -83,8 +83,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     text = read_text_file("--text", args.text)
-    loaded = load(args)
-    sequences, length = _sequences(args, loaded, text)
+    files = read_files(args)
+    sequences, length = _sequences(args, files, text)
+    loaded = load(args, files)
     top_k = loaded.model.config.index_topk
     if args.json:
         shape = {"sequences": len(sequences), "length": length, "index_topk": top_k}
@@ -109,15 +110,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sequences(args: argparse.Namespace, loaded: LoadedModel, text: str) -> tuple[list[list[int]], int]:
+def _sequences(args: argparse.Namespace, files: CheckpointFiles, text: str) -> tuple[list[list[int]], int]:
     """The text's tokens in pieces of equal length, each behind the token that begins a text, and that length."""
-    config, tokenizer = loaded.model.config, loaded.tokenizer
+    config, tokenizer = files.config, files.tokenizer
     tokens = tokenizer.encode(text, add_bos=False)
     # A text's beginning is given, not predicted: the BOS token, or its own first token.
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = len(tokens) - 1 + len(begin)
-    if room < 1:
-        raise ValueError(f"--text: must have at least 1 token to predict, got {args.text} with {len(tokens)}")
+    if room < 2:
+        raise ValueError(f"--text: must have at least 2 tokens to predict, got {args.text} with {max(room, 0)}")
     context = config.max_position_embeddings
     most = args.max_tokens
     if args.length is None:

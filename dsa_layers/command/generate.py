@@ -5,15 +5,30 @@ import contextlib
 import re
 import sys
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dsa_layers import options
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import on_gpus
 from dsa_layers.command.chat_options import add_chat_option, chat_prompt, has_chat_template
-from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, chosen_device, load
+from dsa_layers.command.model_options import (
+    LoadedModel,
+    add_draft_option,
+    add_model_options,
+    chosen_device,
+    load,
+    read_files,
+    say_that_drafts_exist,
+)
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
-from dsa_layers.command.sampling_options import add_cache_option, add_sampling_options, by_options, sampling
+from dsa_layers.command.sampling_options import (
+    add_cache_option,
+    add_sampling_options,
+    by_options,
+    check_stop,
+    sampling,
+)
 from dsa_layers.command.streams import say, say_json
 
 if TYPE_CHECKING:
@@ -87,6 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     from dsa_layers.cache.kv_cache import OutOfPages
+    from dsa_layers.command.prefill_progress import PrefillProgress
     from dsa_layers.evaluation.keys_read import KeysRead
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.prompts import encode_prompts
@@ -104,29 +120,39 @@ def run(args: argparse.Namespace) -> int:
     on_gpus.check_memory(args, ranks)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
     params = sampling(args, n=args.n, logprobs=args.logprobs)
-    with on_gpus.errors_of_options():
-        loaded = load(args, ranks, drafter=args.draft > 0)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    files = read_files(args)
+    tokenizer, first = files.tokenizer, ranks is None or ranks.rank == 0
+    check_stop(params, tokenizer)
     shown = [prompt.text for prompt in prompts]
     texts = shown
-    if not args.raw and has_chat_template(args, tokenizer, first=ranks is None or ranks.rank == 0):
+    if not args.raw and has_chat_template(args, tokenizer, first=first):
         texts = [chat_prompt(args, tokenizer, [{"role": "user", "content": text}]) for text in shown]
         shown = [f"{text}\n\n" for text in shown]
+    try:
+        encoded = encode_prompts(texts, tokenizer, files.config.vocab_size)
+    except ValueError as error:
+        raise ValueError(_in_options(str(error), prompts)) from None
+    with on_gpus.errors_of_options():
+        loaded = load(args, files, ranks, drafter=args.draft > 0)
+    model = loaded.model
+    if first:
+        say_that_drafts_exist(args, files.config)
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
-        encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         cache_tokens = _cache_tokens(args, encoded, model.page_size)
         sizes = {"cache_tokens": cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
         ways = {"prefix_cache": args.prefix_cache, "batch_invariant": args.batch_invariant}
         generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes, **ways)
-        if ranks is None or ranks.rank == 0:
+        if first:
             _say_what_the_context_leaves(encoded, params, model.config.max_position_embeddings)
         with counting as keys:
-            events = generator.stream(encoded, params)
-            completions = _stream(args, events, encoded, params, prompts, shown, loaded)
+            progress = PrefillProgress.of(generator) if first else None
+            told = {} if progress is None else {"on_prefill": progress}
+            events = generator.stream(encoded, params, **told)
+            completions = _stream(args, events, encoded, params, prompts, shown, loaded, progress)
     except (OutOfPages, ValueError) as error:
         raise ValueError(_in_options(str(error), prompts)) from None
-    if ranks is not None and ranks.rank:
+    if not first:
         return 0  # the first rank says how it went; one that ended otherwise before it would end it
     _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
     failures = [completion.error for completion in completions if completion.error is not None]
@@ -165,7 +191,7 @@ def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingPara
         )
 
 
-def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Completion]":
+def _stream(args, events, encoded, params, prompts, shown, loaded, progress) -> "list[Completion]":
     """Shows every sequence as it comes."""
     from dsa_layers.command.completion_output import JsonEvents, NumberedLines, StreamedText
     from dsa_layers.generation.results import Completion
@@ -179,9 +205,10 @@ def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Comp
     else:
         output = (StreamedText if len(completions) == 1 else NumberedLines)(sys.stdout)
     with contextlib.closing(output), contextlib.closing(events):
+        begun = [] if progress is None else progress.first(events)
         for sequence, text in enumerate(shown):
             output.prompt(sequence, text)
-        for event in events:
+        for event in chain(begun, events):
             completion = completions[event.sequence]
             completion.add(event)
             output.event(event)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WrongCall as error:
         return _failed(str(error), 2, as_json)
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else error
+        problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
         return _failed(f"{command}: {problem}", 2, as_json)
     except (ValueError, ImportError) as error:
         return _failed(f"{command}: {error}", 2, as_json)

@@ -12,7 +12,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command.streams import say
 
 if TYPE_CHECKING:
-    from dsa_layers.families.model import Model
+    from dsa_layers.families.model import Model, ModelConfig
     from dsa_layers.generation.tokenizer import Tokenizer
     from dsa_layers.parallel.ranks import Ranks
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 CONFIG_HELP = (
     "a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes with dsa)"
 )
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What a checkpoint holds beside its weights, which take longer to read."""
+
+    directory: Path
+    config: "ModelConfig"
+    tokenizer: "Tokenizer"
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,15 @@ def chosen_device(args: argparse.Namespace) -> str:
         raise ValueError(f"--{error}") from None
 
 
-def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: bool = False) -> LoadedModel:
-    """ranks: over which the model is split; drafter: whether the model gets the checkpoint's. Raises ValueError, which
-    names the option or the file, for what cannot be loaded."""
-    import torch
+def say_that_drafts_exist(args: argparse.Namespace, config: "ModelConfig") -> None:
+    """On a terminal, where --draft would load a drafter. The shipped model's first output is its text."""
+    asks = args.draft == 0 and args.checkpoint != SHIPPED_MODEL
+    if asks and config.num_nextn_predict_layers and sys.stderr is not None and sys.stderr.isatty():
+        say("Tip: --draft 1 drafts tokens with the checkpoint's multi-token-prediction layer, which is not loaded now.")
 
-    from dsa_layers.checkpoint.loading import load_model
+
+def read_files(args: argparse.Namespace) -> CheckpointFiles:
+    """Raise ValueError, which names the file, for what cannot be read."""
     from dsa_layers.families.config import read_config
     from dsa_layers.generation.tokenizer import Tokenizer
     from dsa_layers.hub import checkpoint_directory
@@ -128,6 +140,18 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
     if not any(checkpoint.iterdir()):
         raise ValueError(f"{args.checkpoint}: is empty; a checkpoint holds config.json, tokenizer.json and safetensors")
+    return CheckpointFiles(checkpoint, read_config(checkpoint), Tokenizer(checkpoint))
+
+
+def load(
+    args: argparse.Namespace, files: CheckpointFiles, ranks: "Ranks | None" = None, *, drafter: bool = False
+) -> LoadedModel:
+    """ranks: over which the model is split; drafter: whether the model gets the checkpoint's. Raises ValueError, which
+    names the option or the file, for what cannot be loaded."""
+    import torch
+
+    from dsa_layers.checkpoint.loading import load_model
+
     device = chosen_device(args)
     on_gpu = torch.device(device).type == "cuda"
     backend = _backend(device, on_gpu)
@@ -137,15 +161,12 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
     if threads is not None:
         torch.set_num_threads(threads)
     dequantize = not on_gpu if args.dequantize is None else args.dequantize
-    tokenizer = Tokenizer(checkpoint)
     # Weights that fit a GPU may be too many for this machine once they are dequantised; the shipped model's are few.
-    if args.device is None and args.dequantize is None and dequantize and args.checkpoint != SHIPPED_MODEL:
-        if read_config(checkpoint).quantization is not None:
-            say(
-                "No GPU: the model runs on the CPU, and its quantised weights are dequantised, which takes more memory."
-            )
+    by_default = args.device is None and args.dequantize is None and args.checkpoint != SHIPPED_MODEL
+    if by_default and dequantize and files.config.quantization is not None:
+        say("No GPU: the model runs on the CPU, and its quantised weights are dequantised, which takes more memory.")
     model = load_model(
-        checkpoint,
+        files.directory,
         device=device,
         dtype=args.dtype and getattr(torch, args.dtype),
         dequantize=dequantize,
@@ -155,7 +176,7 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
         mesh=ranks,
         drafter=drafter,
     )
-    return LoadedModel(model, tokenizer, checkpoint, device, backend, dequantize)
+    return LoadedModel(model, files.tokenizer, files.directory, device, backend, dequantize)
 
 
 def _backend(device: str, on_gpu: bool) -> str:

@@ -17,9 +17,14 @@ from dsa_layers.command.streams import say_json
 from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
+    from dsa_layers.checkpoint import Checkpoint, StoredNames
+    from dsa_layers.checkpoint.gpu_plan import GpuPlan
+    from dsa_layers.families.model import ModelConfig
+    from dsa_layers.families.precision import Precision
     from dsa_layers.parallel.ranks import Ranks
 
 Value = TypeVar("Value")
+MOST_GPUS = 16  # of numbers that are listed
 
 
 def add_gpus_option(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +92,7 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     import torch
 
     from dsa_layers.checkpoint import INDEX_NAME, Checkpoint, StoredNames
-    from dsa_layers.checkpoint.gpu_plan import check_fits, plan, precision_of
+    from dsa_layers.checkpoint.gpu_plan import check_fits, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory, has_weights
     from dsa_layers.untrusted_files import is_there
@@ -106,10 +111,26 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
         # A file of an id that is not here may be a link to nothing, until it is fetched.
         says_names = are_here or is_there(directory / INDEX_NAME)
         drafted = files or (StoredNames.of(directory) if says_names else StoredNames(directory, None))
-    with errors_of_options():
-        found = plan(config, precision, gpus, drafted)
-        if memory is not None:
+    found = plan_of(config, precision, gpus, drafted)
+    if memory is not None:
+        with errors_of_options():
             check_fits(found, memory, args.cache_tokens or 1)
+
+
+def plan_of(
+    config: "ModelConfig", precision: "Precision", gpus: int, drafted: "Checkpoint | StoredNames | None"
+) -> "GpuPlan":
+    """Return `plan` of so many GPUs. Raise ValueError, which names the numbers that share the model evenly."""
+    from dsa_layers.checkpoint.gpu_plan import plan, plans
+    from dsa_layers.parallel.cuts import DoesNotDivide
+
+    with errors_of_options():
+        try:
+            return plan(config, precision, gpus, drafted)
+        except DoesNotDivide as error:
+            every = plans(config, precision, MOST_GPUS, drafted).items()
+            accepted = [str(n) for n, one in every if not isinstance(one, DoesNotDivide)]
+            raise ValueError(f"{error}; accepted up to {MOST_GPUS}: {', '.join(accepted)}") from None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import TextIO
 
 
 class WrongCall(Exception):
@@ -22,6 +23,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        """Raise OSError if the help cannot be written: argparse ignores that."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> None:
         raise WrongCall(f"{self.prog}: {message} (see {self.prog} --help)")

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
+from dsa_layers.arguments import integer
 from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import CONFIG_HELP, add_draft_option, add_precision_options
 
@@ -16,7 +17,6 @@ heads, MLPs by their inner channels, experts by their number, embeddings and the
 the weights of shared experts whole, and where its share of the heads is below 64 those of attention with all heads:
 long passes are split by tokens there. Every GPU has all of the cache. Context is what fits beside the weights into
 90% of a GPU's memory, for all sequences together, where --draft K takes K tokens more of each."""
-MOST = 16
 GB = 10**9
 
 
@@ -31,13 +31,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=CONFIG_HELP,
     )
     parser.add_argument(
-        "--gpus", type=options.positive, metavar="N", help=f"so many (default: every number up to {MOST})"
+        "--gpus", type=options.positive, metavar="N", help=f"so many (default: every number up to {on_gpus.MOST_GPUS})"
     )
     parser.add_argument(
         "--memory",
-        type=options.positive,
+        type=options.size,
         metavar="GB",
-        help="of a GPU, in 10^9 bytes (default: that of the GPU here, else 80)",
+        help="of a GPU, in 10^9 bytes, as 139.8 (default: that of the GPU here, else 80)",
     )
     parser.add_argument(
         "--cache-tokens",
@@ -52,8 +52,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from dsa_layers.cache.kv_cache import most_tokens
     from dsa_layers.checkpoint import StoredNames
-    from dsa_layers.checkpoint.gpu_plan import plan, plans, precision_of
+    from dsa_layers.checkpoint.gpu_plan import plans, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory
 
@@ -62,19 +63,21 @@ def run(args: argparse.Namespace) -> int:
     chosen = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
     precision = precision_of(config, dtype=args.dtype and getattr(torch, args.dtype), **chosen)
     if args.memory is not None:
-        memory = args.memory * GB
+        memory = int(args.memory * GB)
     else:
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GB
     with on_gpus.errors_of_options():
         drafted = StoredNames.of(directory) if args.draft else None
         if args.gpus:
-            found = {args.gpus: plan(config, precision, args.gpus, drafted)}
+            found = {args.gpus: on_gpus.plan_of(config, precision, args.gpus, drafted)}
         else:
-            found = plans(config, precision, MOST, drafted)
+            found = plans(config, precision, on_gpus.MOST_GPUS, drafted)
     drafters = " with the drafter's" if args.draft else ""
     first = next(iter(found.values()))  # one GPU always holds a whole model
+    if args.cache_tokens is not None:
+        integer("--cache-tokens", args.cache_tokens, at_most=most_tokens(first.page_size))
     size = f"{first.whole / GB:.1f} GB of weights{drafters}"
-    print(f"{args.checkpoint}: {size}, {_cache(first)}; GPUs of {memory / GB:.0f} GB")
+    print(f"{args.checkpoint}: {size}, {_cache(first)}; GPUs of {round(memory / GB, 1):g} GB")
     print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "tokens cached at most"))
     fits = False
     for gpus, one in found.items():

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsa_layers import options
-from dsa_layers.arguments import shown
+from dsa_layers.output_files import naming
 
 _COPY = "--prompt-copy"
 
@@ -38,7 +38,8 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         action=AddSource,
         dest="prompts",
         metavar="TEXT",
-        help="a prompt, or - for the standard input; may be repeated, for a batch (default: none; one is needed)",
+        help="a prompt, or - for the standard input; may be repeated, for a batch, whose printed lines start with [i], "
+        "the number of their sequence from 0 on (default: none; one is needed)",
     )
     parser.add_argument(
         "--prompt-file",
@@ -54,7 +55,8 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def read_prompts(given: Sequence[tuple[str, str]] | None) -> list[Prompt]:
     """Raises ValueError, which names the option, for what is missing, empty, unreadable or no UTF-8."""
-    return [_read(*entry) for entry in _checked(given)]
+    given = _checked(given)
+    return [_read(_source(given, i), *entry) for i, entry in enumerate(given)]
 
 
 @contextlib.contextmanager
@@ -63,14 +65,15 @@ def for_other_processes(argv: Sequence[str], given: Sequence[tuple[str, str]] | 
     other file that it has open, as `<(command)` and /dev/fd/3 are: prompt files are copied meanwhile, with the names
     that messages have. Raises ValueError as `read_prompts` does, but for the standard input."""
     with tempfile.TemporaryDirectory(prefix="dsa-prompts-") as folder:
-        argv = list(argv)
-        for i, (option, value) in enumerate(_checked(given)):
+        argv, given = list(argv), _checked(given)
+        for i, (option, value) in enumerate(given):
             if (option, value) == ("--prompt", "-"):
                 continue
-            prompt = _read(option, value)
+            prompt = _read(_source(given, i), option, value)
             if option == "--prompt-file":
                 copy = Path(folder, str(i))
-                copy.write_text(json.dumps(asdict(prompt)), encoding="utf-8")
+                with naming(copy):
+                    copy.write_text(json.dumps(asdict(prompt)), encoding="utf-8")
                 at = next(j for j in range(len(argv)) if f"{option}={value}" in (argv[j], "=".join(argv[j : j + 2])))
                 argv[at : at + 1 + (argv[at] == option)] = [_COPY, str(copy)]
         yield argv
@@ -85,21 +88,26 @@ def _checked(given: Sequence[tuple[str, str]] | None) -> Sequence[tuple[str, str
     return given
 
 
-def _read(option: str, value: str) -> Prompt:
+def _source(given: Sequence[tuple[str, str]], i: int) -> str:
+    """What messages call prompt i. Several texts are told apart by their numbers."""
+    option, value = given[i]
+    if option == "--prompt" and value != "-":
+        return option if len(given) == 1 else f"{option} (prompt {i + 1} of {len(given)})"
+    return f"{option} {value}"
+
+
+def _read(source: str, option: str, value: str) -> Prompt:
     if option == _COPY:
         try:
             return Prompt(**json.loads(Path(value).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             raise ValueError(f"{_COPY}: must be a file that dsa wrote for its ranks, got {value}") from None
     if option == "--prompt-file":
-        source = f"--prompt-file {value}"
         text = read_text_file(option, Path(value))
     elif value == "-":
-        source = "--prompt -"
         text = _decoded(source, _standard_input())
     else:
-        source = option
-        text = options.text(option, value)
+        text = options.text(source, value)
     if not text:
         raise ValueError(f"{source}: must not be empty, got no text")
     return Prompt(source, text)
@@ -121,8 +129,5 @@ def _standard_input() -> bytes:
 
 
 def _decoded(source: str, content: bytes) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: must be UTF-8, got {shown(content[error.start : error.end])}") from None
+    text = options.decoded(source, content)
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text

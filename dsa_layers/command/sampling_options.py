@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING
 
 from dsa_layers import options
 
+_OPTIONS = {
+    "batch_invariant": "--batch-invariant",
+    "cache_tokens": "--cache-tokens",
+    "draft_tokens": "--draft",
+    "logprobs": "--logprobs",
+    "stop": "--stop",
+}
+
 if TYPE_CHECKING:
     from dsa_layers.generation.sampling import SamplingParams
+    from dsa_layers.generation.tokenizer import Tokenizer
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str) -> None:
@@ -95,8 +104,17 @@ def sampling(args: argparse.Namespace, **more: int | None) -> "SamplingParams":
         raise ValueError(f"--{name.replace('_', '-').removeprefix('--')}:{problem}") from None
 
 
+def check_stop(params: "SamplingParams", tokenizer: "Tokenizer") -> None:
+    """Raise the error of `Generator` about stop strings before weights are loaded."""
+    from dsa_layers.generation.stop_strings import check_stop_strings
+
+    try:
+        check_stop_strings(params.stop, tokenizer)
+    except ValueError as error:
+        raise ValueError(by_options(str(error))) from None
+
+
 def by_options(problem: str) -> str:
     """A message of `Generator` with the names of the options: cache_tokens is --cache-tokens."""
-    problem = re.sub(r"^cache_tokens\b|(?<=\()cache_tokens(?=\)$)", "--cache-tokens", problem)
-    problem = re.sub(r"^draft_tokens\b", "--draft", problem)
-    return re.sub(r"^batch_invariant\b", "--batch-invariant", problem)
+    names = "|".join(_OPTIONS)
+    return re.sub(rf"^({names})\b|(?<=\()({names})(?=\)$)", lambda found: _OPTIONS[found[0]], problem)

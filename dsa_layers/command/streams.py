@@ -1,12 +1,15 @@
 """What the command does with its streams and with Ctrl-C."""
 
 import contextlib
+import io
 import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+
+from dsa_layers.output_files import naming
 
 
 def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
@@ -47,15 +50,31 @@ def say_json(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
+class _StandardOutput(io.TextIOWrapper):
+    """Name itself in the errors of writing, as `open` names a file."""
+
+    def write(self, text: str) -> int:
+        with naming("standard output"):
+            return super().write(text)
+
+    def flush(self) -> None:
+        with naming("standard output"):
+            super().flush()
+
+
 def prepare_streams() -> None:
-    """Makes a terminal show characters that its encoding lacks as question marks, and replaces a stream that the caller
-    has closed by one that takes all output."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    """Show characters that a stream's encoding lacks as question marks. Drop messages for a closed standard error.
+    Raise ValueError for a closed standard output, which would lose the result."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    else:
+        sys.stderr.reconfigure(errors="replace")
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        raise ValueError("standard output: must be open, got a closed one")
+    buffering = {"line_buffering": sys.stdout.line_buffering, "write_through": sys.stdout.write_through}
+    encoding = sys.stdout.encoding
+    sys.stdout = _StandardOutput(sys.stdout.detach(), encoding=encoding, errors="replace", **buffering)
 
 
 def drop_unwritten() -> None:

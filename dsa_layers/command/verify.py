@@ -13,9 +13,11 @@ from typing import Any
 from dsa_layers import options
 from dsa_layers.command import on_gpus
 from dsa_layers.command.compare import HELD_OUT_TEXT
-from dsa_layers.command.model_options import LoadedModel, add_model_options, load
+from dsa_layers.command.model_options import CheckpointFiles, LoadedModel, add_model_options, load, read_files
 from dsa_layers.command.prompt_sources import read_text_file
 from dsa_layers.command.streams import say
+from dsa_layers.output_files import naming
+from dsa_layers.untrusted_files import read_json_object
 
 _PROMPTS = (
     "The three primary colours are",
@@ -29,6 +31,7 @@ _SLICE = 256  # tokens that the references run
 _PROMPT_LENGTHS = 1024, 8192
 _SEQUENCES = 1, 8
 _STEPS = 64
+_MAX_REPORT = 2**24  # bytes
 _PEERS = "nvidia-cudnn-frontend", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "vllm"
 
 _REPORT = """\
@@ -62,30 +65,44 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=options.path,
         metavar="FILE",
         default=Path("dsa-verify.json"),
-        help="where the report is written (default: %(default)s)",
+        help="where the report is written: a new file, or an earlier report, which is replaced (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     options.check_output("--report", args.report)
+    if args.report.exists() and not _may_be_replaced(args.report):
+        raise ValueError(f"--report: must be a new or empty file, or an earlier report, got {args.report}")
     text = read_text_file("--text", args.text)
     if on_gpus.starts_ranks(args):
         return on_gpus.start_ranks(args)
     ranks = on_gpus.join_ranks(args)
     args.draft = int(_has_drafter(args))
     on_gpus.check_memory(args, ranks)
+    files = read_files(args)
+    tokens = _tokens_of(args.text, text, files)
     began = time.perf_counter()
     with on_gpus.errors_of_options():
-        loaded = load(args, ranks, drafter=args.draft > 0)
+        loaded = load(args, files, ranks, drafter=args.draft > 0)
     seconds = time.perf_counter() - began
     report = _Report()
     report.add("machine", _machine(loaded, 1 if ranks is None else ranks.size))
     report.add("checkpoint", _checkpoint(loaded) | {"load_seconds": round(seconds, 1)})
-    sound = _verify(loaded, text, args.prefill_chunk, report)
+    sound = _verify(loaded, tokens, args.prefill_chunk, report)
     if ranks is None or ranks.rank == 0:
-        args.report.write_text(report.text(), encoding="utf-8")
+        with naming(args.report):
+            args.report.write_text(report.text(), encoding="utf-8")
         say(f"{args.report} is written. If these are published weights, please attach it to an issue of the project.")
     return 0 if sound else 1
+
+
+def _may_be_replaced(path: Path) -> bool:
+    try:
+        if path.is_file() and path.stat().st_size == 0:
+            return True
+        return {"machine", "checkpoint"} <= read_json_object(path, ValueError, _MAX_REPORT).keys()
+    except (OSError, ValueError):
+        return False
 
 
 class _Report:
@@ -113,26 +130,30 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _verify(loaded: LoadedModel, text: str, chunk: int, report: _Report) -> bool:
+def _tokens_of(path: Path, text: str, files: CheckpointFiles) -> list[int]:
+    tokens = files.tokenizer.encode(text)
+    if len(tokens) < 2:
+        raise ValueError(f"--text: must have at least 2 tokens, got {path} with {len(tokens)}")
+    return tokens[: min(_TEXT_TOKENS, files.config.max_position_embeddings - 1) + 1]
+
+
+def _verify(loaded: LoadedModel, tokens: list[int], chunk: int, report: _Report) -> bool:
     from dsa_layers.evaluation.held_out_loss import held_out_loss
     from dsa_layers.evaluation.verification import Speed, TensorCheck
 
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
     tensors = TensorCheck.of(model)
     report.add("tensors", asdict(tensors))
 
     generated = _generated(loaded)
     report.add("generation", generated)
 
-    context = model.config.max_position_embeddings
-    tokens = tokenizer.encode(text)[: min(_TEXT_TOKENS, context - 1) + 1]
-    if len(tokens) < 2:
-        raise ValueError("--text: must have at least 2 tokens")
     report.add("text", asdict(held_out_loss(model, [tokens], chunk=chunk)))
 
     for name, difference in _differences(loaded, tokens[: _SLICE + 1], chunk):
         report.add(name, difference)
 
+    context = model.config.max_position_embeddings
     prompts = [n for n in _PROMPT_LENGTHS if n < min(context, len(tokens) * 8)] or [min(context // 2, len(tokens))]
     many = tokens * (max(prompts) // len(tokens) + 1)
     say("Measuring speed, each figure twice. This is the longest part, and takes minutes on a CPU ...")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.other_formats import check_quantization, found_instead
 from dsa_layers.untrusted_files import read_json_object
@@ -116,7 +116,7 @@ class Fields:
         return ConfigError(f"{self._path}: field {self._named(name)} {problem}; accepted: {accepted}")
 
     def _named(self, name: str) -> str:
-        return shown(self._prefix + name)
+        return shown_json(self._prefix + name)
 
     def _take(self, name: str, default: Any, accepted: str) -> Any:
         self._taken.add(name)
@@ -128,14 +128,14 @@ class Fields:
         return default
 
     def one_of(self, name: str, accepted: tuple, default: Any = _REQUIRED) -> Any:
-        listed = ", ".join(map(shown, accepted))
+        listed = ", ".join(map(shown_json, accepted))
         value = self._take(name, default, listed)
         if name not in self:
             return value
         for choice in accepted:
             if _same(value, choice):
                 return choice
-        raise self.error(name, f"is {shown(value)}", listed)
+        raise self.error(name, f"is {shown_json(value)}", listed)
 
     def boolean(self, name: str) -> bool:
         return self.one_of(name, (True, False))
@@ -144,7 +144,7 @@ class Fields:
         accepted = f"an integer of at least {minimum}, up to {maximum}"
         value = self._take(name, default, accepted)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise self.error(name, f"is {shown(value)}", accepted)
+            raise self.error(name, f"is {shown_json(value)}", accepted)
         return value
 
     def positive(self, name: str, default: Any = _REQUIRED, *, minimum: float = 1e-9, maximum: float = 1e9) -> float:
@@ -152,14 +152,14 @@ class Fields:
         value = self._take(name, default, accepted)
         # Comparing is exact: an integer that no float can hold is not converted, and NaN is in no range.
         if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise self.error(name, f"is {shown(value)}", accepted)
+            raise self.error(name, f"is {shown_json(value)}", accepted)
         return float(value)
 
     def strings(self, name: str) -> tuple[str, ...]:
         """The strings in a list; () for null."""
         value = self._take(name, None, "")
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise self.error(name, f"is {shown(value)}", "a list of strings, or null")
+            raise self.error(name, f"is {shown_json(value)}", "a list of strings, or null")
         return tuple(value or ())
 
     def each_of(self, name: str, accepted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
@@ -169,12 +169,12 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list | str):
-            raise self.error(name, f"is {shown(value)}", listed)
+            raise self.error(name, f"is {shown_json(value)}", listed)
         if len(value) != count:
             raise self.error(name, f"has {len(value)} items", listed)
         for item in value:
             if item not in accepted:
-                raise self.error(name, f"holds {shown(item)}", listed)
+                raise self.error(name, f"holds {shown_json(item)}", listed)
         return tuple(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ class Fields:
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                raise self.error(name, f"is {shown(value)}", f"token ids in [0, vocab_size={vocab_size}), or null")
+                raise self.error(name, f"is {shown_json(value)}", f"token ids in [0, vocab_size={vocab_size}), or null")
         return tuple(ids)
 
     def epsilon(self, name: str) -> float:
@@ -193,13 +193,13 @@ class Fields:
     def items(self, name: str) -> list[Any] | None:
         value = self._take(name, None, "")
         if value is not None and not isinstance(value, list):
-            raise self.error(name, f"is {shown(value)}", "a list or null")
+            raise self.error(name, f"is {shown_json(value)}", "a list or null")
         return value
 
     def object(self, name: str) -> "Fields | None":
         value = self._take(name, None, "")
         if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"is {shown(value)}", "an object or null")
+            raise self.error(name, f"is {shown_json(value)}", "an object or null")
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self) -> None:
@@ -216,7 +216,7 @@ class Fields:
             if neutral is None:
                 unknown += [] if name in NO_INFLUENCE else [name]
             elif not any(_same(self._values[name], value) for value in neutral):
-                accepted = ", ".join(map(shown, neutral))
+                accepted = ", ".join(map(shown_json, neutral))
                 raise self._unsupported(name, f"accepted: {accepted or 'null'}")
         if unknown:
             listed = ", ".join(map(self._named, unknown[:_NAMED_FIELDS]))
@@ -232,7 +232,7 @@ class Fields:
         return [name for name in self._values if name not in self._taken and name in self]
 
     def _unsupported(self, name: str, reason: str) -> ConfigError:
-        got = shown(self._values[name])
+        got = shown_json(self._values[name])
         return ConfigError(f"{self._path}: field {self._named(name)} is not supported: {reason} (got {got})")
 
 

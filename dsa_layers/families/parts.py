@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.families.fields import MAX_LAYERS, MAX_TOKENS, Fields
 
 
@@ -83,7 +83,7 @@ def read_rope_type(parameters: Fields) -> str:
     types = {name: parameters.one_of(name, ("default", "yarn"), default=None) for name in ("rope_type", "type")}
     given = set(types.values()) - {None}
     if len(given) != 1:
-        raise parameters.error("rope_type", f"and field 'type' hold {types}", "one of 'default', 'yarn'")
+        raise parameters.error("rope_type", f"and field 'type' hold {shown_json(types)}", "one of 'default', 'yarn'")
     return given.pop()
 
 
@@ -121,7 +121,7 @@ def read_quantization(fields: Fields, expert_dtypes: tuple[str, ...] = ("fp8",))
         if not _NEVER_QUANTIZED.fullmatch(module):
             raise quantization.error(
                 "modules_to_not_convert",
-                f"holds {shown(module)}",
+                f"holds {shown_json(module)}",
                 "'lm_head', 'model.embed_tokens', and of each layer the norms, mlp.gate, the indexer's weights_proj "
                 "and eh_proj",
             )
@@ -156,7 +156,7 @@ def read_token_ids(fields: Fields, generation: Fields | None, vocab_size: int) -
     """(bos_token_id, the ids that end a sequence); generation_config.json's ends replace config.json's."""
     bos = fields.token_ids("bos_token_id", vocab_size)
     if len(bos) > 1:
-        raise fields.error("bos_token_id", f"is {shown(list(bos))}", "one token id, or null")
+        raise fields.error("bos_token_id", f"is {shown_json(list(bos))}", "one token id, or null")
     eos = fields.token_ids("eos_token_id", vocab_size)
     if generation is not None:
         eos = generation.token_ids("eos_token_id", vocab_size) or eos

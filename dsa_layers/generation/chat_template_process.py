@@ -22,7 +22,7 @@ _MAX_ERROR = 500
 
 def main() -> None:
     sys.path.extend(sys.argv[1:])
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     request = json.loads(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"))
     _limit()
@@ -34,6 +34,8 @@ def main() -> None:
         answer = {"error": "is nested too deeply"}
     except Exception as error:  # a template can raise whatever Python does
         problem = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, TemplateSyntaxError):
+            problem = f"line {error.lineno}: {error.message}"
         answer = {"error": "".join(filter(str.isprintable, " ".join(problem.split())))[:_MAX_ERROR]}
     sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
@@ -88,13 +90,25 @@ def _render(source: str, variables: dict[str, Any], named: list[str]) -> dict[st
             return {"unknown": unknown[0], "known": sorted(known)}
     template = environment.from_string(source)
     pieces, characters = [], 0
-    most = MAX_CHARACTERS + _MAX_REPEATS * len(json.dumps(variables, ensure_ascii=False))
+    given = json.dumps(variables, ensure_ascii=False)
+    most = MAX_CHARACTERS + _MAX_REPEATS * len(given)
     for piece in template.generate(variables):
         pieces.append(piece)
         characters += len(piece)
         if characters > most:
             raise jinja2.TemplateError(f"writes more than {most} characters")
-    return {"text": "".join(pieces)}
+    text = "".join(pieces)
+    if _has_surrogates(text) and not _has_surrogates(given):
+        raise jinja2.TemplateError("writes surrogates, which are not Unicode text")
+    return {"text": text}
+
+
+def _has_surrogates(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _to_json(value: Any, **options: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from dsa_layers.arguments import flag, integer, shown
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.compressed_kv_cache import DRAFTS
-from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
+from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages, most_tokens
 from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.cache.state_copies import StateCopies
 from dsa_layers.checkpoint.memory import room_for_caches
@@ -31,7 +31,7 @@ from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.shared_prefixes import SharedPrefixes
-from dsa_layers.generation.stop_strings import StopStrings
+from dsa_layers.generation.stop_strings import StopStrings, check_stop_strings
 from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
 from dsa_layers.parallel.process_group import agreed, least
@@ -118,7 +118,7 @@ class Generator:
             page_size = model.page_size if page_size is None else page_size
             page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
             if cache_tokens is not None:
-                cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
+                cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=most_tokens(page_size))
             self._max_sequences = integer("max_sequences", max_sequences, at_least=1)
             self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
             self._drafts = integer("draft_tokens", draft_tokens, at_least=0, at_most=DRAFTS)
@@ -296,12 +296,15 @@ class Generator:
         self,
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> TokenStream:
         """Events as tokens come. prompts: a text, or a list of texts or of lists, arrays or tensors of token ids;
         params: for all, or one a prompt. With a seed for all, sequence i uses seed + i: equal prompts have texts of
         their own. With a seed for one prompt, its k-th sequence uses seed + k.
 
-        A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
+        on_prefill(done, total) is called before each pass over prompts, with the numbers of their tokens in the cache
+        and of all. A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
 
         Raises, before it returns, TypeError or ValueError for prompts and params of other kinds, an empty prompt, a
         token outside the vocabulary, a text that is not Unicode, and a prompt that leaves no room for a token in the
@@ -309,7 +312,7 @@ class Generator:
         while another stream of this generator is open; it may be asked for again once that one has ended.
         """
         sequences = self._agreed_sequences(prompts, params)
-        return TokenStream(lambda stream: self._begin(stream, sequences))
+        return TokenStream(lambda stream: self._begin(stream, sequences, on_prefill))
 
     def _agreed_sequences(
         self,
@@ -344,14 +347,19 @@ class Generator:
         stream = None if last is None else last()
         return stream if stream is not None and stream.holds_cache else None
 
-    def _begin(self, stream: TokenStream, sequences: list[RunningSequence]) -> None:
+    def _begin(
+        self,
+        stream: TokenStream,
+        sequences: list[RunningSequence],
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Gives the stream its events; it is from now on the open one."""
         with self._lock:
             self._check_no_stream()
             if self._grows:
                 self._grow(sequences)
             self._stream = weakref.ref(stream)
-            stream._events = self._events(sequences)
+            stream._events = self._events(sequences, on_prefill)
 
     def _check_no_stream(self) -> None:
         if self._open_stream() is not None:
@@ -361,10 +369,13 @@ class Generator:
             )
 
     @torch.inference_mode()
-    def _events(self, sequences: list[RunningSequence]) -> Iterator[TokenEvent]:
+    def _events(
+        self, sequences: list[RunningSequence], on_prefill: Callable[[int, int], None] | None
+    ) -> Iterator[TokenEvent]:
         waiting = deque(sequences)
         running: list[RunningSequence] = []
         self.throughput = Throughput()
+        total = sum(s.prompt_len for s in sequences)
         try:
             while waiting or running:
                 self._admit(waiting, running)
@@ -374,6 +385,8 @@ class Generator:
                         f"{self._memory.free} of the cache's {self._capacity} are free: others than this "
                         "generator have taken some, for which it cannot wait"
                     )
+                if on_prefill is not None and any(s.prefilling for s in running):
+                    on_prefill(self.throughput.prefill_tokens + self.throughput.reused_tokens, total)
                 for events in self._step(running):
                     if not waiting and not running:
                         self._stream = None  # these are its last events, and it holds nothing any more
@@ -407,6 +420,8 @@ class Generator:
                 )
             if one.stop and self.tokenizer is None:
                 raise ValueError("params: stop strings need a tokenizer")
+            if one.stop:
+                check_stop_strings(one.stop, self.tokenizer)
             limit = min(len(ids) + one.max_tokens, context)
             if self._pages(limit) > self._capacity and not (self._grows and self._pages(limit) <= self._room(1)):
                 drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""

@@ -4,7 +4,7 @@ import os
 from os import PathLike
 from typing import Any
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.hub import checkpoint_directory
@@ -28,10 +28,13 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     fields = read_json_object(path, ConfigError, _MAX_BYTES)
     do_sample = fields.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
-        raise ConfigError(f"{path}: field 'do_sample' is {shown(do_sample)}; accepted: true, false or null")
+        raise ConfigError(f"{path}: field 'do_sample' is {shown_json(do_sample)}; accepted: true, false or null")
     found = {name: fields[name] for name in _NAMES if fields.get(name) is not None}
     if do_sample is not None:
         found["temperature"] = found.get("temperature", 1.0) if do_sample else 0.0
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path}: field {name}: must be a number, got {shown_json(value)}")
     try:
         SamplingParams(**found)
     except (TypeError, ValueError) as error:

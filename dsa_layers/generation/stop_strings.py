@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
+from dsa_layers.arguments import shown
 from dsa_layers.generation.stream_decoder import StreamDecoder
+from dsa_layers.generation.tokenizer import Tokenizer
+
+
+def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raise ValueError for the name of a special token: no text shows it, so it would end nothing."""
+    for text in stop:
+        if text in tokenizer.special_tokens:
+            raise ValueError(f"stop: must not be a special token, which no text shows, got {shown(text)}")
 
 
 class StopStrings:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from dsa_layers.arguments import instance, shown
+from dsa_layers.arguments import instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.generation.chat_formats import FORMATS, NEEDED, ChatFormat
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError, UnknownVariable
@@ -27,6 +28,10 @@ _MAX_TOKENIZER_VALUES = 3_000_000
 _MAX_CONFIG = 2**23
 _MAX_TEMPLATE = 2**20
 
+# The special tokens that tokenizer_config.json names, and its flags whose names end likewise.
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_FLAGS = ("add_bos_token", "add_eos_token")
+
 # Characters that the replacements of a normalizer or decoder make of one, at most. Those in use keep the length.
 _MAX_GROWTH = 2**8
 
@@ -36,12 +41,13 @@ class Tokenizer:
     tokens.
 
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
+    special_tokens: the texts of the tokens that `decode` leaves out.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
     a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
     in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`). It is compiled when it
     is first used.
     Without a template a checkpoint whose config.json has a `model_type` of `chat_formats.FORMATS` has that format,
-    unless the tokenizer lacks the format's tokens.
+    unless the tokenizer's vocabulary lacks the format's tokens.
     tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
     Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
     """
@@ -69,12 +75,12 @@ class Tokenizer:
         with _missing(config_path):
             config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
 
-        # The ending also has "add_bos_token": true, which is no token.
-        named = {
-            name: value
-            for name, value in config.items()
-            if name.endswith("_token") and value is not None and not isinstance(value, bool)
-        }
+        for name in _FLAGS:
+            if not isinstance(config.get(name), bool | None):
+                raise TokenizerError(
+                    f"{config_path}: {name} is {shown_json(config[name])}; accepted: true, false or null"
+                )
+        named = {name: config[name] for name in _SPECIAL if config.get(name) is not None}
         self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
@@ -89,7 +95,9 @@ class Tokenizer:
         self._config_path = directory / "config.json"
         with tokenizer_failures(f"{tokenizer_path}: not a tokenizer"):
             added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._skipped = {token_id for token_id, token in added.items() if token.special}
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +107,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` has a template or a format. Raises TokenizerError for a config.json that cannot
-        be read."""
+        be read, and for a tokenizer that spells the format's tokens out."""
         return self._template is not None or self._format is not None
 
     @cached_property
@@ -108,22 +116,49 @@ class Tokenizer:
             model_type = read_json_object(self._config_path, TokenizerError, _MAX_CONFIG).get("model_type")
         except FileNotFoundError:
             return None
-        known = all(self._tokenizer.token_to_id(token) is not None for token in NEEDED)
-        return FORMATS.get(model_type) if known and isinstance(model_type, str) else None
+        found = FORMATS.get(model_type) if isinstance(model_type, str) else None
+        if found is None or any(self._tokenizer.token_to_id(token) is None for token in NEEDED):
+            return None
+        for token in NEEDED:
+            if len(self._encoding(token).ids) != 1:  # it is in the vocabulary, but not among the added tokens
+                raise TokenizerError(
+                    f"{self._tokenizer_path}: has no token {token}, which the chat format of {model_type} needs"
+                )
+        return found
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; special tokens that are spelled out in it become their ids.
 
         add_bos puts the beginning-of-sequence id in front if there is one and the text does not begin with it already.
         What tokenizer.json would itself add around a text is left out, so BOS never comes twice and EOS never at all.
+        Warns of characters that no token stands for: the ids leave them out.
         Raises TokenizerError if the tokenizer cannot encode it, TypeError for what is no text.
         """
         instance("text", text, str, "a string")
-        with tokenizer_failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        encoding = self._encoding(text)
+        ids = encoding.ids
+        if lost := self._left_out(text, encoding):
+            warnings.warn(f"{self._tokenizer_path}: has no token for {shown(lost)}: left out", stacklevel=2)
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        with tokenizer_failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _left_out(self, text: str, encoding: tokenizers.Encoding) -> str:
+        """The characters of `text` that no token stands for, each once."""
+        if not _leaves_out(text, encoding.offsets):
+            return ""
+        # Which characters the gaps hold is known between added tokens: a BPE model shifts the offsets after a gap.
+        rest, end = [], 0
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets):
+            if token_id in self._added:
+                rest.append(text[end:start])
+                end = stop
+        rest.append(text[end:])
+        return "".join(c for c in dict.fromkeys("".join(rest)) if not c.isspace() and not self._encoding(c).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD.
@@ -154,7 +189,7 @@ class Tokenizer:
         variables: those of the template. Of a format they are options: for DeepSeek-V3.2 and V4 `thinking` or
         `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too (`chat_formats`).
         Raises TokenizerError if there is neither template nor format, if it refuses the messages, if it does not
-        know a variable, or if a template takes more than it may.
+        know a variable, if a template takes more than it may, or if it writes nothing.
         """
         if self._template is None and self._format is None:
             raise TokenizerError(
@@ -165,7 +200,10 @@ class Tokenizer:
             return self._format(messages, tools, variables, add_generation_prompt=add_generation_prompt)
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         with self._template_failures():
-            return self._template.render({"documents": None, **self._special, **variables, **given}, [*variables])
+            prompt = self._template.render({"documents": None, **self._special, **variables, **given}, [*variables])
+            if not prompt:
+                raise ChatTemplateError("writes no text for these messages")
+        return prompt
 
     def _token_text(self, token_id: int) -> str | None:
         """The token as tokenizer.json has it; None for one that `decode` leaves out."""
@@ -213,11 +251,23 @@ def _growth(step: Any) -> float:
     return max(own, 1) * math.prod(map(_growth, step.values()), start=1.0)
 
 
+def _leaves_out(text: str, offsets: Sequence[tuple[int, int]]) -> bool:
+    """Whether tokens at `offsets` leave out more than white space."""
+    end = 0
+    for start, stop in offsets:
+        if text[end:start].strip():
+            return True
+        end = max(end, stop)
+    return bool(text[end:].strip())
+
+
 def _token_text(path: Path, name: str, value: Any) -> str:
     """A special token's text, written as a string or as {"content": ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise TokenizerError(f"{path}: {name} is {shown(value)}; accepted: a string, an object with 'content', or null")
+        raise TokenizerError(
+            f"{path}: {name} is {shown_json(value)}; accepted: a string, an object with 'content', or null"
+        )
     return text
 
 
@@ -227,11 +277,11 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
         named = [entry for entry in template if isinstance(entry, dict)]
         default = [entry.get("template") for entry in named if entry.get("name") == "default"]
         if not default:
-            names = shown([entry.get("name") for entry in named])
+            names = shown_json([entry.get("name") for entry in named])
             raise TokenizerError(f"{path}: chat_template names {names}; accepted: a list with 'default'")
         template = default[-1]
     if template is not None and not isinstance(template, str):
         raise TokenizerError(
-            f"{path}: chat_template is {shown(template)}; accepted: a string or a list of named strings"
+            f"{path}: chat_template is {shown_json(template)}; accepted: a string or a list of named strings"
         )
     return template

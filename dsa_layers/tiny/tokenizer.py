@@ -17,7 +17,8 @@ _CHAT_TEMPLATE = (
     "{% elif message['role'] == 'user' %}{{ '" + _USER + "' + message['content'] }}"
     "{% elif message['role'] == 'assistant' %}{{ '" + _ASSISTANT + "' + message['content'] + eos_token }}"
     "{% else %}{{ raise_exception('role ' + message['role'] + ' is not supported') }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '" + _ASSISTANT + "' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '" + _ASSISTANT + "' }}"
+    "{% if enable_thinking is defined %}{{ '<think>' if enable_thinking else '</think>' }}{% endif %}{% endif %}"
 )
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from dsa_layers.arguments import flag, integer, path_of
 from dsa_layers.checkpoint import INDEX_NAME
-from dsa_layers.checkpoint.published_format import scales_of
+from dsa_layers.checkpoint.published_format import save_tensors, scales_of
 from dsa_layers.families.config import read_config
 from dsa_layers.families.family import Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
+from dsa_layers.output_files import naming
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
 from dsa_layers.tiny.values import ORIGINALS, copied_from, random_tensors
 
@@ -59,7 +59,7 @@ def write_tiny_checkpoint(
     # The index carries our mark, so it comes first: what an interrupted run leaves can be replaced by the next.
     # config.json comes last: where it is, the checkpoint is complete.
     _write_json(directory / INDEX_NAME, {"metadata": {"total_size": size, "writer": _WRITER}, "weight_map": weight_map})
-    train_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
+    _write(directory / "tokenizer.json", train_tokenizer(config.vocab_size).to_str(pretty=True))
     _write_json(directory / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
     _write_json(directory / "generation_config.json", _GENERATION_CONFIG)
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ def write_tiny_checkpoint(
         copies = {name: original for name in names if (original := copied_from(name)) is not None}
         originals |= {name: tensors[name] for name in ORIGINALS & tensors.keys()}
         tensors |= {name: originals[original].clone() for name, original in copies.items()}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        save_tensors(directory / file, tensors, like=directory / INDEX_NAME)
     _write_json(directory / "config.json", fields)
 
 
@@ -119,4 +119,9 @@ def _size(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with naming(path):
+        path.write_text(text, encoding="utf-8")

@@ -57,6 +57,14 @@ def test_everything_takes_an_id(cache, checkpoint, capsys):
     assert main(["generate", ID, *options]) == 0 and capsys.readouterr().out.startswith("a")
 
 
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_url_is_no_id(command, capsys):
+    options = ["--prompt", "x"] if command == "generate" else []
+    assert main([command, "https://huggingface.co/deepseek-ai/DeepSeek-V3.2", *options]) == 2
+    told = "https:/huggingface.co/deepseek-ai/DeepSeek-V3.2: is a URL; accepted: a directory or a hub id, OWNER/NAME"
+    assert capsys.readouterr().err == f"dsa {command}: {told}\n"
+
+
 def test_a_process_with_the_hubs_own_variables(tmp_path):
     """As a user calls it: HF_HOME, offline."""
     fill(tmp_path / "hub", SHIPPED_MODEL, leave_out=("held_out.txt",))

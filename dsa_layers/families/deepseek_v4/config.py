@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.families.fields import (
     MAX_EXPERTS,
     MAX_HEADS,
@@ -198,9 +198,9 @@ def _layer_types(fields: Fields, layers: int, mtp: int) -> tuple[str, ...]:
         raise fields.error("compress_ratios", f"and field 'layer_types' are {given}", "one of them")
     if ratios is not None:
         names = {ratio: name for name, ratio in LAYER_TYPES.items()}
-        _check_list(fields, "compress_ratios", ratios, tuple(names), (layers, layers + mtp))
+        _check_list(fields, "compress_ratios", ratios, tuple(names), layers, mtp)
         return tuple(names[ratio] for ratio in ratios[:layers])
-    _check_list(fields, "layer_types", types, tuple(LAYER_TYPES), (layers,))
+    _check_list(fields, "layer_types", types, tuple(LAYER_TYPES), layers)
     return tuple(types)
 
 
@@ -220,7 +220,7 @@ def _hash_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     if types is None:
         count = fields.integer("num_hash_layers", minimum=0)
         return tuple(i < count for i in range(layers))
-    _check_list(fields, "mlp_layer_types", types, ("hash_moe", "moe"), (layers,))
+    _check_list(fields, "mlp_layer_types", types, ("hash_moe", "moe"), layers)
     return tuple(kind == "hash_moe" for kind in types)
 
 
@@ -253,11 +253,18 @@ def _ropes(fields: Fields, part: float) -> tuple[RopeConfig, RopeConfig]:
     return ropes[0], ropes[1]
 
 
-def _check_list(fields: Fields, name: str, values: list[Any], accepted: tuple, lengths: tuple[int, ...]) -> None:
+def _check_list(fields: Fields, name: str, values: list[Any], accepted: tuple, layers: int, mtp: int = 0) -> None:
+    """mtp: multi-token-prediction layers, which the list may hold or leave out."""
     kinds = {type(value) for value in accepted}  # 0, False and 0.0 are equal
-    if len(values) not in lengths or any(type(value) not in kinds or value not in accepted for value in values):
-        listed = " or ".join(map(str, dict.fromkeys(lengths)))
-        raise fields.error(name, f"is {shown(values)}", f"{listed} of {', '.join(map(repr, accepted))}")
+    wrong = [value for value in values if type(value) not in kinds or value not in accepted]
+    if not wrong and len(values) in (layers, layers + mtp):
+        return
+    problem = f"holds {shown_json(wrong[0])}" if wrong else f"has {len(values)} entries"
+    counts = f"{layers} (num_hidden_layers)"
+    if mtp:
+        counts += f" or {layers + mtp} (with num_nextn_predict_layers={mtp})"
+    *others, last = map(repr, accepted)
+    raise fields.error(name, problem, f"{counts}, each {', '.join(others)} or {last}")
 
 
 def _check_consistency(fields: Fields, config: DeepseekV4Config) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import shown_json
 from dsa_layers.errors import TokenizerError
 
 
@@ -33,10 +33,10 @@ def read_options(given: Mapping[str, Any], *, thinking: bool, efforts: Sequence[
     given = {name: value for name, value in given.items() if value is not None}
     effort = given.pop("reasoning_effort", None)
     if effort is not None and effort not in efforts:
-        raise TokenizerError(f"reasoning_effort: must be one of {', '.join(efforts)}, got {shown(effort)}")
+        raise TokenizerError(f"reasoning_effort: must be one of {', '.join(efforts)}, got {shown_json(effort)}")
     for name, value in given.items():
         if not isinstance(value, bool):
-            raise TokenizerError(f"{name}: must be true or false, got {shown(value)}")
+            raise TokenizerError(f"{name}: must be true or false, got {shown_json(value)}")
     asked = [given[name] for name in ("thinking", "enable_thinking") if name in given]
     thinking = effort != "none" and (any(asked) if asked else thinking)
     return ChatOptions(thinking, given.get("drop_thinking", True), effort == "max")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dsa_layers.arguments import shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.generation.chat_formats.conversation import Message, ToolCall, to_json
 from dsa_layers.generation.chat_formats.tokens import DSML
@@ -47,7 +48,7 @@ def _arguments(place: str, arguments: str | Mapping[str, Any], keep_invalid: boo
             return {"arguments": arguments}
         raise TokenizerError(f"{place}: must be a JSON object, got text that is no JSON: {error}") from None
     if not isinstance(read, dict):
-        raise TokenizerError(f"{place}: must be a JSON object, got {type(read).__name__}")
+        raise TokenizerError(f"{place}: must be a JSON object, got {shown_json(read)}")
     return read
 
 

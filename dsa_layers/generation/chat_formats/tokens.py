@@ -7,4 +7,4 @@ THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 
 # Tokens that every format needs: a tokenizer without them is not made for conversations.
-NEEDED = (BOS, EOS, USER, ASSISTANT)
+NEEDED = (USER, ASSISTANT, BOS, EOS)

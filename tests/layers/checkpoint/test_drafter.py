@@ -49,8 +49,8 @@ def values(states):
 
 
 def test_it_is_loaded_when_it_is_asked_for(directory, caplog):
-    caplog.set_level("INFO", "dsa_layers")
-    note = "multi-token-prediction layer is not loaded"
+    caplog.set_level("DEBUG", "dsa_layers")
+    note = "drafter=True drafts tokens with the multi-token-prediction layer"
     model = load_model(directory)
     assert model.drafter is None and not [name for name in model.state_dict() if name.startswith("drafter.")]
     assert note in caplog.text
@@ -210,12 +210,31 @@ def test_a_checkpoint_without_the_layer(directory, model_type, tmp_path):
     """By its configuration, or by its files alone."""
     drop, fields = without(PREFIX[model_type]), fields_of(directory, 0)
     told = rf"^drafter: {re.escape(str(tmp_path))}/config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
-    lacking = r"drafter: holds no tensor of a multi-token-prediction layer; config\.json"
+    lacking = r"drafter: holds no tensor of multi-token-prediction layer 0; config\.json"
     for change, error, message in ((fields, ValueError, told), ({}, CheckpointError, lacking)):
         changed(directory, tmp_path, drop, **change)
         with pytest.raises(error, match=message):
             load(tmp_path)
         assert load_model(tmp_path, progress=False).drafter is None
+
+
+def test_a_configuration_with_more_layers_than_the_files(directory, tmp_path):
+    changed(directory, tmp_path, lambda tensors: None, **fields_of(directory, 7))
+    told = r"drafter: holds no tensor of multi-token-prediction layer 1; config.json has num_nextn_predict_layers=7$"
+    with pytest.raises(CheckpointError, match=told):
+        load(tmp_path)
+    assert load_model(tmp_path, progress=False).drafter is None
+
+
+def test_a_configuration_with_fewer_layers_than_the_files(directory, model_type, tmp_path):
+    changed(directory, tmp_path, lambda tensors: None, **fields_of(directory, 0))
+    if model_type == "deepseek_v4":  # whose names tell the layers apart
+        assert load_model(tmp_path, progress=False).drafter is None
+        return
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    told = f"{tmp_path}: holds tensors of layer {layers}; config.json has num_hidden_layers={layers} and num_nextn_"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(told)}predict_layers=0$"):
+        load_model(tmp_path, progress=False)
 
 
 def of_another_shape(tensors):

@@ -124,7 +124,7 @@ def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
     assert planned(capsys, tmp_path, "--draft", "1", "--gpus", "2")[0] == 0
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
     code, told = planned(capsys, tmp_path, "--draft", "1")
-    assert code == 2 and "drafter: holds no tensor of a multi-token-prediction layer; config" in told
+    assert code == 2 and "drafter: holds no tensor of multi-token-prediction layer 0; config" in told
     assert planned(capsys, tmp_path)[0] == 0
 
 
@@ -145,11 +145,19 @@ def test_the_command(capsys, tmp_path):
         ([FLASH, "--gpus", "1", "--memory", "141"], 1, "does not fit"),
         ([FLASH, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"], 0, "GB"),
         ([FLASH, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"], 1, "GB, does not fit"),
-        ([FLASH, "--gpus", "3"], 2, "--gpus: 3 do not evenly share the 129280 tokens of embed"),
+        ([FLASH, "--gpus", "2", "--memory", "81.5"], 1, "does not fit"),
+        ([FLASH, "--memory", "nan"], 2, "--memory: must be a finite number above 0, got nan"),
+        ([FLASH, "--cache-tokens", "9" * 20], 2, f"--cache-tokens: must be at most 2147483136, got {'9' * 20}"),
+        (
+            [FLASH, "--gpus", "3"],
+            2,
+            "--gpus: 3 do not evenly share the 129280 tokens of embed; accepted up to 16: 1, 2, 4, 8",
+        ),
         ([tmp_path], 2, "config.json"),
     ]:
         found, told = planned(capsys, *call)
         assert found == code and last in told.splitlines()[-1], (call, told)
+    assert "GPUs of 139.8 GB" in planned(capsys, FLASH, "--memory", "139.8")[1]
 
 
 def test_the_command_with_drafts(capsys):

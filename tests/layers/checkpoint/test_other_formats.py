@@ -32,7 +32,7 @@ def quantised(**fields):
         (quantised(**NVFP4), "compressed-tensors (format 'nvfp4-pack-quantized')"),
         (quantised(quant_method="awq", bits=4, group_size=128, version="gemm"), "AWQ (bits 4, group_size 128)"),
         (quantised(quant_method="gptq", bits=4, desc_act=False), "GPTQ (bits 4)"),
-        (quantised(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes (load_in_4bit True)"),
+        (quantised(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes (load_in_4bit true)"),
         (quantised(quant_method="mxfp4"), "MXFP4"),
         ({"model-Q4_K_M.gguf": {}}, "model-Q4_K_M.gguf is GGUF"),
         ({"config.json": FLOAT, "pytorch_model-00001-of-00002.bin": {}}, "PyTorch's pickled files"),

@@ -16,15 +16,16 @@ from dsa_layers.command.reply import Reply
 from dsa_layers.generation.generator import Generator, TokenEvent
 
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+NOT_UTF8 = UnicodeDecodeError("utf-8", b"a\xffb\n", 1, 2, "invalid start byte")
 
 
 @pytest.fixture
 def chat(monkeypatch):
     """Call the command with these lines: strings, or what the standard input raises."""
 
-    def call(checkpoint, lines, *given):
+    def call(checkpoint, lines, *given, terminal=False):
         readline = Mock(side_effect=[*lines, ""])
-        monkeypatch.setattr(sys, "stdin", Mock(readline=readline, isatty=lambda: False))
+        monkeypatch.setattr(sys, "stdin", Mock(readline=readline, isatty=lambda: terminal))
         size = ["--device", "cpu", "--cache-tokens", "1024", "--max-tokens", "6", "--temperature", "0"]
         return main(["chat", str(checkpoint), *size, *given])
 
@@ -60,7 +61,7 @@ def test_the_shipped_model_continues_the_texts(chat, capsys, monkeypatch):
     captured = capsys.readouterr()
     reply = prompts[1].removeprefix("import os\ndef f(x):\n").removesuffix("\ny\n")
     assert prompts[0] == "import os\ndef f(x):\n" and captured.out.startswith(f"{reply}\n") and reply
-    assert captured.err == ""
+    assert captured.err == "This model continues Python source and does not chat.\n"
 
 
 @pytest.mark.slow
@@ -112,14 +113,23 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     assert captured.out.strip()
 
 
+def test_a_line_of_other_bytes_on_a_terminal_does_not_end_the_conversation(checkpoint, chat, replies, capsys):
+    prompts = replies(["A1"], ["A2"])
+    assert chat(checkpoint, [NOT_UTF8, "Q1\n", "a\udcff\n", "Q2\n"], terminal=True) == 0
+    assert prompts[1] == f"{BOS}{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}</think>"
+    assert capsys.readouterr().err.splitlines() == [r"dsa chat: standard input: must be UTF-8, got b'\xff'"] * 2
+
+
 @pytest.mark.parametrize(
     ("lines", "options", "problem"),
     [
         ([], ["--gpus", "2"], "dsa chat: --gpus: must be 1 for dsa chat, got 2: Ctrl-C would"),
+        ([], ["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
         ([], ["--chat-option", "x"], "argument --chat-option: must be NAME=VALUE, got 'x'"),
         ([], ["--chat-option", "messages=1"], "argument --chat-option: must be another name than messages"),
         (["Q\n"], ["--chat-option", "thinkin=true"], "dsa chat: --chat-option: thinkin: is no option of this chat"),
-        ([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "")], [], "dsa chat: standard input: must be UTF-8, got other"),
+        ([NOT_UTF8], [], r"dsa chat: standard input: must be UTF-8, got b'\xff'"),
+        (["a\udcff\n"], [], r"dsa chat: standard input: must be UTF-8, got b'\xff'"),
     ],
 )
 def test_wrong_calls(checkpoint, chat, error, lines, options, problem):

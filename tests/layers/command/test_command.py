@@ -1,15 +1,19 @@
 """The `dsa` command, run in this process: what it prints, where, and with which exit code; test_generate has
 `dsa generate`, test_compare `dsa compare`."""
 
+import errno
 import importlib.metadata
 import os
 import tomllib
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from safetensors import SafetensorError
 
 import dsa
+from dsa_layers.checkpoint import published_format
 from dsa_layers.command import health
 from dsa_layers.command.main import main
 
@@ -82,6 +86,26 @@ def test_tiny(tmp_path, capsys):
     assert sorted(directory.glob("*.safetensors"))[0].read_bytes() != first
     size = ["--max-tokens", "2", "--cache-tokens", "256", "--device", "cpu"]
     assert main(["generate", str(directory), "--prompt", "a", *size]) == 0
+
+
+def test_tiny_writes_files_that_the_umask_allows(tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert main(["tiny", str(tmp_path)]) == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+def test_tiny_names_the_file_that_a_full_disk_does_not_take(tmp_path, monkeypatch, error):
+    full = OSError(errno.ENOSPC, "No space left on device")  # as `write` raises it
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", Mock(side_effect=full))
+        assert main(["tiny", str(tmp_path)]) == 2
+    assert error().endswith("/config.json: No space left on device")
+    monkeypatch.setattr(published_format, "save_file", Mock(side_effect=SafetensorError("No space left")))
+    assert main(["tiny", str(tmp_path)]) == 2
+    assert error().startswith(f"dsa tiny: {tmp_path}/model-00001-of-") and not (tmp_path / "config.json").exists()
 
 
 def test_tiny_replaces_nothing_else(tmp_path, error):

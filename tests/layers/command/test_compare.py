@@ -78,7 +78,7 @@ def test_the_table(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        (["--max-tokens", 1], (1, 1)),
+        (["--max-tokens", 2], (1, 2)),
         (["--max-tokens", 100], (1, 100)),
         (["--max-tokens", 100, "--length", 100], (1, 100)),
         (["--max-tokens", 100, "--length", 33], (3, 33)),
@@ -131,6 +131,7 @@ def test_the_table_of_deepseek_v4(tiny_checkpoint, capsys):
 def test_wrong_calls(tmp_path, error):
     (tmp_path / "short").write_text("a" * 50)
     (tmp_path / "empty").touch()
+    (tmp_path / "one").write_text("a")
     (tmp_path / "binary").write_bytes(b"\xff")
     for options, problem in [
         (
@@ -138,7 +139,11 @@ def test_wrong_calls(tmp_path, error):
             f"--text: must be a readable file, got {tmp_path}/none: No such file or directory",
         ),
         (["--text", tmp_path / "binary"], rf"--text {tmp_path}/binary: must be UTF-8, got b'\xff'"),
-        (["--text", tmp_path / "empty"], f"--text: must have at least 1 token to predict, got {tmp_path}/empty with 0"),
+        (
+            ["--text", tmp_path / "empty"],
+            f"--text: must have at least 2 tokens to predict, got {tmp_path}/empty with 0",
+        ),
+        (["--text", tmp_path / "one"], f"--text: must have at least 2 tokens to predict, got {tmp_path}/one with 1"),
         (
             ["--text", tmp_path / "short", "--length", 51],
             "--length: must be at most 50, the shorter of the model's context of 2048 tokens and the text's 50, got 51",
@@ -147,7 +152,8 @@ def test_wrong_calls(tmp_path, error):
             ["--length", 200, "--max-tokens", 199],
             "--max-tokens: must be at least the 200 of --length, one sequence, got 199",
         ),
-        (["--length", 0], "argument --length: must be at least 1, got 0 (see dsa compare --help)"),
+        (["--length", 1], "argument --length: must be at least 2, got 1 (see dsa compare --help)"),
+        (["--max-tokens", 1], "argument --max-tokens: must be at least 2, got 1 (see dsa compare --help)"),
         (["--max-tokens", "x"], "argument --max-tokens: must be an integer, got 'x' (see dsa compare --help)"),
         (["--device", "tpu"], "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
         (["nowhere"], "nowhere: no such directory; a checkpoint holds config.json and safetensors"),

@@ -2,8 +2,11 @@
 
 import io
 import time
+from unittest.mock import Mock
 
+from dsa_layers.command import prefill_progress
 from dsa_layers.command.completion_output import NumberedLines
+from dsa_layers.command.prefill_progress import PrefillProgress
 from dsa_layers.generation.results import Completion, TokenEvent
 
 
@@ -31,3 +34,14 @@ def test_a_long_text_takes_time_in_proportion():
     """It is not copied with each piece: a line of two million characters would take a hundred times as long as a tenth
     of it."""
     assert seconds(100_000) < 40 * seconds(10_000)
+
+
+def test_the_progress_of_prompts_is_shown_where_they_need_several_passes(monkeypatch):
+    monkeypatch.setattr(prefill_progress, "tqdm", bar := Mock(side_effect=lambda **_: Mock(n=0)))
+    PrefillProgress(4)(0, 4)
+    assert not bar.called
+    progress = PrefillProgress(4)
+    progress(0, 9)
+    progress(4, 9)
+    assert bar.call_args.kwargs["total"] == 9 and bar.call_count == 1
+    assert progress.first(iter([1, 2])) == [1]

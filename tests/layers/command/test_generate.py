@@ -240,7 +240,8 @@ def test_drafts(checkpoint, greedy, capsys):
         (("--draft", "4"), "argument --draft: invalid choice: 4 (choose from 0, 1, 2, 3) (see dsa generate --help)"),
         (("--top-p", "2"), "argument --top-p: must be above 0 and at most 1, got 2.0 (see dsa generate --help)"),
         (("--max-new-tokens", "2"), "unrecognized arguments: --max-new-tokens 2"),
-        (("--prompt", ""), "--prompt: must not be empty, got no text"),
+        (("--prompt", ""), "--prompt (prompt 2 of 2): must not be empty, got no text"),
+        (("--logprobs", "99999"), "--logprobs: must be at most the vocabulary of 2048, got 99999"),
         (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
     ],
 )
@@ -302,8 +303,10 @@ def test_logits_that_are_not_finite_are_a_failure(checkpoint, tmp_path, capsys, 
     assert generate(damaged, "--raw", "--temperature", temperature, prompts=prompts) == 1
     captured = capsys.readouterr()
     lines = captured.err.splitlines()[-len(prompts) :]
-    for line in lines:
-        assert re.fullmatch(r"dsa generate: --prompt: its logits after \d+ tokens hold NaN or infinity: .*", line)
+    names = ["--prompt"] if len(prompts) == 1 else ["--prompt (prompt 1 of 2)", "--prompt (prompt 2 of 2)"]
+    for line, name in zip(lines, names, strict=True):
+        told = rf"dsa generate: {re.escape(name)}: its logits after \d+ tokens hold NaN or infinity: .*"
+        assert re.fullmatch(told, line)
     assert "Traceback" not in captured.err
     shown = f"{PROMPT}\n" if len(prompts) == 1 else "".join(f"[{i}] {prompt}\n" for i, prompt in enumerate(prompts))
     assert captured.out == shown

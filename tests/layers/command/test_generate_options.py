@@ -17,6 +17,8 @@ from dsa_layers.command.prompt_sources import Prompt, read_prompts
 from dsa_layers.generation.generator import Generator
 from tests.layers.command.calls import PROMPT, generate, replace
 
+EOS = "<｜end▁of▁sentence｜>"
+
 
 @pytest.fixture
 def given(monkeypatch):
@@ -258,6 +260,7 @@ def test_prompts_that_cannot_be_read(tmp_path, monkeypatch, error):
         ([], f"--prompt: must be given, got none; {accepted}"),
         (["--prompt", "-"], r"--prompt -: must be UTF-8, got b'\xfe'"),
         (["--prompt", "-"], "--prompt -: must not be empty, got no text"),  # it has been read
+        (["--prompt", "x", "--prompt", ""], "--prompt (prompt 2 of 2): must not be empty, got no text"),
         (
             ["--prompt", "-", "--prompt", "-"],
             "--prompt: - must come once, as the standard input is read once, got it 2 times",
@@ -281,9 +284,11 @@ def test_prompts_that_cannot_be_read(tmp_path, monkeypatch, error):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--prompt", ""), "--prompt: must not be empty, got no text"),
-        (("--stop", "\udcff"), r"--stop: must be UTF-8, got '\udcff'"),
-        (("--prompt", "ab\udcc3("), r"--prompt: must be UTF-8, got 'ab\udcc3('"),
+        (("--prompt", ""), "--prompt (prompt 2 of 2): must not be empty, got no text"),
+        (("--stop", "\udcff"), r"--stop: must be UTF-8, got b'\xff'"),
+        (("--prompt", "ab\udcc3("), r"--prompt (prompt 2 of 2): must be UTF-8, got b'\xc3'"),
+        (("--prompt", "a\ud800"), r"--prompt (prompt 2 of 2): must be UTF-8, got 'a\ud800'"),
+        (("--stop", "a", "--stop", EOS), f"--stop: must not be a special token, which no text shows, got {EOS!r}"),
         (("--device", "gpu"), "--device: must be cpu, cuda or cuda:N, got 'gpu'"),
         (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
         (("--device", "cpu:2"), "--device: must be cpu, cuda or cuda:N, got 'cpu:2'"),
@@ -337,6 +342,11 @@ def test_a_missing_directory(tmp_path, error):
     assert generate(tmp_path / "file") == 2
     told = "is a file; a checkpoint is the directory of config.json and safetensors"
     assert error() == f"dsa generate: {tmp_path / 'file'}: {told}"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    assert generate(tmp_path / "other") == 2
+    told = "config.json: no such file; a checkpoint directory holds a config.json"
+    assert error() == f"dsa generate: {tmp_path / 'other'}/{told}"
     assert generate("a" * 300) == 2
     assert error() == f"dsa generate: {'a' * 300}: File name too long"
 
@@ -372,8 +382,11 @@ def test_a_cache_that_cannot_hold_a_prompt(checkpoint, tmp_path, error):
     """The message names the option that the prompt comes from, and the file as it is called."""
     file = tmp_path / "cache_tokens"
     file.write_text(PROMPT)
-    for options, source in [((), "--prompt"), (("--prompt-file", file), f"--prompt-file {file}")]:
-        prompts = () if options else (PROMPT,)
+    for options, prompts, source in [
+        ((), (PROMPT,), "--prompt"),
+        (("--prompt-file", file), (), f"--prompt-file {file}"),
+        ((), ("x", PROMPT), r"--prompt \(prompt 1 of 2\)"),
+    ]:
         assert generate(checkpoint, "--max-tokens", 200, "--cache-tokens", 128, *options, prompts=prompts) == 2
         assert re.fullmatch(
             rf"dsa generate: {source}: \d+ prompt tokens and 200 new ones need 4 pages of 64 tokens; the cache has 2 "

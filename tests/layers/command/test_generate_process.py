@@ -28,11 +28,11 @@ def test_pipes():
     assert re.match(rb"prefill: \d tokens, ", line)
 
 
-def test_a_terminal():
-    """It shows the prompt bold, and a bar while weights are loaded."""
+def on_a_terminal(*options):
+    """(exit code, what a terminal shows)"""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    call = [*GENERATE, "--prompt", "def f(", "--max-tokens", "2"]
+    call = [*GENERATE, "--prompt", "def f(", "--max-tokens", "2", *options]
     with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=ENVIRONMENT) as process:
         os.close(theirs)
         shown = b""
@@ -45,8 +45,28 @@ def test_a_terminal():
                 break
             shown += part
     os.close(ours)
-    assert process.returncode == 0
+    return process.returncode, shown
+
+
+def test_a_terminal():
+    """It shows the prompt bold, and a bar while weights are loaded."""
+    code, shown = on_a_terminal()
+    assert code == 0
     assert b"Loading" in shown and b"\x1b[1mdef f(\x1b[0m" in shown and b"prefill: " in shown
+    assert b"Prefill" not in shown and b"--draft" not in shown
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_progress_of_a_prompt_that_needs_several_passes():
+    code, shown = on_a_terminal("--prefill-chunk", "2")
+    assert code == 0 and b"Prefill" in shown
+    assert shown.index(b"Prefill") < shown.index(b"\x1b[1mdef f(")
+
+
+@pytest.mark.slow
+def test_a_terminal_is_told_of_drafts(tiny_checkpoint):
+    code, shown = on_a_terminal(str(tiny_checkpoint("glm_moe_dsa")))
+    assert code == 0 and b"Tip: --draft 1 drafts tokens with the checkpoint's multi-token-prediction layer" in shown
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ def start(arguments, *flags, env=None, before=reset_signals, **options):
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-def test_the_package_is_the_command():
-    process = subprocess.run([sys.executable, "-m", "dsa_layers.command", "check", "--seeds", "0"], **PIPES, text=True)
+@pytest.mark.parametrize("package", ["dsa_layers", "dsa_layers.command"])
+def test_the_package_is_the_command(package):
+    process = subprocess.run([sys.executable, "-m", package, "check", "--seeds", "0"], **PIPES, text=True)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "dsa check: argument --seeds: must be at least 1, got 0 (see dsa check --help)\n"
 
@@ -66,19 +67,27 @@ def test_an_interrupt_that_the_caller_has_ignored_changes_nothing(tmp_path):
 def test_output_that_cannot_be_written():
     """Whether it is written at once or when Python ends."""
     with open("/dev/full", "w") as full:
-        for unbuffered in ("", "1"):
-            process = start(["--version"], stdout=full, stderr=subprocess.PIPE, env={"PYTHONUNBUFFERED": unbuffered})
-            _, err = process.communicate(timeout=SECONDS)
-            assert (process.returncode, err) == (2, "dsa: [Errno 28] No space left on device\n")
+        for arguments, command in (["--version"], "dsa"), (["check", "--help"], "dsa"), (["plan"], "dsa plan"):
+            for unbuffered in ("", "1"):
+                env = {"PYTHONUNBUFFERED": unbuffered}
+                process = start(arguments, stdout=full, stderr=subprocess.PIPE, env=env)
+                _, err = process.communicate(timeout=SECONDS)
+                told = f"{command}: standard output: No space left on device\n"
+                assert (process.returncode, err) == (2, told), arguments
 
 
 @pytest.mark.parametrize(
-    ("closed", "arguments", "code"), [(1, ["--version"], 0), (2, ["generate", "--prompt", "x", "--device", "tpu"], 2)]
+    ("closed", "arguments", "told"),
+    [
+        (1, ["--version"], "dsa: standard output: must be open, got a closed one\n"),
+        (1, ["generate", "--prompt", "x"], "dsa: standard output: must be open, got a closed one\n"),
+        (2, ["generate", "--prompt", "x", "--device", "tpu"], ""),
+    ],
 )
-def test_a_closed_stream(closed, arguments, code):
+def test_a_closed_stream(closed, arguments, told):
     call = [sys.executable, "-m", "dsa_layers.command.main", *arguments]
     result = subprocess.run(["sh", "-c", f'"$@" {closed}>&-', "sh", *call], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
 
 
 def test_an_encoding_that_lacks_letters(tmp_path):

@@ -62,17 +62,36 @@ def test_a_report_that_cannot_be_written_is_refused_before_loading(tmp_path, cap
     assert capsys.readouterr().err.startswith("dsa verify: --report: there is no directory")
 
 
+@pytest.mark.parametrize("path", ["/dev/full", SHIPPED_MODEL / "config.json", SHIPPED_MODEL / "held_out.txt"])
+def test_a_file_that_is_no_report_is_not_replaced(path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load", None)
+    assert main(["verify", "--report", str(path)]) == 2
+    told = f"--report: must be a new or empty file, or an earlier report, got {path}"
+    assert capsys.readouterr().err == f"dsa verify: {told}\n"
+
+
+def test_an_earlier_report_is_replaced(tmp_path):
+    path = tmp_path / "report.json"
+    path.touch()
+    assert command._may_be_replaced(path)
+    report = command._Report()
+    report.add("machine", {})
+    report.add("checkpoint", {})
+    path.write_text(report.text())
+    assert command._may_be_replaced(path)
+
+
 def test_a_report_with_nan_is_json():
     report = command._Report()
     report.add("text", {"loss": math.nan, "rates": [1.0, math.inf]})
     assert json.loads(report.text(), parse_constant=pytest.fail) == {"text": {"loss": "nan", "rates": [1.0, "inf"]}}
 
 
-def test_a_text_of_one_token_is_refused(checkpoint, tmp_path, capsys):
-    empty = tmp_path / "empty.txt"
-    empty.write_text("")
-    assert main(["verify", str(checkpoint), "--device", "cpu", "--text", str(empty)]) == 2
-    assert capsys.readouterr().err == "dsa verify: --text: must have at least 2 tokens\n"
+def test_a_text_of_one_token_is_refused_before_loading(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load", None)
+    assert main(["verify", str(checkpoint), "--device", "cpu", "--text", "/dev/null"]) == 2
+    told = "dsa verify: --text: must have at least 2 tokens, got /dev/null with 1\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_difference_is_its_formulas():

@@ -234,6 +234,15 @@ def scheme(**changes):
             scheme(expert_dtype="fp8"),
             "field 'expert_dtype' is 'fp4'; accepted: quantization_config.expert_dtype='fp8'",
         ),
+        (
+            {"num_nextn_predict_layers": 7},
+            "field 'compress_ratios' has 5 entries; accepted: 4 (num_hidden_layers) or 11 (with "
+            "num_nextn_predict_layers=7), each 0, 4 or 128",
+        ),
+        (
+            {"num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 5, 4]},
+            "field 'compress_ratios' holds 5; accepted: 4 (num_hidden_layers), each 0, 4 or 128",
+        ),
         ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
     ],
 )

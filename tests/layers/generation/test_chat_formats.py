@@ -52,7 +52,7 @@ def test_prompts_are_those_written_by_hand(make, model_type, messages, arguments
         (QUESTION, {"think": True}, "think: is no option of this chat format; accepted: thinking, enable_thinking, "),
         (QUESTION, {"thinking": "no"}, "thinking: must be true or false, got 'no'"),
         ([says("assistant", "", tool_calls=[call(1, "")])], {}, "messages[0].tool_calls[0].function: must have a name"),
-        ([says("assistant", "", tool_calls=[call("f", "[]")])], {}, "function.arguments: must be a JSON object, got l"),
+        ([says("assistant", "", tool_calls=[call("f", "[]")])], {}, "function.arguments: must be a JSON object, got ["),
     ],
 )
 def test_what_a_format_refuses(make, model_type, messages, arguments, problem):
@@ -97,3 +97,15 @@ def test_a_template_goes_before_the_format(make):
 )
 def test_a_checkpoint_has_a_format_by_its_model_type_and_its_tokens(make, model_type, tokens, has):
     assert make(model_type, tokens).has_chat_template == has
+
+
+def test_a_format_refuses_a_tokenizer_that_spells_its_tokens_out(make, tmp_path):
+    """The vocabulary has them, but they are not added tokens, so a text is cut into smaller ones."""
+    make("deepseek_v32")
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields |= {"added_tokens": []}
+    fields["model"]["vocab"] = {token: i for i, token in enumerate([USER, ASSISTANT, BOS, EOS, *sorted({*USER})])}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    told = "tokenizer.json: has no token <｜User｜>, which the chat format of deepseek_v32 needs"
+    with pytest.raises(TokenizerError, match=re.escape(told)):
+        _ = Tokenizer(tmp_path).has_chat_template

@@ -61,6 +61,15 @@ def test_the_batch_gives_what_each_prompt_gives_alone(model, tokenizer, greedy):
     assert f"prefill: {prefilled} tokens" in str(generator.throughput)
 
 
+def test_a_stream_tells_how_far_prompts_are(model, tokenizer):
+    told = []
+    generator = Generator(model, tokenizer, cache_tokens=256, prefill_chunk=5)
+    events = generator.stream(PROMPTS, SamplingParams(max_tokens=2), on_prefill=lambda *counts: told.append(counts))
+    assert len([*events]) == 6
+    total = generator.throughput.prefill_tokens
+    assert told == [(done, total) for done in range(0, total, 5)]
+
+
 def test_streamed_text_is_the_text(model, tokenizer, greedy):
     events = list(Generator(model, tokenizer, cache_tokens=256).stream(PROMPTS, SamplingParams(max_tokens=10)))
     for i, completion in enumerate(greedy):

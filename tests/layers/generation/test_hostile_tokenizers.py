@@ -145,6 +145,9 @@ def test_padding_and_truncation_are_not_applied(tmp_path):
     ("config", "expected"),
     [
         ({"bos_token": 1}, "bos_token is 1; accepted: a string"),
+        ({"add_bos_token": 3}, "add_bos_token is 3; accepted: true, false or null"),
+        ({"add_eos_token": "foo"}, "add_eos_token is 'foo'; accepted: true, false or null"),
+        ({"bos_token": True}, "bos_token is true; accepted: a string"),
         ({"bos_token": 0.0}, r"bos_token is 0\.0; accepted: a string"),
         ({"bos_token": []}, r"bos_token is \[\]; accepted: a string"),
         ({"bos_token": {"content": []}}, "bos_token is {'content': \\[\\]}; accepted"),

@@ -36,11 +36,11 @@ def test_the_shipped_model_samples():
     [
         ('{"do_sample": 1}', "field 'do_sample' is 1; accepted: true, false or null"),
         ('{"temperature": "hot"}', "field temperature: must be a number, got 'hot'"),
-        ('{"temperature": true}', "field temperature: must be a number, got True"),
+        ('{"temperature": true}', "field temperature: must be a number, got true"),
         ('{"temperature": -1}', "field temperature: must be a finite number of at least 0, got -1.0"),
         ('{"top_p": 0}', "field top_p: must be above 0 and at most 1, got 0.0"),
         ('{"top_k": 2.5}', "field top_k: must be an integer, got 2.5"),
-        ("[]", "must hold a JSON object, got list"),
+        ("[]", "must hold a JSON object, got []"),
         ("{", "not valid JSON"),
     ],
 )

@@ -65,6 +65,23 @@ def test_special_tokens_as_text_or_object(tmp_path, form):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
 
 
+def test_characters_without_a_token_are_told(tmp_path):
+    make(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["model"] |= {"vocab": {"a": 0}, "merges": []}
+    fields["pre_tokenizer"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = Tokenizer(tmp_path)
+    with pytest.warns(UserWarning, match=r"tokenizer\.json: has no token for 'xyz': left out$"):
+        assert len(tokenizer.encode(f"{USER}xay a{USER}z", add_bos=False)) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_white_space_and_parts_of_characters_are_no_missing_tokens(tmp_path):
+    trims = processors.ByteLevel(trim_offsets=True)
+    assert make(tmp_path, trims).encode(" à  😀\n\tb " + TEXT)
+
+
 def test_chat_template(tmp_path):
     template = (
         "{{ bos_token }}{% for m in messages %}\n"
@@ -103,6 +120,10 @@ def test_chat_template_helpers(tmp_path):
         ("{{ messages[0]['content'] + none }}", "chat template: "),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
         ("{{ messages.append(1) }}", "chat template: .*'append' of 'list' object is unsafe"),
+        ("a\n\n{% if %}", "chat template: line 3: Expected an expression, got 'end of statement block'$"),
+        ("", "chat template: writes no text for these messages$"),
+        ("{{ nothing }}", "chat template: writes no text for these messages$"),
+        ("{{ '\\ud800' }}", "chat template: writes surrogates, which are not Unicode text$"),
     ],
 )
 def test_chat_template_failures(tmp_path, template, expected):

@@ -129,7 +129,7 @@ def test_replaces_its_own_and_what_an_interruption_left(tmp_path, monkeypatch, p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "save_file", stop)
+        patch.setattr(writer, "save_tensors", stop)
         with pytest.raises(KeyboardInterrupt):
             write_tiny_checkpoint(directory)
     assert INDEX_NAME in os.listdir(directory) and "config.json" not in os.listdir(directory)

@@ -156,3 +156,11 @@ def test_an_unknown_model(tmp_path):
     with pytest.raises(ValueError, match=r"^model: must be one of 'deepseek_v32', .*'glm_moe_dsa', got 'llama'$"):
         write_tiny_checkpoint(tmp_path / "new", model="llama")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_chat_template_knows_whether_to_think(tiny_checkpoint):
+    tokenizer = Tokenizer(tiny_checkpoint("glm_moe_dsa"))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Q"}])
+    for thinks, mark in ((True, "<think>"), (False, "</think>")):
+        asked = tokenizer.apply_chat_template([{"role": "user", "content": "Q"}], enable_thinking=thinks)
+        assert asked == prompt + mark
