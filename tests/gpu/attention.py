@@ -74,10 +74,11 @@ def starts(lengths: list[int]) -> torch.Tensor:
 
 
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
-    """Check calls whose `out` is a view of adjacent heads (in one call: all heads) of another tensor. The results must
-    have the bits of a call without `out`, and the tensor's other heads must not be written.
+    """Check three calls with `out`. Each `out` is a view of some adjacent heads of a larger tensor; in the first call
+    these are all heads of the tensor. The results must have the bits of a call without `out`, and the other heads of
+    the tensor must not be written.
 
-    -> the tensor of the last call, with three more heads than `out`. All elements are NaN again.
+    -> the larger tensor of the last call, with three more heads than `out`. All elements are NaN again.
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

@@ -34,8 +34,8 @@ def distinct(queries, n, k):
 
 
 def overlapping(queries, keys, k, pool):
-    """Return int32 [queries, 1, k]: for each query, k different keys in random order. 16 adjacent queries select from
-    the same `pool` random keys."""
+    """Return int32 [queries, 1, k]: for each query, k different keys in random order. Each 16 adjacent queries select
+    from the same `pool` random keys."""
     pools = distinct(-(-queries // 16), keys, pool).repeat_interleave(16, 0)[:queries]
     return pools.gather(1, distinct(queries, pool, k).long())[:, None].contiguous()
 

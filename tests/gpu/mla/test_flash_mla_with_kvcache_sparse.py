@@ -185,9 +185,9 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
     """Let S be the largest scale of a key, rounded down to a power of two. The absolute error that fp16 causes is at
-    most 2^-22 S. 656 bytes: the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. 584 bytes: all groups have one
-    scale, 2^-7 to 2^-36, and the rope channels are larger. The kernel treats the largest rope channel, rounded down to
-    a power of two and divided by 2^9, as another scale."""
+    most 2^-22 S. With 656 bytes the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. With 584 bytes all groups
+    of a key have the same scale, 2^-7 to 2^-36, and the rope channels are larger. There, the kernel treats the largest
+    rope channel, rounded down to a power of two and divided by 2^9, as another scale, and S includes this scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:
