@@ -1,5 +1,5 @@
-"""Helpers for tests of attention kernels and of other ops with index tensors: checked calls, replays of graphs, invalid
-indices, and results inside larger tensors."""
+"""Helpers for tests of attention kernels and of other ops with index tensors. They check a call, replay a captured call
+with new data, make invalid indices, and check results that are written into a part of a larger tensor."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -40,9 +40,9 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay: the same
-    tensors each time. Before a replay the tensors of the renewal are copied to the tensors of `given`, which the call
-    reads."""
+    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay. They are the
+    same tensors each time. Before a replay the tensors of the renewal are copied to the tensors of `given`, which the
+    call reads."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():

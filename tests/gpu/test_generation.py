@@ -267,7 +267,7 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
     monkeypatch.setattr(dsa, "topk_indices", checked)
     model = load_model(checkpoint, device="cuda", progress=False)
-    # Without graphs, because a comparison cannot be captured.
+    # Passes run without graphs, because a comparison cannot be captured.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)
     generator.generate([*PROMPTS, list(range(300, 530))], SamplingParams(8))
     assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
@@ -390,7 +390,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # makes ties, also between the 50th and 51st largest, where top_k divides
+    logits[4:8] = logits[4:8].round()  # makes ties, also across the limit of top_k = 50
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
     drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [

@@ -1,5 +1,5 @@
-"""Run examples/train_indexer.py on a GPU with short sequences and few steps: a pass captured in a CUDA graph compared
-with an uncaptured one, and all stages."""
+"""Run examples/train_indexer.py on a GPU with short sequences and few steps. One test compares a pass captured in a
+CUDA graph with an uncaptured pass, the other runs all stages."""
 
 import copy
 import csv

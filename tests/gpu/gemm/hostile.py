@@ -53,7 +53,7 @@ def operands(case, rows, matrices, **sizes):
 
 
 def rows_of(x, rows):
-    """Return x[rows] with all bits, for any dtype, including FP8."""
+    """Return x[rows] bit for bit. x can have any dtype, including FP8."""
     return x.contiguous().view(torch.uint8)[rows].view(x.dtype)
 
 

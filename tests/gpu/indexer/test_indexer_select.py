@@ -240,7 +240,7 @@ def test_nan_is_never_selected(keys, accumulators):
 @pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
 def test_slots(times):
     """The block table has too few pages for some keys, and two entries are invalid pages. In the last call all scores
-    tie, so that lists, if there are any, overflow."""
+    tie, so the lists of candidates overflow. With times = 1 there are no lists."""
     starts = times * int32([0] * 25 + [2000] * 25)
     given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
     table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)

@@ -109,7 +109,7 @@ class SelectedKeys:
         op.checked(given, record_error)
 
     def test_keys_that_no_query_selects_change_no_bit(self, op):
-        """The slots of these keys can have any contents, including pad bytes."""
+        """The slots of these keys, and the pad bytes of the cache, can have any contents."""
         given = op.inputs(30, 2000, 500)
         clean, cache = op.checked(given), cache_of(given)
         for _ in garbage(cache, slots_of(cache)[1]):

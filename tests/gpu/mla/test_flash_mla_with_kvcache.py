@@ -193,9 +193,9 @@ PLANNED.append([i * i * 8 % 50_000 for i in range(77)])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("rows", "kv_heads"), [(16, 1), (128, 1), (1024, 8)])
 def test_parts_of_a_plan_are_full_up_to_the_mean_and_one_overhead(lengths, rows, kv_heads, known):
-    """Every key tile belongs to exactly one part of the plan. A part's cost is the number of key tiles plus an overhead
-    per sequence of the part. No part costs more than the mean plus one overhead. known: whether the call passes the
-    largest length, on which the number of parts and the overhead depend"""
+    """Every key tile belongs to exactly one part of the plan. The cost of a part is the number of key tiles in the
+    part, plus an overhead for each sequence in the part. No part costs more than the mean plus one overhead. known:
+    whether the call passes the largest length, on which the number of parts and the overhead depend"""
     poison_free_memory(mebibytes=8)
     most = max(lengths) if known else 0
     _, overhead = _parts(int32(lengths), rows, kv_heads, most)
