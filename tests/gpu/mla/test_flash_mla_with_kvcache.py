@@ -89,8 +89,9 @@ def test_pages_outside_the_cache_and_its_block_table_hold_no_keys():
 def test_plans_of_both_styles_are_right():
     given = inputs([700, 0, 5000, 64], 2, scale=0.1, causal=True)
     meta, nothing = dsa.get_mla_metadata()
-    # A plan of the old style (from `old_plan`) is made without the block table, whose width limits the lengths. So this
-    # plan can split the sequences at other keys, and only results with the other plans must have equal bits.
+    # The other plans depend on an upper limit of the lengths, which is known from the width of the block table.
+    # `old_plan` does not use the block table. So this plan can split the sequences at other keys, and only results with
+    # the other plans must have equal bits.
     plans = [old_plan(given).values(), (meta, nothing), (meta, None), (None, None)]
     names = "tile_scheduler_metadata", "num_splits"
     got = [checked(CASE, given | dict(zip(names, plan))) for plan in plans]
