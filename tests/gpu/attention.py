@@ -1,5 +1,5 @@
-"""Helpers for tests of attention kernels and of other ops with index tensors: checked calls, replays of graphs, invalid
-indices, and results inside larger tensors."""
+"""Helpers for tests of attention kernels and of other ops with index tensors. They check a call, replay a captured call
+with new data, make invalid indices, and check results that are written into a part of a larger tensor."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -40,9 +40,9 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay: the same
-    tensors each time. Before a replay the tensors of the renewal are copied to the tensors of `given`, which the call
-    reads."""
+    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay. They are the
+    same tensors each time. Before a replay the tensors of the renewal are copied to the tensors of `given`, which the
+    call reads."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():
@@ -74,10 +74,11 @@ def starts(lengths: list[int]) -> torch.Tensor:
 
 
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
-    """Check calls whose `out` is a view of adjacent heads (in one call: all heads) of another tensor. The results must
-    have the bits of a call without `out`, and the tensor's other heads must not be written.
+    """Check three calls with `out`. Each `out` is a view of some adjacent heads of a larger tensor; in the first call
+    these are all heads of the tensor. The results must have the bits of a call without `out`, and the other heads of
+    the tensor must not be written.
 
-    -> the tensor of the last call, with three more heads than `out`. All elements are NaN again.
+    -> the larger tensor of the last call, with three more heads than `out`. All elements are NaN again.
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

@@ -13,7 +13,7 @@ PROMPTS = [
     list(range(100, 250)),
     [7, 8, 9],
     *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69)),
-    list(range(300, 620)),  # so long that, with several ranks, the ranks divide this prompt's tokens
+    list(range(300, 620)),  # long enough that several ranks divide this prompt's tokens
 ]
 ALONE = [0, 1, 2, 40, 70, 71]
 NEW_TOKENS = 96

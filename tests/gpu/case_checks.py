@@ -1,5 +1,6 @@
-"""Checks of a case (`dsa.cases`: an op, inputs and the check of the results): over grids of sizes, for strides and
-large offsets, and for rows that must not depend on other rows."""
+"""Helpers that check ops with their cases. A case (see `dsa.cases`) contains an op, makes inputs for the op, and checks
+the results. The helpers run cases over grids of sizes, with other strides and with large offsets, and check that rows
+do not depend on other rows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product

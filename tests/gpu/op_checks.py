@@ -44,7 +44,7 @@ def assert_rows_stand_alone(
     run: Callable[[Any], Any], given: dict[str, Any], names: Iterable[str], parts: Iterable[Any]
 ) -> list[torch.Tensor]:
     """Check that a call with only some rows of the named arguments gives the bits that these rows have in the results
-    of the whole call. parts: what selects the rows of a call (slices or index tensors)
+    of the whole call. parts: the rows of each call, as a slice or an index tensor
 
     -> the results of the whole call
     """

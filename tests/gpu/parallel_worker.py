@@ -179,8 +179,9 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
         shared = SharedRows(ranks, 1 + i * i * i % 3000)
-        # A lane of `peer_copies` copies one message at a time. The widths grow, so the memory of each lane must grow,
-        # even while the other lane copies a message.
+        # `peer_copies` copies the gather's and the sum's messages at the same time, each in a lane with its own memory.
+        # Every fifth width exceeds all earlier widths, so the memory of a lane must grow, even while the other lane
+        # copies a message.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
         if i % 7 == ranks.rank:  # delay one rank
@@ -231,8 +232,8 @@ def outcome(model: torch.nn.Module, device: torch.device) -> dict:
 
 
 def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return {checkpoint in the folder: the `outcome` of the model divided between both ranks}. On the first rank
-    "whole" is the `outcome` of the model on this rank's GPU alone."""
+    """Return {checkpoint in the folder: the `outcome` of the model divided between both ranks}. On the first rank each
+    of these has another key "whole", for the `outcome` of the model on one GPU."""
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
         found[directory.name] = outcome(load_model(directory, device=device, mesh=ranks, progress=False), device)

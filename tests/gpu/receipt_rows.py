@@ -36,9 +36,9 @@ def _waits_for_host(row: Row) -> bool:
     return min(filled) < 0.75
 
 
-# Tests of rows whose ratio does not compare the GPU time of the same work. In order: our kernel is deterministic and
-# the peer's is not; our kernel has fp16 accumulators and the peer's has fp32; the row is for a plan, which serves many
-# calls; the pass waits for the host.
+# Functions that are true for rows whose ratio does not compare GPU times of the same work. In order: our kernel is
+# deterministic and the peer's is not; our kernel has fp16 accumulators and the peer's has fp32; the row is for a plan,
+# which serves many calls; the pass waits for the host.
 OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
     _is_ours_alone("deterministic"),
     _is_ours_alone("float16 accumulators"),
@@ -52,8 +52,8 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose ratio compares our GPU time with a peer's for the same work. These are the rows that pass
-    none of the tests OTHER_KINDS."""
+    """Return the rows whose ratio compares our GPU time with a peer's for the same work. These are the rows for which
+    all functions of OTHER_KINDS are false."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 

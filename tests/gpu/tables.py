@@ -36,7 +36,7 @@ def inserted(text: str) -> str:
 
 
 def of_entry(name: str, body: Callable[[list[Row]], str]) -> str:
-    """Return where and when an entry was measured, followed by the text that `body` makes of the entry's rows."""
+    """Return where and when an entry was measured, followed by the text that `body` returns for the entry's rows."""
     entry = main_entries().get(name, {"unverified": "no entry"})
     if not entry.get("bench"):
         return f"Not measured on this code: {entry['unverified']}."
@@ -110,9 +110,8 @@ def _part_of_peers(part: str) -> Column:
 
 
 def _without_glue(row: Row) -> str:
-    """Return the speed-up over the peers' pass without glue, which is code that only converts tensors for the peers:
-    the time of the part GLUE is subtracted from the pass's time. "" if the row has no peers' pass, or the pass has no
-    glue."""
+    """Return the speed-up if the time of the part GLUE is subtracted from the time of the peers' pass. Glue is code
+    that only converts tensors for the peers. Return "" if the row has no peers' pass, or the pass has no glue."""
     if row["ratio"] is None or GLUE not in row["peer_parts"]:
         return ""
     return f"{(row['peer_ms'] - row['peer_parts'][GLUE]) / row['ms']:.2f}"

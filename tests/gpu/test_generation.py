@@ -194,8 +194,8 @@ def test_branches_of_two_streams_in_one_graph():
 def test_captured_gradients_of_experts():
     """If the forward and backward pass are captured in graphs, gradients have the bits of a pass without graphs."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
-    # Use autograd.grad and not backward(), whose node that accumulates gradients remembers this stream. A later capture
-    # would then wait for the stream, which is not allowed.
+    # Use autograd.grad here. backward() would make the node of x that accumulates gradients, and this node would
+    # remember the current stream. The capture below would then wait for this stream, which is not allowed.
     (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
     captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
     for _ in range(5):
@@ -267,7 +267,7 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
     monkeypatch.setattr(dsa, "topk_indices", checked)
     model = load_model(checkpoint, device="cuda", progress=False)
-    # Without graphs, because a comparison cannot be captured.
+    # Passes run without graphs, because a comparison cannot be captured.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)
     generator.generate([*PROMPTS, list(range(300, 530))], SamplingParams(8))
     assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
@@ -390,7 +390,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
         * torch.rand(len(params), 1, 1, generator=generator)
         * 8
     )
-    logits[4:8] = logits[4:8].round()  # makes ties, also between the 50th and 51st largest, where top_k divides
+    logits[4:8] = logits[4:8].round()  # makes ties, also across the limit of top_k = 50
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
     drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
     found = [
@@ -418,8 +418,9 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """PyTorch's sync debug mode raises if the host waits for the GPU. The sequences have no earlier tokens in the first
-    pass and 150 and 30 in the second. One sequence has more keys than are selected, the other has fewer."""
+    """PyTorch's sync debug mode raises if the host waits for the GPU. In the first pass the two sequences have no
+    earlier tokens; in the second pass they have 150 and 30. One sequence has more keys than are selected, the other has
+    fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
@@ -442,8 +443,8 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
 @pytest.mark.parametrize("pages", [None, torch.bfloat16, "fp8"], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
 def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
-    """Compare the multi-head form of attention, in which keys and values are views of one projection of the latents,
-    with the absorbed form, in which queries are projected to latents. pages: dtype of the cache's latents; None: no
+    """Compare the two forms of attention. In the multi-head form, keys and values are views of one projection of the
+    latents. In the absorbed form, queries are projected to latents. pages: dtype of the cache's latents; None: no
     cache"""
     nope, rope, value = sizes
     with torch.device("cuda"):
@@ -470,7 +471,7 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
     """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: the number of queries of
-    each pass with selection, in which some sequence has more keys than the indexer selects."""
+    each pass that selects keys. A pass selects keys if some sequence has more keys than the indexer selects."""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS

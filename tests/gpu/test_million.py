@@ -123,7 +123,8 @@ def test_tokens_share_a_list_of_entries(heads):
 
 @pytest.mark.parametrize("name", ["V3.2", "GLM-5", "GLM-5.2", "V4-Flash"])
 def test_angles_are_those_of_the_cpu(name):
-    """Compare cos and sin with those of the CPU, whose error at a million tokens another test checks."""
+    """Compare cos and sin with those of the CPU. Another test checks the error of the CPU's numbers at a million
+    tokens."""
     config = skeleton(name).config
     positions = torch.arange(TOKENS - 8192, TOKENS)
     for rope in {config.rope, getattr(config, "compress_rope", config.rope)}:

@@ -1,5 +1,5 @@
-"""Run examples/train_indexer.py on a GPU with short sequences and few steps: a pass captured in a CUDA graph compared
-with an uncaptured one, and all stages."""
+"""Run examples/train_indexer.py on a GPU with short sequences and few steps. One test compares a pass captured in a
+CUDA graph with an uncaptured pass, the other runs all stages."""
 
 import copy
 import csv
@@ -59,8 +59,8 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
     ]
     generator = torch.Generator("cuda").manual_seed(0)
     for call in range(8):
-        # 16 sequences have so many tokens that PyTorch's gradient of an embedding sorts them, which the capture must
-        # support.
+        # PyTorch's gradient of an embedding sorts the tokens if there are many, as in 16 sequences. The capture must
+        # support this.
         drawn = draw(tokens, 16, PLAN.length, generator)
         weights = torch.rand(3, generator=generator, device="cuda")
         losses = []

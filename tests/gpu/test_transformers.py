@@ -85,8 +85,8 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """The distance of our bf16 logits from transformers' fp32 logits is at most slightly larger than the distance of
-    transformers' own bf16 logits (see FACTOR)."""
+    """The distance (calc_diff) of our bf16 logits from transformers' fp32 logits is less than FACTOR times the distance
+    of transformers' own bf16 logits, plus SLACK."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -118,8 +118,8 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """A sequence gets the same tokens in a padded batch as alone, up to the first position where they differ. There,
-    the logits of the two tokens must nearly tie."""
+    """Compare the tokens of a sequence in a padded batch with the tokens of the sequence alone. At the first position
+    where they differ, the logits of the two tokens must nearly tie."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -137,8 +137,9 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
 def test_gradients(exact, tokens, launched, fp8_indexer):
-    """The distance of the kernels' bf16 gradients from transformers' fp32 gradients is at most slightly larger than the
-    distance of the bf16 gradients of transformers' own attention."""
+    """The distance (calc_diff) of the kernels' bf16 gradients from transformers' fp32 gradients is less than three
+    times the distance of the bf16 gradients of transformers' own attention, plus 1e-3. With FP8 index scores it can be
+    larger by FP8."""
 
     def gradients(model):
         model.zero_grad()

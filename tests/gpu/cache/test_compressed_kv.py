@@ -1,5 +1,6 @@
-"""write_compressed_kv on the GPU: every kind of entry and cache layout, prompts in chunks, single tokens, a dominant
-gate, and equal bits however a sequence is divided into passes."""
+"""write_compressed_kv on the GPU: results for every kind of entry and cache layout, for prompts in chunks, for single
+tokens, and for a gate that is far larger than the others. The bits do not depend on how a sequence is divided into
+passes."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_every_page_size_and_count_is_right(layout, page_size, tokens):
 
 
 def test_every_byte_and_every_scale_of_v4_is_right():
-    """Combine all 256 bytes of a UE8M0 scale, including those of 2^-127 and NaN, with all 256 bytes of e4m3."""
+    """Combine all 256 values of a scale byte (UE8M0), including 2^-127 and NaN, with all 256 values of an e4m3 byte."""
     given = READ.arguments("cuda", layout="v4", shape=(256,), pages=4)
     pages = given["cache"].as_strided((4, 64 * 584), (given["cache"].stride(0), 1))
     rows, scales = pages.split((64 * 576, 64 * 8), 1)

@@ -85,8 +85,8 @@ def garbage(*shape):
 @pytest.mark.parametrize("sequences", [8, 17, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_numbers_give_the_slots_of_the_definition(seed, sequences, page_size, options):
-    """Arbitrary numbers replace one boundary, some boundaries, or all numbers of one, two or three index tensors. With
-    17 or more sequences the kernel first checks whether the boundaries ascend; with 8 it does not."""
+    """Arbitrary numbers replace one boundary, some boundaries, all numbers of one index tensor, or all numbers of all
+    three. With 17 or more sequences the kernel first checks whether the boundaries ascend; with 8 it does not."""
     torch.manual_seed(seed)
     sizes = {"sequences": sequences, "most": 30, "earlier": 370, "pages": 6, "page_size": page_size}
     given = CASE.arguments("cuda", seed, **sizes, **options)

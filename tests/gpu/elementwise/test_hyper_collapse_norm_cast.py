@@ -9,14 +9,14 @@ from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_far_rows
 
 (CASE,) = cases_of("hyper_collapse_norm_cast")
 # Numbers of channels: the largest number that each tile configuration supports, the next larger multiple of 128, and
-# the numbers of models.
+# the numbers of channels in models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 3968, 4096, 4224, 6144, 7168, 8192]
 OPTIONS = [{"iterations": 1}, {"iterations": 3, "hc_eps": 0.1}, {"eps": 0.5}, {"norm_eps": 0.5, "use_ue8m0": False}]
 
 
 @by_sizes(
     grid(tokens=(1, 37), channels=LENGTHS, use_ue8m0=(True, False)),
-    # A CTA has 1 to 4 tokens, depending on the number of tokens. In some calls the last CTA has fewer tokens than the
+    # A CTA gets 1 to 4 tokens, more in calls with more tokens. In some calls the last CTA has fewer tokens than the
     # others.
     grid(tokens=[2, 8, 132, 1024, 1025, 2047, 2050, 4096, 9001], channels=(256, 4096, 7168)),
     [{"tokens": 50, "channels": 512, **options} for options in OPTIONS],

@@ -56,8 +56,8 @@ def test_large_logits_are_right(size, dtype):
     exact = dsa.reference.hyper_collapse(**given | {"streams": given["streams"].float()})
     assert_close("x", found[0], exact[0], abs_tol=1e-4, rel_tol=max(NEIGHBOUR[dtype], 1e-4), cos_tol=1e-5)
     assert_close("post", found[1], exact[1], abs_tol=1e-4, rel_tol=1e-4)
-    # Logits of 1e4 have an fp32 error of 1e-3. comb contains softmax weights, and where two logits are nearly equal,
-    # their softmax weights have an error of about the same size.
+    # Logits of 1e4 have an fp32 error of 1e-3. comb contains softmax weights. If two logits nearly tie, their softmax
+    # weights have an error of about 1e-3, too.
     assert_close("comb", found[2], exact[2], abs_tol=5e-3, rel_tol=1e-3, cos_tol=1e-5)
 
 

@@ -164,8 +164,8 @@ def test_scores_of_a_captured_graph_follow_the_lengths():
 
 
 def shared(got, theirs):
-    """Compute for each row the fraction of our selected numbers that `theirs` contains as well (1 if the row has none),
-    and return the smallest fraction. Negative numbers stand for missing keys."""
+    """Return the smallest fraction of any row. The fraction of a row is the part of our selected numbers that `theirs`
+    also selects; it is 1 if the row has no selected number. Negative numbers stand for missing keys."""
     shares = []
     for ours, other in zip(got.tolist(), theirs.tolist()):
         ours, other = {n for n in ours if n >= 0}, {n for n in other if n >= 0}

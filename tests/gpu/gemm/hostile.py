@@ -16,8 +16,8 @@ from tests.gpu.op_checks import assert_same_bits, captured, flat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}). The results of these
-# rows are defined; a matrix that is not named has no rows.
+# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}). Only these rows have
+# defined results. A matrix without an entry has no rows.
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
     ([-5, 10, 2**31 - 1, 64], {}),
@@ -53,7 +53,7 @@ def operands(case, rows, matrices, **sizes):
 
 
 def rows_of(x, rows):
-    """Return x[rows] with all bits, for any dtype, including FP8."""
+    """Return x[rows] bit for bit. x can have any dtype, including FP8."""
     return x.contiguous().view(torch.uint8)[rows].view(x.dtype)
 
 
@@ -101,8 +101,8 @@ def with_unused_rows(product, a, b, spans):
 
 
 def check_written(write, *expected, spare=0, has_outside=False):
-    """Check that write(*results) writes the expected results, and neither the rows that are bytes of 7 in `expected`
-    nor the memory around the results.
+    """Check that write(*results) writes the expected results. It must not write rows that are bytes of 7 in `expected`,
+    and must not write the memory around the results.
 
     spare        number of columns between a row of a result and the next row in memory
     has_outside  whether the results of the rows OUTSIDE are undefined

@@ -13,8 +13,8 @@ from dsa.runtime.checks import dtype_name
 
 
 def weights_and_scales(b):
-    """Return FP8 weights [E, N, K] as [E * N, K], and their scales [E, N / 128, K / 128] (rounded up) with E as the
-    last dimension, as the grouped kernels expect them."""
+    """Return (weights, scales) in the layouts that the grouped kernels expect. FP8 weights [E, N, K] become [E * N, K].
+    In the scales [E, N / 128, K / 128] (numbers of blocks, rounded up), E becomes the last dimension."""
     w, ws = b
     return w.view(-1, w.shape[-1]), fp8.aligned_scales(ws).permute(1, 2, 0)
 

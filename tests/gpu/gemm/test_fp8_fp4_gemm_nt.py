@@ -61,8 +61,8 @@ def test_expected_rows_and_unused_rows_change_no_bit(channels, sizes, unused, ou
 
 
 def test_every_code_at_every_scale_is_right():
-    """Each row of the weight repeats one FP4 code. In the last block of 128 channels, the exponents of two groups (32
-    channels with one scale) differ by 14, the most that is allowed."""
+    """Each row of the weight repeats one FP4 code. A group is 32 channels with one scale. In the last block of 128
+    channels, the exponents of two groups differ by 14, the largest difference that is allowed."""
     given = CASE.arguments("cuda", sizes=[64], columns=128, channels=512, weighted=False, out_dtype=torch.float32)
     packed, scale, _ = given["b"]
     packed.view(torch.uint8).copy_(torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17)

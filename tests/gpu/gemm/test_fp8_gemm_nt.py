@@ -144,7 +144,7 @@ def test_strides_change_no_bit():
 
 @pytest.mark.parametrize("ctas", [1, 7, 132, 500])
 def test_any_number_of_ctas_gives_the_same_bits(ctas):
-    """4500 rows are more than one band: the scheduler divides the rows of a matrix into bands of row tiles."""
+    """The scheduler divides the rows of a matrix into bands of row tiles. 4500 rows are more than one band."""
     a, b = operands(4500, 1000, 144)
     expected = dsa.fp8_gemm_nt(a, b)
     for config in kernels.ONE_MATRIX_CONFIGS:

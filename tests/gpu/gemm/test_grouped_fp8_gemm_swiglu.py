@@ -107,9 +107,9 @@ def test_a_graph_follows_new_ends(case, count, inner):
     tile counter. The case "FP4" runs a product followed by a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
-    # With FP4 weights the op allocates the results after the product. So the results can get the memory of the
-    # product's temporary copies of the scales (K = 256 is not a multiple of 512), which are freed by then. Each replay
-    # writes these copies again, so unused rows of the results need not keep their bytes.
+    # With FP4 weights the product makes padded copies of scales, because K = 256 is not a multiple of 512. The op frees
+    # these copies before it allocates the results, so the results can get their memory. Each replay writes the copies
+    # again. So unused rows of the results need not keep their bytes.
     hostile.check_replays_with_fewer_rows(
         *(case.function(), a, b, lambda own, sizes: product_and_cast(own, wide, hostile.ends_of(sizes))),
         keeps_unused=case is FP8,

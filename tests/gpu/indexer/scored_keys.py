@@ -36,8 +36,8 @@ class Op:
 
     def pages(self, lengths, kind, **sizes):
         """Return arguments with sequences of these lengths. By default pages have 64 keys, and schedule_meta is None
-        (num_sms 0), so the op computes the division of keys among SMs itself. kind: (queries per sequence,
-        accumulators). sizes: override these defaults."""
+        (num_sms 0), so the op itself divides the keys among SMs. kind: (queries per sequence, accumulators). sizes:
+        override these defaults."""
         next_n, accumulators = kind
         sizes = {"page_size": 64, "columns": max(1, *lengths), "num_sms": 0} | sizes
         return self.arguments(lengths=tuple(lengths), next_n=next_n, accumulators=accumulators, **sizes)
@@ -56,7 +56,8 @@ def packed(lengths):
 
 
 def any_numbers(keys):
-    """Return (starts, ends) with every pair of ten numbers: extreme ones, and ones near 0 and near `keys`."""
+    """Return (starts, ends) with every pair of ten numbers: extreme numbers, numbers near 0, and numbers near
+    `keys`."""
     return zip(*product([INT_MIN, INT_MAX, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30], repeat=2))
 
 

@@ -87,8 +87,8 @@ def selected(scores, k=2048):
 
 
 def test_fp16_accumulation_selects_the_same_keys():
-    """Compare with the selection by scores with fp32 accumulators. As in a model, the keys are clustered, the heads of
-    a query share a direction, and the weights have both signs."""
+    """Compare the selections by scores with fp16 and with fp32 accumulators. As in a model, the keys are clustered, the
+    heads of a query share a direction, and the weights have both signs."""
     basis = torch.randn(24, 128, device="cuda") / 128**0.5
     centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (32768,), device="cuda")]
     k = (centres + torch.randn(32768, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(32768, 128, device="cuda")

@@ -102,8 +102,8 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """The queries of a block see very different numbers of keys, such as none, CAPACITY (the entries of a candidate
-    list), one more than CAPACITY, and all keys."""
+    """The queries of a block see very different numbers of keys, such as none, CAPACITY (the largest length of a
+    candidate list), one more than CAPACITY, and all keys."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):
@@ -174,13 +174,13 @@ def test_scores_of_any_shape(shape, sign, keys, accumulators):
 
 
 def _hardly_more_than_the_rank(keys):
-    """Return scores with this property: after the second pass, each list has only a few more candidates than
-    `second_rank`, the rank that the bound for the last pass has in the list.
+    """Return scores for which each list has only a few more than `second_rank` candidates after the second pass. The
+    bound for the last pass is the candidate of this rank in the list.
 
     Then any number slightly below these candidates is a valid bound. The search for the bound ends after one pass, with
-    a digit (a range of scores, see radix_select.py), and the new bound is the beginning of this range. If it were below
-    the list's old bound, results would be wrong: the list does not contain keys with scores between the new and the old
-    bound, and some of these keys are among the largest 2048.
+    a digit (a range of scores, see radix_select.py), and the new bound is the beginning of this range. If the new bound
+    were below the list's old bound, results would be wrong: the list does not contain keys with scores between the two
+    bounds, and some of these keys are among the largest 2048.
     """
     strides = pass_strides(keys)
     first_rank, second_rank = bound_ranks(2048, strides)
@@ -240,7 +240,7 @@ def test_nan_is_never_selected(keys, accumulators):
 @pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
 def test_slots(times):
     """The block table has too few pages for some keys, and two entries are invalid pages. In the last call all scores
-    tie, so that lists, if there are any, overflow."""
+    tie, so the lists of candidates overflow. With times = 1 there are no lists."""
     starts = times * int32([0] * 25 + [2000] * 25)
     given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
     table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)

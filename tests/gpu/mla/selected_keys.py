@@ -60,7 +60,7 @@ def cache_of(given):
 
 
 def size(given):
-    """Return the number of slots of the cache; for prefill, of rows of kv."""
+    """Return the number of slots of the cache; for prefill, the number of rows of kv."""
     return cache_of(given).shape[0] * cache_of(given).shape[1]
 
 
@@ -93,8 +93,8 @@ class SelectedKeys:
         assert not out.any() and lse.eq(INF).all()
 
     def test_tiles_without_keys_are_ignored(self, op, record_error):
-        """The lists of eight queries have valid indices only in the last position, in the first, in position 320, in
-        one tile of ten (64 positions), or in every other tile."""
+        """A list has ten tiles of 64 positions. Each of the eight lists has valid indices only in one position (the
+        last, the first, or 320), only in one tile, or only in every other tile."""
         given, place = op.inputs(8, 4000, 640), torch.arange(640, device="cuda")
         tile = place // 64
         kept = [place == 639, place == 0, place == 320, tile == 9, tile == 0, tile == 5, tile % 2 == 0, tile % 2 == 1]
@@ -109,7 +109,7 @@ class SelectedKeys:
         op.checked(given, record_error)
 
     def test_keys_that_no_query_selects_change_no_bit(self, op):
-        """The slots of these keys can have any contents, including pad bytes."""
+        """The slots of these keys, and the pad bytes of the cache, can have any contents."""
         given = op.inputs(30, 2000, 500)
         clean, cache = op.checked(given), cache_of(given)
         for _ in garbage(cache, slots_of(cache)[1]):
@@ -176,7 +176,8 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """`out` is a part of a larger tensor. For a cache without keys the op writes zeros to `out` only."""
+        """`out` is a part of a larger tensor. If the cache has no keys, the op writes zeros to `out` and does not write
+        the rest of the tensor."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

@@ -34,8 +34,8 @@ def distinct(queries, n, k):
 
 
 def overlapping(queries, keys, k, pool):
-    """Return int32 [queries, 1, k]: for each query, k different keys in random order. 16 adjacent queries select from
-    the same `pool` random keys."""
+    """Return int32 [queries, 1, k]: for each query, k different keys in random order. Each 16 adjacent queries select
+    from the same `pool` random keys."""
     pools = distinct(-(-queries // 16), keys, pool).repeat_interleave(16, 0)[:queries]
     return pools.gather(1, distinct(queries, pool, k).long())[:, None].contiguous()
 
@@ -166,8 +166,8 @@ def test_queries_and_keys_of_any_number_are_right(op, queries, k, record_error):
 
 @pytest.mark.parametrize("pool", [700, 800, 1200, 3000])
 def test_queries_with_more_and_with_less_in_common_are_right(op, pool, record_error):
-    """Two adjacent queries have about the fraction 700 / `pool` of their keys in common, which is between 1 and a
-    quarter. In the first call this holds for all queries, in the second call only for the last 80 queries."""
+    """Two adjacent queries have about the fraction 700 / `pool` (1 to 0.23) of their keys in common. In the first call
+    this holds for all queries, in the second call only for the last 80 queries."""
     op.checked(op.inputs(61, 3000, 700, pool=pool), record_error)
     given = op.inputs(200, 3000, 700)
     given["indices"][40:77] = 2 * distinct(37, 3000, 700)[:, None]

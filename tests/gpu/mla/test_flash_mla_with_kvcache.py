@@ -89,8 +89,9 @@ def test_pages_outside_the_cache_and_its_block_table_hold_no_keys():
 def test_plans_of_both_styles_are_right():
     given = inputs([700, 0, 5000, 64], 2, scale=0.1, causal=True)
     meta, nothing = dsa.get_mla_metadata()
-    # A plan of the old style (from `old_plan`) is made without the block table, whose width limits the lengths. So this
-    # plan can split the sequences at other keys, and only results with the other plans must have equal bits.
+    # The other plans depend on an upper limit of the lengths, which is known from the width of the block table.
+    # `old_plan` does not use the block table. So this plan can split the sequences at other keys, and only results with
+    # the other plans must have equal bits.
     plans = [old_plan(given).values(), (meta, nothing), (meta, None), (None, None)]
     names = "tile_scheduler_metadata", "num_splits"
     got = [checked(CASE, given | dict(zip(names, plan))) for plan in plans]
@@ -193,9 +194,9 @@ PLANNED.append([i * i * 8 % 50_000 for i in range(77)])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("rows", "kv_heads"), [(16, 1), (128, 1), (1024, 8)])
 def test_parts_of_a_plan_are_full_up_to_the_mean_and_one_overhead(lengths, rows, kv_heads, known):
-    """Every key tile belongs to exactly one part of the plan. A part's cost is the number of key tiles plus an overhead
-    per sequence of the part. No part costs more than the mean plus one overhead. known: whether the call passes the
-    largest length, on which the number of parts and the overhead depend"""
+    """Every key tile belongs to exactly one part of the plan. The cost of a part is the number of key tiles in the
+    part, plus an overhead for each sequence in the part. No part costs more than the mean plus one overhead. known:
+    whether the call passes the largest length, on which the number of parts and the overhead depend"""
     poison_free_memory(mebibytes=8)
     most = max(lengths) if known else 0
     _, overhead = _parts(int32(lengths), rows, kv_heads, most)

@@ -41,8 +41,8 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """Return the arguments, but in each list all entries from topk_length (extra_topk_length) on are the index of a key
-    that is NaN."""
+    """Return the arguments with changed lists. From topk_length on (in the second list: from extra_topk_length on), all
+    entries of a list become the index of a key that is NaN."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
@@ -150,8 +150,8 @@ def test_one_key_with_any_scales_gives_its_rounded_value(heads):
 
 @pytest.mark.parametrize("layout", BYTES)
 def test_bytes_of_every_value_are_exact(layout):
-    """Each key has all e4m3 numbers except NaN, and a power of two as scale (with "any scales", up to twice this
-    power). All q are 0, and each query selects one key."""
+    """Each key contains all e4m3 numbers except NaN. The scale of a key is a power of two; with "any scales" it is up
+    to twice this power. All q are 0, and each query selects one key."""
     cache, slots = filled_cache(maker(), layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
     number = torch.arange(254, device="cuda")
@@ -185,9 +185,9 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
     """Let S be the largest scale of a key, rounded down to a power of two. The absolute error that fp16 causes is at
-    most 2^-22 S. 656 bytes: the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. 584 bytes: all groups have one
-    scale, 2^-7 to 2^-36, and the rope channels are larger. The kernel treats the largest rope channel, rounded down to
-    a power of two and divided by 2^9, as another scale."""
+    most 2^-22 S. With 656 bytes the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. With 584 bytes all groups
+    of a key have the same scale, 2^-7 to 2^-36, and the rope channels are larger. There, the kernel treats the largest
+    rope channel, rounded down to a power of two and divided by 2^9, as another scale, and S includes this scale."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:

@@ -34,8 +34,8 @@ def test_heads_are_right(case, heads, d, dtype, record_error):
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("window", [1, 7, 63, 64, 65, 128, 1000, 10**9])
 def test_windows_of_any_size_are_right(window, heads, d, record_error):
-    """Queries without keys have output 0 and LSE inf: queries that are before the first key of their sequence, and
-    queries that belong to no sequence."""
+    """Two kinds of queries have no keys: queries before the first key of their sequence, and queries that belong to no
+    sequence. They have output 0 and LSE inf."""
     given = inputs(ALONE, heads=heads, d=d, window=window)
     found, without = checked(ALONE, given, record_error), window_list(given | {"window": 1}).eq(-1).all(1)
     assert 7 < int(without.sum()) < 20 and empty(found, without)

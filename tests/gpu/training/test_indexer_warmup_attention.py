@@ -28,7 +28,7 @@ def arguments(lengths=LENGTHS, **sizes):
 
 
 def gradients(kl, given, weights):
-    """Return the gradients of the indexer's tensors. weights [Tq]: the upstream gradient of kl, the tokens' losses"""
+    """Return the gradients of the indexer's tensors. weights [Tq]: the upstream gradient of kl (the tokens' losses)"""
     return torch.autograd.grad(kl, [given[name] for name in INDEXER], weights, retain_graph=True)
 
 
@@ -46,7 +46,7 @@ def assert_near(found, expected, most):
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],
-    # around: (number of rows before the sequences, number of rows after them), which belong to no sequence
+    # around: (number of rows before the sequences, number of rows after them). These rows belong to no sequence.
     grid(lengths=[((200, 200), (5, 60))], dims=DIMS, index=[(4, 64)], leaves=[LEAVES], around=[(3, 130)]),
 )
 def test_every_size_is_right(sizes, record_error):
