@@ -1,9 +1,9 @@
 """GPU time by part of a model (indexer, top-k, attention, MoE and the rest), and the share of collectives.
 
 While a profiler runs, modules and `dsa.topk_indices` open named ranges on the host (`_announced`). A kernel belongs to
-the innermost range around its launch. Kernels, copies and fills count, gaps do not. The time of each starts when all
-earlier work has ended (`in_turn`). The products that an indexer shares with its attention layer count as attention. A
-selection fused with its scores counts as indexer, not as top-k.
+the innermost range around its launch. Kernels, copies and fills count, gaps do not. The time of a kernel, copy or fill
+starts when all earlier work has ended (`in_turn`). The products that an indexer shares with its attention layer count
+as attention. A selection fused with its scores counts as indexer, not as top-k.
 """
 
 import functools

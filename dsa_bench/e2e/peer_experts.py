@@ -43,9 +43,9 @@ _widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.Weak
 
 
 class Layout(NamedTuple):
-    """Rows of the contiguous product, M with padding, for T tokens with k experts each. places int32 [T, k]: the
-    indices of each token's rows. sources int64 [M]: the token of each row, 0 for padding. groups int32 [M]: the expert
-    of each row, -1 after the last expert's rows."""
+    """Rows of the contiguous product for T tokens with k experts each; with padding there are M rows. places int32 [T,
+    k]: the indices of each token's rows. sources int64 [M]: the token of each row, 0 for padding. groups int32 [M]: the
+    expert of each row, -1 after the last expert's rows."""
 
     places: torch.Tensor
     sources: torch.Tensor
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
     """Return the layout for `experts` [T, k], each token's expert ids below `count`. M is the largest number of rows,
-    with padding, that T, k and `count` allow. So the host need not wait for the GPU to know M."""
+    with padding, that T, k and `count` allow. So the host knows M without waiting for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)

@@ -24,7 +24,7 @@ from dsa_bench.peers.package import Operators, SourceFile
 
 SELECTED = (512, 1024, 2048)  # the k that vLLM's cooperative and persistent top-k accept
 COOPERATIVE_ROWS = 64  # largest number of rows of the cooperative top-k
-WORKSPACE_BYTES = 1 << 20  # of the cooperative and the persistent top-k; only they may write to it
+WORKSPACE_BYTES = 1 << 20  # for the cooperative and the persistent top-k; no other kernel may write to it
 # Largest size in bytes of the scores that a call computes at a time (`select_scored`). Engines usually have less room.
 SCORES = 4 << 30
 CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # accept only contiguous scores
