@@ -73,7 +73,7 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False) -> None:
     """Raise AssertionError if a byte in a slot differs, or if the padding between pages was written. Before the call
-    all bytes of the padding are equal, so they must still be equal."""
+    all bytes of the padding are equal, so they must be equal after the call."""
     same("slots", slot_bytes(found, index), slot_bytes(expected, index))
     padding = between_pages(found)
     if (padding != padding[:1, :1]).any():

@@ -100,7 +100,7 @@ class Case:
              a CPU
     check    (arguments, results) -> the largest error, as an absolute error, a relative error or calc_diff; 0 where
              results must be exact. It raises AssertionError if a result is wrong. `arguments` have the values from
-             before the call. None if another case of the op already checks what this case computes
+             before the call. `check` is None if another case of the op already checks what this case computes
     sizes    keyword arguments of `make` for `check` and for GPU tests. They cover the op's special rows, such as
              queries without keys, and full and partial tiles of the kernels
     more     sizes of further calls, which select other options and other kernels, for `check` and for some GPU tests.

@@ -398,7 +398,7 @@ def experts_swiglu(
 
 
 def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one weight in float64, given as (FP8 values, scales) or as (FP4 values, scales, block scales)."""
+    """Return a weight in float64. b: (FP8 values, scales) or (FP4 values, scales, block scales) of the weight."""
     return fp4_values(*b[:2]) if len(b) == 3 else dequantised(*b, rows=BLOCK)
 
 

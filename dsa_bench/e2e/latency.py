@@ -128,7 +128,7 @@ def rows(
     """
 
     def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:
-        model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
+        model.config = replace(model.config, eos_token_ids=())  # with random weights any token can end a sequence
         for chunk in chunks:
             generator, prompts, params = _call(model, chunk, sizes)
             for steps in (1, sizes.steps):

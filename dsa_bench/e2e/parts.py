@@ -118,8 +118,8 @@ def in_turn(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def events_of(call: Callable[[], object], *, host: bool = True) -> list[Event]:
-    """Profile a call. host: also record the host's operators and ranges. In a long pass most events are of this
-    kind."""
+    """Profile a call. host: also record the host's operators and ranges, which are most of the events of a long
+    pass."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if host else [ProfilerActivity.CUDA]
     with profile(activities=activities) as recorded:
         call()

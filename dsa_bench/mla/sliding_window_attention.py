@@ -32,7 +32,7 @@ YARDSTICKS = {FLASH, MERGED}
 
 
 def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> dict[str, list[Call]]:
-    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no such kernel. As with
+    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no flash attention. As with
     latents, k and v are one tensor with one head, expanded to all heads."""
     calls = []
     for _ in range(count):

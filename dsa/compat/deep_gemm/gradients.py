@@ -37,7 +37,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
     a               (e4m3, fp32 [M, sum(K_g) / 128]): the values of all a_g, each row-major, one group after another:
                     M sum(K_g) values in a contiguous tensor of any shape
-    b               (e4m3, fp32 [N, sum(K_g) / 128]), likewise
+    b               (e4m3, fp32 [N, sum(K_g) / 128]): the values of all b_g, stored like those of a
     d               fp32 [G, M, N]
     ks_cpu          K_g of each group: G multiples of 128; 0 is allowed
     grouped_layout  int32 [G] on the device: the numbers of ks_cpu again, for DeepGEMM's kernel. They are not read here
