@@ -140,7 +140,7 @@ def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def no_keys(new: Maker, n: int) -> torch.Tensor:
-    """Return one index of every kind outside [0, n)."""
+    """Return six indices outside [0, n): some close to it, and the lowest and the highest int32."""
     return new.ints([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
@@ -213,8 +213,8 @@ def all_rows(cache: torch.Tensor) -> torch.Tensor:
 
 # Packed sequences.
 
-# (queries, keys) of each sequence. They include an empty sequence, as many queries as keys, fewer queries than keys, no
-# queries, no keys, and more queries than keys.
+# (queries, keys) of each sequence. They include an empty sequence, and sequences that have as many queries as keys,
+# fewer queries than keys, more queries than keys, no queries, or no keys.
 SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
 # (queries, keys) of each sequence for tests of hostile bounds: more queries than a tile has (128), no queries, some
 # queries that see no key, and few queries.
@@ -241,7 +241,7 @@ def everywhere(x: torch.Tensor) -> list[Any]:
 
 
 def other_sequences(given: Given, place: int) -> Kept:
-    """Keep the results of all sequences except the two that share the wrong bound."""
+    """Return a function that keeps the results of all sequences except the two that share the wrong bound."""
     bounds = given["cu_seqlens_q"].tolist()
     spans = [span for b, span in enumerate(itertools.pairwise(bounds)) if b not in (place - 1, place)]
     rows = [row for first, end in spans for row in range(first, end)]

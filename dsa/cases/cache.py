@@ -73,7 +73,7 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False) -> None:
     """Raise AssertionError if a byte in a slot differs, or if the padding between pages was written. Before the call
-    all bytes of the padding are equal, so they must still be equal."""
+    all bytes of the padding are equal, so they must be equal after the call."""
     same("slots", slot_bytes(found, index), slot_bytes(expected, index))
     padding = between_pages(found)
     if (padding != padding[:1, :1]).any():
@@ -398,7 +398,7 @@ def mapped(a: Given) -> list[int]:
     """Return the slots by the definition, token by token."""
     bounds, table, size, ratio = a["cu_seqlens"].tolist(), a["block_table"].tolist(), a["page_size"], a["ratio"]
     owners = [-1] * a["num_tokens"]
-    # If sequences overlap, a token belongs to the one that begins last.
+    # If sequences overlap, a token belongs to the sequence that begins last.
     for b in sorted(range(len(table)), key=bounds.__getitem__):
         low, high = (min(max(x, 0), len(owners)) for x in bounds[b : b + 2])
         if low < high:
@@ -433,8 +433,8 @@ def check_mapped(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """Keep the cache's bytes outside `slots`, and a flag: whether the padding between pages was written. In the other
-    results, keep the rows that are not in `states` (state slots)."""
+    """Return a function that keeps the cache's bytes outside `slots`, and a flag: whether the padding between pages was
+    written. Of the other results it keeps the rows that are not in `states` (state slots)."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -448,13 +448,14 @@ def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), 
 
 
 def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all slots of the cache except the one that the token at `place` has in the valid call. Keep all of `out` or
-    of the state, which do not depend on slots."""
+    """Return a function that keeps all slots of the cache except the slot that the token at `place` has in the valid
+    call. It also keeps all of `out` or of the state, which do not depend on slots."""
     return other_slots(given, [int(given["slots"][place])], index=index)
 
 
 def mapped_elsewhere(wrong: Sequence[int], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the results of all sequences except some: sequence place[0] + i for each i in `wrong`.
+    """Return a function that keeps the results of all sequences except some: sequence place[0] + i for each i in
+    `wrong`.
 
     Tokens after the last boundary are left out, too, because with a wrong boundary they can belong to a sequence.
     """

@@ -77,8 +77,8 @@ class Maker:
 class Hostile:
     """How to corrupt an argument that contains indices, lengths or bounds. `changed` writes the numbers of `contents`.
 
-    kept    (valid arguments, place) -> a function that selects, from all results of a call, what a wrong number at this
-            place cannot change: whole results, rows, or properties of results
+    kept    (valid arguments, place) -> a function of a call's results. It returns those parts (whole results, rows, or
+            properties of results) that a wrong number at this place cannot change
     places  argument -> the places to corrupt: indices into the argument
     sizes   keyword arguments of `Case.make` for these calls
     exact   True: what `kept` selects must have the same bits as in the valid call. False: the kernel can sum in another
@@ -99,15 +99,15 @@ class Case:
     make     (maker, **sizes) -> all keyword arguments of the op. With default sizes a call takes about a millisecond on
              a CPU
     check    (arguments, results) -> the largest error, as an absolute error, a relative error or calc_diff; 0 where
-             results must be exact. It raises AssertionError if a result is wrong. The arguments are those before the
-             call. None if another case of the op already checks what this case computes
+             results must be exact. It raises AssertionError if a result is wrong. `arguments` have the values from
+             before the call. `check` is None if another case of the op already checks what this case computes
     sizes    keyword arguments of `make` for `check` and for GPU tests. They cover the op's special rows, such as
              queries without keys, and full and partial tiles of the kernels
     more     sizes of further calls, which select other options and other kernels, for `check` and for some GPU tests.
              Each entry overrides some of `sizes`
     written  names of arguments that the op writes in place
-    hostile  argument name -> how to corrupt the argument, for arguments of indices, lengths or bounds; if an argument
-             has several entries, further words after its name distinguish them
+    hostile  argument name -> how to corrupt the argument, for arguments that contain indices, lengths or bounds. If an
+             argument has several entries, further words after its name distinguish them
     """
 
     name: str
@@ -183,8 +183,8 @@ def ends(x: torch.Tensor) -> list[Any]:
 
 
 def other_rows(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep all rows of the results except row place[0]: a number in row i of the argument affects only row i of the
-    results."""
+    """Return a function that keeps all rows of the results except row place[0]: a number in row i of the argument
+    affects only row i of the results."""
     return lambda results: [x[[i for i in range(len(x)) if i != place[0]]] for x in results]
 
 

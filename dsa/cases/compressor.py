@@ -44,7 +44,8 @@ def new_tokens(
     c                channels of `kv`
     lengths, starts  numbers of new tokens and of earlier tokens of each sequence. Without a state all starts are 0
     m                tokens per block
-    spare            number of extra rows per slot of the state. Without extra rows a slot has m rows, with overlap 2 m
+    spare            number of extra rows per slot of the state. Without extra rows, a slot has m rows, or 2 m rows if
+                     blocks overlap
 
     With `lengths`, rows of the state that contain no earlier token are NaN.
     """
@@ -75,7 +76,7 @@ def block_ends(a: Given) -> list[tuple[int, int, int]]:
 
 
 def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (entries of the blocks that end in a new token, indices of these tokens) by the formula, in float64."""
+    """Return (entry of each block whose last token is new, index of this token), computed by the formula in float64."""
     kv, gate, ape, m, overlap = a["kv"].double(), a["gate"].double(), a["ape"].double(), len(a["ape"]), a["overlap"]
     b, token, position = torch.tensor(block_ends(a), dtype=INT64, device=kv.device).view(-1, 3).T
     before = torch.arange(1 - (2 * m if overlap else m), 1, device=kv.device)
@@ -190,7 +191,8 @@ def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> flo
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Keep all slots and states except those of some sequences: sequence place[0] + i for each i in `wrong`."""
+    """Return a function that keeps all slots and states except those of some sequences: sequence place[0] + i for each
+    i in `wrong`."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]

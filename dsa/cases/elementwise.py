@@ -70,7 +70,7 @@ def rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
 
 def check_norm(a: Given, found: Results) -> float:
     expected = rms_normed(a["x"], a["weight"], a["eps"])
-    # abs_tol: subnormal fp16 numbers are multiples of 6e-8.
+    # abs_tol is the spacing of subnormal fp16 numbers.
     return assert_close("y", found[0], expected, abs_tol=6e-8, rel_tol=ROUNDING[found[0].dtype], cos_tol=5e-6)
 
 
@@ -336,7 +336,7 @@ CASES = [
     Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
     Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
     # 1793 tokens select the persistent variant of hyper_mix_sm90.py, whose partial sums a second kernel adds. 300
-    # tokens select the variant of that file with clusters. 37 tokens select the kernel for few tokens.
+    # tokens select the variant with clusters in the same file. 37 tokens select the kernel for few tokens.
     Case(
         "hyper_mix",
         mix,

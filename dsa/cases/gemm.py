@@ -70,8 +70,9 @@ def check_cast(
     """Check the scales and values of an FP8 cast of `right`.
 
     right is in float64; the op rounds it to `dtype` before the cast. `block` says how many rows and how many columns
-    share a scale. A block's scale must be max(amax, 1e-4) / 448, with use_ue8m0 rounded up to a power of two. A value
-    must be off by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
+    share a scale. A block's scale must be max(amax, 1e-4) / 448, where amax is the block's largest magnitude. If
+    use_ue8m0 is true, the scale must be rounded up to a power of two. A value must be off by at most half an e4m3 step.
+    Blocks whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -153,7 +154,7 @@ def check_scatter(a: Given, found: Results) -> float:
 
 
 def other_places(given: Given, place: tuple[int, int]) -> Kept:
-    """Keep all rows except the row that the number at `place` names in the valid call."""
+    """Return a function that keeps all rows except the row that the number at `place` names in the valid call."""
     row = int(given["places"][place])
     return lambda results: [x[[i for i in range(len(x)) if i != row]] for x in results]
 
@@ -271,7 +272,7 @@ def weight(new: Maker, rows: int = 150, columns: int = 140, dtype: torch.dtype =
 
 def check_weight(a: Given, found: Results) -> float:
     """Require the bits of q * scale, rounded to fp32 and then to the dtype. The product is exact in float64, because q
-    has 4 significant bits."""
+    has 4 significant bits and the scale 24."""
     right = a["q"].double() * repeated(a["scale"], a["q"].shape, (a["block"], a["block"]))
     check_bits("w", found, [right.float().to(a["dtype"])])
     return 0.0
@@ -397,7 +398,7 @@ def experts_swiglu(
 
 
 def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one weight in float64, given as (FP8 values, scales) or as (FP4 values, scales, block scales)."""
+    """Return a weight in float64. b: (FP8 values, scales) or (FP4 values, scales, block scales) of the weight."""
     return fp4_values(*b[:2]) if len(b) == 3 else dequantised(*b, rows=BLOCK)
 
 
@@ -427,7 +428,7 @@ def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_product(a: Given, found: Results) -> float:
-    """Compare with float64. Rows of no expert are not checked.
+    """Compare with float64. Rows that belong to no expert are not checked.
 
     Tensor cores add the products of a block of 128 channels with a precision of about 14 bits, relative to the largest
     product, so an error of 5e-3 of `size` (see `sums`) is allowed. The sum of all blocks is rounded to the result's
@@ -505,15 +506,15 @@ def check_linear(a: Given, found: Results) -> float:
 
 
 def other_experts(given: Given, place: tuple[int]) -> Kept:
-    """Keep the rows of all experts except two: the expert whose end is at `place`, and the next expert, which begins at
-    this end."""
+    """Return a function that keeps the rows of all experts except two: the expert whose end is at `place`, and the next
+    expert, which begins at this end."""
     ends, e = [0, *given["ends"].tolist()], place[0]
     kept = [m for m in range(ends[-1]) if not ends[e] <= m < ends[min(e + 2, len(ends) - 1)]]
     return lambda results: [x[kept] for x in results]
 
 
 def other_numbers(given: Given, place: tuple[int]) -> Kept:
-    """Keep all rows that belong to an expert, except the row at `place`."""
+    """Return a function that keeps all rows that belong to an expert, except the row at `place`."""
     kept = [m for m in range(int(given["ends"][-1])) if m != place[0]]
     return lambda results: [x[kept] for x in results]
 

@@ -124,8 +124,8 @@ def by_slot(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_keys(a: Given, found: Results) -> float:
     """Compare with float64 and with the reference.
 
-    The kernel adds the norm's sums in another order than the reference, so a few bytes may differ. Slots that no token
-    has must keep their bytes.
+    The kernel adds the norm's sums in another order than the reference, so a few bytes may differ. Slots to which no
+    token is written must keep their bytes.
     """
     (cache,), before, slots = found, a["cache"], a["slots"].long()
     there = (slots >= 0) & (slots < before.shape[0] * before.shape[1])
@@ -148,7 +148,7 @@ def check_keys(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the bytes of all slots except the slot that is at `place` in the valid call."""
+    """Return a function that keeps the bytes of all slots except the slot that is at `place` in the valid call."""
     kept = torch.arange(given["cache"].shape[0] * given["cache"].shape[1], device=given["slots"].device)
     kept = kept != given["slots"][place]
     return lambda results: [x[kept] for x in by_slot(results[0])]
@@ -160,8 +160,8 @@ def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
 #
 # fp32 accumulators: Hopper's FP8 wgmma adds 32 products and the accumulator. It aligns these addends to the largest one
 # and truncates them 13 bits below the largest one's leading bit. So each addend loses up to 2^-13 = 1.2e-4 of the
-# largest addend, which is a tenth to a third of the sum of a head's terms. The errors of addends and heads have both
-# signs. Together they stay below 5e-5 of all terms. All other steps are in fp32.
+# largest addend. The largest addend is a tenth to a third of the sum of a head's terms. The errors of addends and heads
+# have both signs. Together they stay below 5e-5 of all terms. All other steps are in fp32.
 #
 # fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
 # bits, each by up to 4.9e-4 of the value. These errors have both signs. Together they stay below 3e-4 of all terms.
@@ -195,8 +195,8 @@ def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor,
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
-    """Compute the scores sum_h weights[t, h] * relu(q[t, h] . k[s]), without the keys' scales, in float64, and the sums
-    of their terms' magnitudes."""
+    """Return (scores, sums of their terms' magnitudes) in float64. A score, for query t and key s, is sum_h weights[t,
+    h] * relu(q[t, h] . k[s]), without the key's scale."""
     k, chunk = k.double(), max(1, 2**26 // max(1, q.shape[1] * len(k)))
     parts = [
         ((w[:, None] @ (x @ k.T).relu())[:, 0], (w.abs()[:, None] @ (x.abs() @ k.abs().T))[:, 0])
@@ -321,8 +321,8 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def in_order(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep properties that a plan has for any lengths: its entries are in order, they name existing sequences or the
-    end of all sequences, and the last entry is the end."""
+    """Return a function that evaluates properties that a plan has for any lengths: its entries are in order, they name
+    existing sequences or the end of all sequences, and the last entry is the end."""
 
     def kept(results: Results) -> Results:
         sequences, splits = results[0].long().unbind(1)
@@ -425,7 +425,7 @@ def check_paged(a: Given, found: Results) -> float:
 
 
 def other_sequences(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the rows of all sequences except the sequence at `place`."""
+    """Return a function that keeps the rows of all sequences except the sequence at `place`."""
     batch = len(given["q"])
     others = [b for b in range(batch) if b != place[0]]
     return lambda results: [x.unflatten(0, (batch, -1))[others] for x in results]
@@ -448,7 +448,8 @@ def plan_places(plan: torch.Tensor) -> list[Any]:
 
 
 def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the rows of all queries except those of the sequence whose row of the table contains `place`."""
+    """Return a function that keeps the rows of all queries except the queries of one sequence, to which row place[0] of
+    the table belongs."""
     others = given["row_to_seq"] != place[0]
     return lambda results: [x[others] for x in results]
 

@@ -397,7 +397,7 @@ def mha(
     top_k  number of keys that each query selects. Their positions in the sequence are random, and can be after the end
            of a sequence that is not the longest. 0: no selection
     scale  factor of the queries
-    more   queries and keys, all NaN, after the last sequence
+    more   number of queries, and of keys, after the last sequence; they are NaN
     """
     (dim, value_dim), (queries, keys) = dims, (sum(x) for x in zip(*sequences))
 

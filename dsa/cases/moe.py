@@ -50,7 +50,8 @@ def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_gate(a: Given, found: Results, ties: bool = False) -> float:
-    """Check experts and weights of the tokens whose choice is sure: noise of up to 1e-5 in the bias does not change it.
+    """Check the experts and weights of tokens whose choice of experts is sure. It is sure if noise of up to 1e-5 in the
+    bias does not change it.
 
     ties: many scores are equal, so do not require that most tokens have a sure choice.
     """
@@ -91,8 +92,8 @@ def check_order(a: Given, found: Results) -> float:
 
 
 def other_experts(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the results of all experts except the one that is at `place` in the valid call: the experts' numbers of
-    entries, and the order of their entries. Also keep the sorted `order`, which contains each entry once."""
+    """Return a function that keeps the number and the order of the entries of all experts except the expert at `place`
+    in the valid call. It also keeps the sorted `order`, which contains each entry once."""
     experts, count = given["experts"].flatten().long(), given["count"]
     i = place[0] * given["experts"].shape[1] + place[1]
     named = (experts >= 0) & (experts < count) & (experts != experts[i])
@@ -237,8 +238,8 @@ def check_table_router(a: Given, found: Results) -> float:
 
 
 def other_tokens(given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the experts and weights of all tokens except place[0]. The arguments are those of `own_rows`, so token t
-    reads only row t of the table."""
+    """Return a function that keeps the experts and weights of all tokens except token place[0]. The arguments are those
+    of `own_rows`, so token t reads only row t of the table."""
     others = [t for t in range(len(given["x"])) if t != place[0]]
     return lambda results: [results[0][others], results[1][others]]
 

@@ -190,8 +190,8 @@ def selecting_of_pages(
 
 
 def of_paged_scores(a: Given) -> Given:
-    """Return the arguments of the call of `fp8_paged_mqa_logits` whose scores `paged_indexer_select` selects from.
-    There are at most as many columns as a row of the table has keys."""
+    """Return the arguments of the call of `fp8_paged_mqa_logits` whose scores `paged_indexer_select` selects from. The
+    columns are limited to the keys that fit in the pages of a row of the block table."""
     columns = min(a["max_context_len"], a["block_table"].shape[1] * a["kv_cache"].shape[1])
     names = "q", "kv_cache", "weights", "context_lens", "block_table", "accumulators"
     options = {"schedule_meta": None, "max_context_len": columns, "clean_logits": True, "logits_dtype": F32}

@@ -38,7 +38,7 @@ def leaves_of(given: Given) -> dict[str, torch.Tensor]:
 
 def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
     """Return the arguments with new autograd leaves. dtype: the dtype of all float tensors; None: unchanged. If v is
-    the first channels of k (`absorbed`), it is a view of the new k."""
+    the first channels of k (`absorbed`), the returned v is a view of the returned k."""
     fresh = dict(given)
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -175,9 +175,9 @@ def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]
 def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most: float = 7e-3) -> float:
     """Compare results and gradients with float64.
 
-    Errors of out and of gradients are norms, relative to the exact norm. The limit is twice the error of the formula
-    with rounded softmax weights (`attended`), but at most 1e-2. For attn_sink's gradient the limit is 1e-2.
-    `delta_noise` is added to the limits of gradients.
+    The error of out or of a gradient is the norm of the difference, relative to the norm of the exact values. The limit
+    is twice the error of the formula with rounded softmax weights (`attended`), but at most 1e-2. For attn_sink's
+    gradient the limit is 1e-2. `delta_noise` is added to the limits of gradients.
 
     of    positions of the results through which gradients flow
     most  largest relative error that is allowed for results and for gradients whose terms do not cancel
@@ -416,7 +416,8 @@ def warmup(
 
 
 def warmed_up(a: Given) -> list[torch.Tensor]:
-    """Return out, lse and kl by the formula, in the arguments' dtype. Rows of no sequence have 0, inf and 0."""
+    """Return out, lse and kl by the formula, in the arguments' dtype. Rows that belong to no sequence have out 0, lse
+    inf and kl 0."""
     group, (tokens, heads, _) = a["q"].shape[1] // a["k"].shape[1], a["q"].shape
     results = [a["q"].new_zeros(tokens, heads, a["v"].shape[2]), a["q"].new_full((tokens, heads), math.inf)]
     results.append(a["q"].new_zeros(tokens))
@@ -436,8 +437,8 @@ def warmed_up(a: Given) -> list[torch.Tensor]:
 
 
 def check_warmup(a: Given, found: Results) -> float:
-    """Compare with float64. The limit of a relative error of the loss or of the indexer's gradients is twice the error
-    of the formula with every step in bf16, but at most 1e-2. For attention's gradients the limit is 2e-2."""
+    """Compare with float64. The relative error of the loss and of the indexer's gradients is limited to twice the error
+    of the formula with every step in bf16, but to at most 1e-2. The limit for attention's gradients is 2e-2."""
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
         expected, rounded = warmed_up(exact), warmed_up(rough)
@@ -479,8 +480,8 @@ OF_KEYS = {"kv": 0, "k": 0, "v": 0, "k_idx": 0}
 
 
 def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int]) -> Kept:
-    """Keep the rows of these queries and keys in the named results and gradients. Sums over queries, such as the
-    gradient of attn_sink, are not kept."""
+    """Return a function that keeps the rows of these queries and keys in the named results and gradients. It does not
+    keep sums over queries, such as the gradient of attn_sink."""
 
     def kept(results: Results) -> Results:
         found = []
@@ -494,8 +495,8 @@ def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int])
 
 
 def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) -> Kept:
-    """Keep the results and gradients of all queries except the one whose list contains `place`, and of all keys that
-    are not in this list."""
+    """Return a function that keeps the results and gradients of all queries except the query whose list contains
+    `place`, and the gradients of all keys that are not in this list."""
     named = {*given["indices"][place[0], 0].tolist()}
     queries = [t for t in range(len(given["q"])) if t != place[0]]
     keys = [j for j in range(len(given["kv"])) if j not in named]
@@ -503,7 +504,8 @@ def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) 
 
 
 def other_sequences(results: Sequence[str], given: Given, place: int) -> Kept:
-    """Keep the results and gradients of all sequences except the two that share the wrong boundary."""
+    """Return a function that keeps the results and gradients of all sequences except the two that share the wrong
+    boundary."""
     apart = [x for i, x in enumerate(sequences(given)) if i not in (place - 1, place)]
     queries, keys = ([i for x in apart for i in range(x[side].start, x[side].stop)] for side in (0, 1))
     return kept_rows((*results, *leaves_of(given)), queries, keys)

@@ -44,8 +44,9 @@ def rows(
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """Yield {"shape", "model", "kernels", "sequences", "tokens", "loss", "loss_difference", "error", "divergence",
-    "same_first", "over_peers", "figure"} per checkpoint and kernels: ours, with fp16 and with fp32 accumulation of the
-    index scores, and the peers'. most: the largest number of sequences, None for all.
+    "same_first", "over_peers", "figure"} per checkpoint and set of kernels. The sets are our kernels with fp16
+    accumulation of the index scores, our kernels with fp32 accumulation, and the peers' kernels. most: the largest
+    number of sequences, None for all.
 
     loss             nats per token
     loss_difference  Interval of the loss minus the references' loss

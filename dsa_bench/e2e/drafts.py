@@ -1,5 +1,5 @@
-"""The gain of drafts in decoding, computed from three times: a step without drafts, a pass that verifies K drafts per
-sequence, and the drafter's passes."""
+"""The gain of drafts in decoding, computed from measured times of a step without drafts, of a pass that verifies K
+drafts per sequence, and of the drafter's passes."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
@@ -127,9 +127,9 @@ def rows(
     layers          number of layers of the published model; ms and bytes of `plain` and `verify` are for all of them
                     (`full_depth`)
     plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over one token per sequence, and of a pass over this
-                    token and the drafts. bytes: that the pass reads (`pass_bytes`). touched: the number of experts with
-                    tokens, averaged over the MoE layers. depths: the measured milliseconds of the stack without layers,
-                    with its first layer, and with all layers
+                    token and the drafts. bytes: the bytes that the pass reads (`pass_bytes`). touched: the number of
+                    experts with tokens, averaged over the MoE layers. depths: the measured milliseconds of the stack
+                    without layers, with its first layer, and with all layers
     draft_ms        milliseconds of the drafter's passes per round; measured, because the drafter has one layer
     copy            bytes per second that a copy reads and writes
     of_copy         [plain, verify]: the time to copy the pass's bytes / the pass's time

@@ -13,7 +13,7 @@ def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> l
     """Return sequences of a BOS token and `length` tokens, which are consecutive tokens of the held-out files.
 
     The checkpoint's metrics.json names the files, which are read from this Python's standard library and packages.
-    Raises ValueError for a checkpoint without such a list, and if the files have fewer than `length` tokens.
+    Raises ValueError if metrics.json does not list files, and if the files have fewer than `length` tokens.
     """
     begin = tokenizer.bos_token_id
     if begin is None:

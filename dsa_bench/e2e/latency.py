@@ -123,12 +123,12 @@ def rows(
     ms, ms_max              milliseconds between two tokens of a decoding sequence during the prefill: median and
                             maximum over all sequences
     alone_ms, alone_ms_max  ms and ms_max after the prefill
-    first_token_s           seconds until the first token of the long prompt. They begin when all other sequences have
-                            their first token, so that the long prompt is next in line
+    first_token_s           seconds from the moment when all other sequences have their first token until the long
+                            prompt has its first token
     """
 
     def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:
-        model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
+        model.config = replace(model.config, eos_token_ids=())  # with random weights any token can end a sequence
         for chunk in chunks:
             generator, prompts, params = _call(model, chunk, sizes)
             for steps in (1, sizes.steps):

@@ -40,7 +40,7 @@ def rows(
     of prompts, and of decoding steps after the longest context. done: shapes of an earlier run, which are left out.
 
     A prompt's passes do not depend on later tokens. So only the longest prompt is computed, and a shorter prompt's row
-    is made of its first passes.
+    is made of the longest prompt's first passes.
 
     ms         milliseconds of all passes on the GPU's clock, or of a step as one CUDA graph
     pass_ms    milliseconds of the last pass; for a step, ms

@@ -156,8 +156,8 @@ def rank_rows(
     "memory", "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} per case of the
     models; with `runs` only of the cases that it names. The last seven are None for a prompt that is computed once.
 
-    layers      number of layers of the split model. The argument None: as many as fit into the GPUs' memory with the
-                largest cache
+    layers      number of layers of the split model. If the argument is None: as many as fit into the GPUs' memory with
+                the largest cache
     ms          milliseconds of the case, a decoding step as one CUDA graph; the slowest GPU counts, here and below
     memory      peak bytes of tensors on a GPU, with weights
     collectives fraction of the first GPU's time in which only collectives run (`collectives_share`)

@@ -1,9 +1,9 @@
 """GPU time by part of a model (indexer, top-k, attention, MoE and the rest), and the share of collectives.
 
 While a profiler runs, modules and `dsa.topk_indices` open named ranges on the host (`_announced`). A kernel belongs to
-the innermost range around its launch. Kernels, copies and fills count, gaps do not. The time of each starts when all
-earlier work has ended (`in_turn`). The products that an indexer shares with its attention layer count as attention. A
-selection fused with its scores counts as indexer, not as top-k.
+the innermost range around its launch. Kernels, copies and fills count, gaps do not. The time of a kernel, copy or fill
+starts when all earlier work has ended (`in_turn`). The products that an indexer shares with its attention layer count
+as attention. A selection fused with its scores counts as indexer, not as top-k.
 """
 
 import functools
@@ -118,8 +118,8 @@ def in_turn(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def events_of(call: Callable[[], object], *, host: bool = True) -> list[Event]:
-    """Profile a call. host: also record the host's operators and ranges. In a long pass most events are of this
-    kind."""
+    """Profile a call. host: also record the host's operators and ranges, which are most of the events of a long
+    pass."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if host else [ProfilerActivity.CUDA]
     with profile(activities=activities) as recorded:
         call()

@@ -6,12 +6,12 @@ quantised once and gathered, and each expert's rows begin at a multiple of 128, 
 expert's rows and padding tiles at the end. In a step of LEAST_MASKED to MOST_MASKED tokens the masked product runs:
 each expert has a fixed number of rows and a count. Only steps of more than MOST_MASKED tokens run on our kernels.
 
-FP4 experts run on DeepGEMM only in a prompt's pass. On Hopper DeepGEMM multiplies no FP4, so the first such pass widens
-the weights to FP8 without loss. In a decoding step FP4 experts run on Marlin, as in engines that run DeepSeek-V4-Flash
-on Hopper. Marlin multiplies bf16 activations by FP4 weights. The weights in Marlin's layout are a second copy of 3.4 GB
-per layer of V4-Flash, made at the first use. The weights widened to FP8, 6.4 GB per layer, are then freed, because five
-layers with all three copies need 66 GB. Later prompts widen them again. A separate kernel adds the shared expert's
-output, as in vLLM.
+FP4 experts run on DeepGEMM only in a prompt's pass. On Hopper DeepGEMM multiplies no FP4, so the weights are widened to
+FP8, without loss, at the first use. In a decoding step FP4 experts run on Marlin, as in engines that run
+DeepSeek-V4-Flash on Hopper. Marlin multiplies bf16 activations by FP4 weights. The weights in Marlin's layout are a
+second copy of 3.4 GB per layer of V4-Flash, made at the first use. The weights widened to FP8, 6.4 GB per layer, are
+then freed, because five layers with all three copies need 66 GB. Later prompts widen them again. A separate kernel adds
+the shared expert's output, as in vLLM.
 """
 
 import weakref
@@ -34,7 +34,7 @@ Forward = Callable[..., torch.Tensor]
 # products matters little.
 LEAST_TOKENS = 512
 # Steps of LEAST_MASKED to MOST_MASKED tokens use the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms
-# with the masked and 2.08 ms with the contiguous product; one token took 0.096 ms and 0.077 ms.
+# (masked) and 2.08 ms (contiguous), and one token took 0.096 ms (masked) and 0.077 ms (contiguous).
 LEAST_MASKED = 4
 MOST_MASKED = ALIGNMENT
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -43,9 +43,9 @@ _widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.Weak
 
 
 class Layout(NamedTuple):
-    """Rows of the contiguous product, M with padding, for T tokens with k experts each. places int32 [T, k]: the
-    indices of each token's rows. sources int64 [M]: the token of each row, 0 for padding. groups int32 [M]: the expert
-    of each row, -1 after the last expert's rows."""
+    """Rows of the contiguous product for T tokens with k experts each; with padding there are M rows. places int32 [T,
+    k]: the indices of each token's rows. sources int64 [M]: the token of each row, 0 for padding. groups int32 [M]: the
+    expert of each row, -1 after the last expert's rows."""
 
     places: torch.Tensor
     sources: torch.Tensor
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
     """Return the layout for `experts` [T, k], each token's expert ids below `count`. M is the largest number of rows,
-    with padding, that T, k and `count` allow. So the host need not wait for the GPU to know M."""
+    with padding, that T, k and `count` allow. So the host knows M without waiting for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         sizes = sizes_of(ends)

@@ -187,8 +187,8 @@ def _vllm_topk(
 
 
 def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
-    """Return values[key]; if it is missing, make it. A value that is made during a graph's capture is not stored in
-    `values`, because its memory belongs to the graph."""
+    """Return values[key]. If `values` lacks the key, make the value. A value that is made during a graph's capture is
+    not stored in `values`, because its memory belongs to the graph."""
     if key in values:
         return values[key]
     made = make(device=device)
@@ -217,7 +217,8 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
 
 
 def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
-    """Attend q, k, v [B, H, S, D]. Request cuDNN's kernel, because PyTorch would choose FlashAttention 2 on a GPU."""
+    """Return the attention of q to k and v, all [B, H, S, D]. Request cuDNN's kernel, because PyTorch would choose
+    FlashAttention 2 on a GPU."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if q.is_cuda else [SDPBackend.MATH])]):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
@@ -275,7 +276,7 @@ def _decode(peer: _Peer, q, cache, table, lengths, d_v, plan, num_splits=None, *
 
 
 def _plan_of(peer: _Peer, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
-    """Return FlashMLA's plan of a call over selected keys, which depends only on shapes."""
+    """Return FlashMLA's plan of a call over selected keys. The plan depends only on shapes."""
     tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
     key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
     return _kept(peer.plans, key, lambda device: peer.module.get_mla_metadata()[0], q.device)

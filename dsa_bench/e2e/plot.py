@@ -81,8 +81,8 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
 def widths(parts: Mapping[str, float], whole: float) -> list[float]:
     """Return the parts' time / `whole`, cut where their sum reaches LONGEST.
 
-    Without the cut, one very long part, for example with the set-up of a first call, would make all other bars
-    invisible.
+    Without the cut, one very long part, for example a part that includes the set-up of a first call, would make all
+    other bars invisible.
     """
     found, left = [], LONGEST
     for part in PARTS:

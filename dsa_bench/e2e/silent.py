@@ -45,8 +45,8 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         (SharedRows, "begin_sum", Rows.begin_sum),
     ]
     changes += [(module, "ranks", silent) for module in model.modules() if hasattr(module, "ranks")]
-    # A rank's embedding has no rows for the token ids of other ranks, and a pass with only such ids would compute
-    # zeros. So the hook maps every id to one of this rank.
+    # A rank's embedding has no rows for the token ids of other ranks, and a pass with only ids of other ranks would
+    # compute zeros. So the hook maps every id to one of this rank.
     with replaced(changes), contextlib.ExitStack() as hooks:
         for module in model.modules():
             if isinstance(module, Embedding):

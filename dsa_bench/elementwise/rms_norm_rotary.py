@@ -6,7 +6,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, angles, bf16, bytes_case
 
-# tokens, heads: V4-Flash's and V4-Pro's, prefill and decoding
+# tokens, heads: V4-Flash (64 heads) and V4-Pro (128 heads), in prefill and in decoding
 SHAPES = [(4096, 64), (4096, 128), (128, 64), (1, 64), (1, 128)]
 SEPARATE = "norm and rotary"
 _DIM, _ROTATED = 512, 64

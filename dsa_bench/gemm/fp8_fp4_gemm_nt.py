@@ -1,5 +1,5 @@
-"""Grouped products of experts with FP4 weights, compared with grouped products of the same weights widened to FP8,
-DeepGEMM's and ours."""
+"""Grouped products of experts with FP4 weights, compared with DeepGEMM's and our grouped products of the same weights
+widened to FP8."""
 
 from functools import partial
 

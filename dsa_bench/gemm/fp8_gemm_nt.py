@@ -71,7 +71,7 @@ SHAPES = [
 FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa, which engines join
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
 SHORT = 512  # up to this number of rows a product takes microseconds, so it is timed in a CUDA graph
-FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # a graph's matrices: bytes in all, largest number (`weights_like`)
+FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # a graph's matrices: bytes of all, largest number of them
 CUBLAS = Library("cuBLASLt", ("torch",))
 
 

@@ -3,8 +3,8 @@ DeepGEMM 2.8.1 and cuBLASLt.
 
 The receipt (tests/gpu/receipt.json) has some of these shapes, as rows of the benchmark `fp8_gemm_nt`, but no rows of
 this benchmark. The layers are those that the op `fp8_gemm_nt` computes in models with the pinned configurations. V4's
-`wo_a`, a grouped product, is not among them. `kv_b_proj` of V3.2 and GLM-5 is, because prompts expand their latents to
-keys with it.
+`wo_a`, a grouped product, is not included. `kv_b_proj` of V3.2 and GLM-5 is included, because prompts expand their
+latents to keys with it.
 """
 
 import statistics

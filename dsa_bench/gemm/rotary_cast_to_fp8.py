@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, Scaled, angles, bf16, bytes_case
 
-# tokens, heads, groups of heads: V4-Flash's (64 heads) and V4-Pro's, in prefill and in decoding
+# tokens, heads, groups of heads: V4-Flash (64 heads) and V4-Pro (128 heads), in prefill and in decoding
 SHAPES = [(4096, 64, 8), (4096, 128, 16), (128, 64, 8), (1, 64, 8), (1, 128, 16)]
 SEPARATE = "rotary and cast"
 _DIM, _ROTATED = 512, 64

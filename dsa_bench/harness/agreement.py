@@ -15,7 +15,7 @@ TOLERANCE = 1e-3  # limit of `calc_diff`: other rounding causes 1e-5, a wrong ke
 
 
 def first(result: Any) -> torch.Tensor:
-    """Return the result if it is a tensor, or its first tensor, which is the output."""
+    """Return the result if it is a tensor, otherwise its first tensor, which is the output."""
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
@@ -43,8 +43,8 @@ def agree(got: Any, ours: Any) -> None:
 
 def agree_attention(got: Any, ours: Any) -> None:
     """Raise AssertionError unless the outputs agree and the LSEs agree. The first tensor of a result is the output, the
-    last the LSE. LSEs are compared only if both results have one, and the peer's has our LSE's shape or a padded one.
-    The peer's LSE can have base 2."""
+    last the LSE. LSEs are compared only if both results have one, and if the peer's LSE is in no dimension smaller than
+    ours (it can be padded). The peer's LSE can have base 2."""
     (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
     agree(out, our_out)
     if rest and our_rest and _covers(rest[-1], our_rest[-1]):

@@ -40,7 +40,8 @@ def free() -> None:
 
 
 class Loadable(Protocol):
-    """A library or a part of one. name: as in tables. load: returns its module, or None if it is not installed."""
+    """A library or a part of a library. name: the name in tables. load: returns its module, or None if it is not
+    installed."""
 
     name: str
 
@@ -82,7 +83,7 @@ class Peers:
         return Peers(self.calls | other.calls, self.failed | other.failed)
 
     def renamed(self, name: str) -> "Peers":
-        """Return these peers under other names. name: with {} for the present name."""
+        """Return these peers under other names. name: the new name, with {} for the present name."""
         return Peers(*({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed)))
 
     def then(self, step: Callable[[Any], object]) -> "Peers":

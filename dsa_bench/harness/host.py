@@ -19,7 +19,7 @@ from dsa_bench.harness.benchmarks import benchmarks
 from dsa_bench.harness.calls import Call, free
 from dsa_bench.harness.case import OURS, Case, load, microseconds, row
 
-CALLS, BLOCKS = 40, 15  # calls per block, without a wait for the GPU; timed blocks
+CALLS, BLOCKS = 40, 15  # number of calls per block, number of timed blocks
 
 
 def ops() -> list[str]:

@@ -28,7 +28,7 @@ def activations(rows: int, channels: int) -> Scaled:
 
 
 def weights(*shape: int) -> Scaled:
-    """Return e4m3 values [..., columns, channels], the sizes in `shape`, and fp32 scales, one per 128 x 128 block.
+    """Return e4m3 values of the shape [..., columns, channels] and fp32 scales, one per 128 x 128 block.
 
     The values are random bytes of non-negative finite numbers, because Gaussian numbers for large matrices take long to
     generate.

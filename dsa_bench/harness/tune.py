@@ -106,7 +106,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
-        # Write after each class, so that an interrupted search, which takes minutes, keeps its results.
+        # A search takes minutes. So write after each class, to keep the results if the search is interrupted.
         tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
 

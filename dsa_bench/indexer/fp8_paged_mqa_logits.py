@@ -134,7 +134,7 @@ def tuning() -> Tuning:
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
 
     # The kernel's product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns: the pair
-    # with the smallest next_n, which comes last and replaces the others.
+    # with the smallest next_n, which the dict gets last, so that it replaces the others.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

@@ -1,9 +1,9 @@
-"""Top-k selection in bytes of scores per second, compared with vLLM, SGLang, TokenSpeed, cuDNN-frontend and torch.
+"""Top-k selection: bytes of scores per second, compared with vLLM, SGLang, TokenSpeed, cuDNN-frontend and torch.
 
-Our indices are exact and ascending. The peers return theirs in any order, and except for cuDNN-frontend's deterministic
-variant they do not say which of several equal scores they select. Our op, vLLM, SGLang and TokenSpeed write into a
-given tensor, as in engines; cuDNN-frontend and torch allocate their results. Scores of the kind "indexer" have padded
-rows, as `fp8_mqa_logits` returns them. Peers that accept only contiguous scores get copies, made outside the timing.
+Our indices are exact and ascending. The peers return theirs in any order. Only cuDNN-frontend's deterministic variant
+says which of several equal scores it selects. Our op, vLLM, SGLang and TokenSpeed write into a given tensor, as in
+engines; cuDNN-frontend and torch allocate their results. Scores of the kind "indexer" have padded rows, as
+`fp8_mqa_logits` returns them. Peers that accept only contiguous scores get copies, made outside the timing.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ import dsa
 from dsa_bench.harness.case import Case, Scaled, bf16, plain_rate
 from dsa_bench.mla._kv_b import LATENT, layers
 
-# tokens, heads, value channels per head, rows per head in kv_b: V3.2's, GLM-5's, and V3.2's split over eight GPUs
+# tokens, heads, value channels per head, rows per head in kv_b: V3.2, GLM-5, and V3.2 split over eight GPUs
 V32, GLM_5 = (128, 128, 256), (64, 256, 448)
 SHAPES = [(tokens, *of_model) for of_model in (V32, GLM_5) for tokens in (1, 8, 16, 32, 64)] + [(1, 16, *V32[1:])]
 APART = "bmm and cast"

@@ -1,13 +1,13 @@
 """Attention to windows of 128 latents, compared with FlashMLA over the same keys as lists: prefill, prefill with
 selected keys in the same softmax, and decoding from V4's cache.
 
-FlashMLA's lists are made outside the timing, ours inside. With selected keys (compressed entries), FlashMLA gets the
-windows' keys and the entries in one tensor. The yardstick is then our attention in two branches, one to the window and
-one to the selected entries, whose results are merged.
+The timing includes making our lists, but not making FlashMLA's. With selected keys (compressed entries), FlashMLA gets
+the windows' keys and the entries in one tensor. The yardstick is then our attention in two branches, one to the window
+and one to the selected entries, whose results are merged.
 
 Without selected keys the yardstick is torch's flash attention with the same window. It accepts heads of at most 256
-channels, and ours have 512. So compare its rate with ours, not its time. A rate counts the FLOP of the pairs inside the
-window with the kernel's number of channels.
+channels, and ours have 512. So compare the rates of the yardstick and of our op, not their times. A rate counts the
+FLOP of the pairs inside the window with the kernel's number of channels.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ YARDSTICKS = {FLASH, MERGED}
 
 
 def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> dict[str, list[Call]]:
-    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no such kernel. As with
+    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no flash attention. As with
     latents, k and v are one tensor with one head, expanded to all heads."""
     calls = []
     for _ in range(count):

@@ -6,7 +6,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, bytes_case
 
-# tokens, experts per token, channels: V3.2's and V4-Flash's
+# tokens, experts per token, channels: V3.2 and V4-Flash
 SHAPES = [(tokens, k, channels) for tokens in (4096, 128, 1) for k, channels in ((8, 7168), (6, 4096))]
 
 

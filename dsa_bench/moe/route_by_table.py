@@ -12,7 +12,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
-# tokens, channels, experts, experts per token: V4-Flash's and V4-Pro's
+# tokens, channels, experts, experts per token: V4-Flash and V4-Pro
 SHAPES = [(tokens, *model) for model in ((4096, 256, 6), (7168, 384, 6)) for tokens in (1, 8, 32, 64)]
 _VOCABULARY = 129280
 _SCALE = 2.5

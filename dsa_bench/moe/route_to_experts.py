@@ -12,7 +12,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, f32, fresh_matrices, over, plain_rate
 
-# tokens, channels, experts, experts per token, groups, chosen groups, scores: V3.2's, V4-Flash's and V4-Pro's
+# tokens, channels, experts, experts per token, groups, chosen groups, scores: V3.2, V4-Flash and V4-Pro
 SHAPES = [
     (tokens, *model)
     for model in (

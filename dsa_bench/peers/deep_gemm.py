@@ -153,8 +153,8 @@ def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Return (values, scales) of `count` rows, which have the rows of `a` at the indices `rows`. Other rows are 0, with
-    scales 1."""
+    """Return (values, scales) of `count` rows. Row i of `a` becomes row rows[i]. All other rows are 0, with scales
+    1."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)

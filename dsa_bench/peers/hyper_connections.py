@@ -7,7 +7,7 @@ vLLM and SGLang run V4's hyper-connections with these libraries or copies of the
 - `mhc_pre_big_fuse_fwd`, the collapse, adds up the partial sums of the products and of the squares; our collapse
   computes the squares itself. A kernel is compiled per number of channels and splits
 - D, the channels of a stream, must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and
-  caches kernels in the folder TILELANG_CACHE_DIR (an environment variable)
+  caches kernels in the folder that the environment variable TILELANG_CACHE_DIR names
 """
 
 from functools import partial

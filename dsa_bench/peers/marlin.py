@@ -33,7 +33,7 @@ from dsa_bench.peers.package import Operators
 
 MARLIN = Operators("marlin", "vllm", ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"))
 _BLOCKS = (8, 16, 32, 48, 64)
-_FULL = 0.9  # a block is chosen if the mean rows per expert fill less than this fraction of it
+_FULL = 0.9  # a block size is chosen if the mean rows per expert fill less than this fraction of a block
 _LOCKS = 4  # int32 locks per SM
 # e2m1: bits of the exponent and of the fraction, a sign, no bias, no infinities, no NaN.
 _E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49

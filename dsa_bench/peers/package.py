@@ -14,8 +14,8 @@ import torch
 class Library:
     """A package that is imported.
 
-    name: as in the tables. modules: names of modules; the first that is installed is imported. set_up: called with the
-    module after the import, to set the options that engines set.
+    name: the name in tables. modules: names of modules; the first that is installed is imported. set_up: called with
+    the module after the import, to set the options that engines set.
     """
 
     name: str
@@ -47,7 +47,7 @@ def launch_programmatically(module: ModuleType) -> None:
 class SourceFile:
     """One Python file of an engine's package. The package is not imported, because it needs all that the engine needs.
 
-    name: as in the tables. package: the package's name, without a dot. file: path in the package's folder.
+    name: the name in tables. package: the package's name, without a dot. file: path in the package's folder.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Operators:
     """Operators in shared libraries of an engine's package. The package is not imported: an import takes seconds,
     changes settings of the process, and needs all that the engine needs.
 
-    name: as in the tables. package: the package's name, without a dot. files: paths in the package's folder.
+    name: the name in tables. package: the package's name, without a dot. files: paths in the package's folder.
     """
 
     name: str

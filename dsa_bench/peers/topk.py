@@ -24,7 +24,7 @@ from dsa_bench.peers.package import Operators, SourceFile
 
 SELECTED = (512, 1024, 2048)  # the k that vLLM's cooperative and persistent top-k accept
 COOPERATIVE_ROWS = 64  # largest number of rows of the cooperative top-k
-WORKSPACE_BYTES = 1 << 20  # of the cooperative and the persistent top-k; only they may write to it
+WORKSPACE_BYTES = 1 << 20  # for the cooperative and the persistent top-k; no other kernel may write to it
 # Largest size in bytes of the scores that a call computes at a time (`select_scored`). Engines usually have less room.
 SCORES = 4 << 30
 CONTIGUOUS = ("vllm persistent", "vllm cooperative")  # accept only contiguous scores
@@ -124,8 +124,8 @@ def _in_parts(make: Make, module: ModuleType, q, kv, weights, starts, ends, k: i
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
     """Return calls, one peer per top-k, that compute the indices int32 [B next_n, k], in any order, from inputs (q,
-    pages, weights, lengths [B], block_table, columns). The scores are DeepGEMM 2.8.1's, whose plan is made outside the
-    timing."""
+    pages, weights, lengths [B], block_table, columns). DeepGEMM 2.8.1 computes the scores. Their plan is made outside
+    the timing."""
     inputs, name = list(inputs), deep_gemm.NEW.name
     next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
     peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})

@@ -16,8 +16,8 @@ SHAPES = [(4, 2048, 64, 128, 512), (1, 16384, 64, 128, 2048), (16, 2048, 64, 128
 
 def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     tokens = batch * length
-    # Small integers, and weights that are multiples of 1/8: scores are exact, so our indices and the formula's must be
-    # equal.
+    # q and k are small integers, and w are multiples of 1/8. So scores are exact, and our indices must equal the
+    # formula's.
     q, k = (torch.randint(-1, 2, shape, device="cuda").bfloat16() for shape in ((tokens, heads, dim), (tokens, dim)))
     w = torch.randint(-4, 5, (tokens, heads), device="cuda") / 8
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)

@@ -75,8 +75,8 @@ def refuse(**arguments: object) -> None:
 
 
 def check_result(d: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that d, whose dtype and shape are already checked, can be written and is on q's device. q is the caller's
-    a[0]."""
+    """Check that d can be written and is on the device of q, the caller's a[0]. The dtype and shape of d are already
+    checked."""
     check_same_device(("a[0]", q), d=d)
     check_writable("d", d)
     if d.shape[-1] > 1 and d.stride(-1) != 1:

@@ -1,9 +1,10 @@
 """DeepGEMM's FP8 products for gradients of weights, recipe (1, 1, 128): both operands have a scale per row and 128
 channels, and the sums are accumulated in fp32.
 
-No kernel of dsa accepts a b with a scale per row. PyTorch dequantizes both operands to fp32, 4 bytes per value of a and
-b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in PyTorch. In fp32 the result differs from the
-formula only by rounding, but without FP8 tensor cores this takes many times as long as DeepGEMM's kernels.
+The FP8 kernels of dsa accept a scale per 128 x 128 block of b, but not a scale per row. PyTorch dequantizes both
+operands to fp32, 4 bytes per value of a and b, and multiplies them in fp32, or in TF32 if the user has enabled TF32 in
+PyTorch. In fp32 the result differs from the formula only by rounding, but without FP8 tensor cores this takes many
+times as long as DeepGEMM's kernels.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
     a               (e4m3, fp32 [M, sum(K_g) / 128]): the values of all a_g, each row-major, one group after another:
                     M sum(K_g) values in a contiguous tensor of any shape
-    b               (e4m3, fp32 [N, sum(K_g) / 128]), likewise
+    b               (e4m3, fp32 [N, sum(K_g) / 128]): the values of all b_g, stored like those of a
     d               fp32 [G, M, N]
     ks_cpu          K_g of each group: G multiples of 128; 0 is allowed
     grouped_layout  int32 [G] on the device: the numbers of ks_cpu again, for DeepGEMM's kernel. They are not read here

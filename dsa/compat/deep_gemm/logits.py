@@ -3,8 +3,8 @@
 
 The names with fp8_fp4 are those of DeepGEMM since 2.8. Their queries are (values, scales). By default their results are
 not cleaned, which means that values outside each row's range of keys are unspecified; only `fp8_fp4_mqa_logits` with
-max_seqlen_k = 0 writes -inf there. `fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier builds. Where
-the order of arguments differs between these versions, the arguments of earlier builds are keyword-only.
+max_seqlen_k = 0 writes -inf there. `fp8_mqa_logits` and `fp8_paged_mqa_logits` are the names of earlier builds. In the
+functions with fp8_fp4, an argument whose position differs from earlier builds is keyword-only.
 """
 
 import torch

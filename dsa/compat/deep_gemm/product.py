@@ -73,8 +73,8 @@ def write(
     """Write the product to d. The arguments are already checked. Without `ends`, w [N, K] multiplies all rows of q.
     With `ends` [E], w is [E, N, K], and w[e] multiplies group e of the rows of q, which ends before row ends[e]."""
     out = rows_at_16_bytes(d)
-    # If kernels cannot write to d directly (rows not at multiples of 16 bytes), they write to a contiguous copy. It is
-    # a copy with the values of d, because kernels leave rows of no group unwritten.
+    # If kernels cannot write to d directly (rows not at multiples of 16 bytes), they write to a contiguous copy. The
+    # copy contains the values of d, because kernels do not write rows that belong to no group.
     written = d.clone(memory_format=torch.contiguous_format) if out is None else out
     with backends.on_device(d):
         if ends is None:
