@@ -4,10 +4,10 @@ the registers of a CTA's threads.
 `find_floor` searches a list. The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa),
 11 bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest digit finds the
 digit of the r-th largest number. The next pass counts the second digits of the numbers that have this first digit, and
-so on. The digits found so far are a prefix. The search ends early if the numbers with this prefix and all larger
-numbers are at most r + `slack` numbers; the caller accepts up to `slack` numbers too many. It ends at the latest after
-the third digit, because numbers with three equal digits are equal. Two passes suffice for most lists, three for any
-list. bf16 numbers are converted to fp32.
+so on. The digits found so far are a prefix. The search ends early if at most r + `slack` numbers have this prefix or
+are larger; the caller accepts up to `slack` numbers too many. It ends at the latest after the third digit, because
+numbers with three equal digits are equal. Two passes suffice for most lists, three for any list. bf16 numbers are
+converted to fp32.
 
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048

@@ -412,8 +412,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
-        """Add the lane's part of two rows of a tile's dk, `sums`, to global memory. found: the keys of these rows,
-        negative if invalid. multiple: the factor of fixed-point numbers."""
+        """Add `sums`, the lane's part of two rows of a tile's dk, to global memory. found: the keys of these rows,
+        negative if invalid. multiple: with `fixed_point`, `sums` are multiplied by this and rounded to integers."""
         start, stride = Int64(dk.iterator.toint()), Int64(dk.stride[0]) * (dk.element_type.width // 8)
         for r in cutlass.range_constexpr(2):
             if found[r] >= 0:

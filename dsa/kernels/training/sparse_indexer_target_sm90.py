@@ -515,8 +515,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
-        """Compute the query's distributions, kl and d_scores, and store the latter two. row_sum, row_max: the thread's
-        results over its column in all tiles (see `index`)."""
+        """Compute the query's distributions and, from these, kl and d_scores. Store kl and d_scores. row_sum, row_max:
+        the thread's results over its column in all tiles (see `index`)."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
