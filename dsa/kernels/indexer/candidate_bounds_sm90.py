@@ -183,8 +183,8 @@ class CandidateBoundsSm90:
 
         The search runs over maxima, because these are a sixth as many numbers as the scores. A thread has VECTOR
         maxima: maximum j is the largest of the j-th scores of all the thread's vectors. The search does not count the
-        other j-th scores. The j-th scores belong to different tiles, so few of the scores that are not counted belong
-        to the largest few percent of all scores."""
+        other j-th scores. The j-th scores belong to different tiles, so of the largest few percent of all scores, only
+        few are not counted."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]
