@@ -58,8 +58,8 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """Return the byte offsets of four tables, one per byte of the result. Byte i is for group number `group` (0 to 3)
-    of a row in block i of four consecutive blocks.
+    """Return the byte offsets of four tables, one per byte of the result. The tables are those of one group in each of
+    four consecutive blocks: byte i is for group number `group` (0 to 3) of a row in block i.
 
     words         [4]: a word per block; its bytes are the e8m0 bytes of the row's four groups in this block
     block_scales  [4]: the scales of the blocks, powers of two

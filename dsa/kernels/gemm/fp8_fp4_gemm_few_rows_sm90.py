@@ -11,12 +11,12 @@ Plan
   registers are the wgmma's operand A, so the weights pass through shared memory only as FP4.
 - Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
   share an SM. The first producer warp finds the work tiles and passes them to the other warps. It loads the weights'
-  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits only for empty stages, of the ring of
-  operands and of the ring of work tiles. The other three producer warps gather the rows of activations and their
+  codes by TMA, and their e8m0 scales and block scales by cp.async. It waits only until stages are empty, in the ring of
+  operands and in the ring of work tiles. The other three producer warps gather the rows of activations and their
   scales.
 - Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
   channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), their scales (16
-  bytes per row) and the scales of the four blocks (16 bytes). The ring continues across work tiles. Per SM, 100 to 170
+  bytes per row) and the weights' four block scales (16 bytes). The ring continues across work tiles. Per SM, 100 to 170
   KB of FP4 are in flight.
 - Mainloop: each of a stage's four blocks has separate accumulators (T / 2 registers), to which four wgmma add. The next
   block is widened while these wgmma run. After the fourth block of a stage, the next block is the first block of the

@@ -24,7 +24,7 @@ Tile = FewRowsConfig | Fp8GemmConfig
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 LAUNCH = 2.8  # microseconds of a launch, which the models' times exclude
 # The models always choose the small-M kernel up to OWN_ROWS rows, and can choose it up to MAX_ROWS rows. The measured
-# winners do not follow this: in five classes of up to 32 rows the other kernel is faster.
+# winners do not follow this: in five shape classes of up to 32 rows the other kernel is faster.
 OWN_ROWS, MAX_ROWS = 32, 512
 # r(n): the modelled time of the measured winner for n rows, divided by that of the models' tile for n rows, both with
 # LAUNCH. The winner was measured for class_rows(n) rows. It is used for n rows if r(n) <= WORSE * r(class_rows(n)).

@@ -124,8 +124,8 @@ SWAP_AB_CLOCKS = 300
 # chooses the configuration for one matrix and up to MODEL_ROWS rows. CLOCKS: cycles per microsecond. MEMORY_RATE: bytes
 # per microsecond from memory. IDLE: relative slowdown of memory per fraction of idle SMs. TILE_END: microseconds at the
 # end of a work tile, without the stores. TMA_STORE_RATE, STORE_RATE: results of one work tile per microsecond if TMA
-# stores them, and if warps store them. UNSHARED: additional microseconds of a block whose part of b no other work tile
-# reads. ALONE: lower limit on the microseconds of a block that only one of two warpgroups multiplies.
+# stores them, and if warps store them. UNSHARED: additional microseconds of a block if no other work tile reads the
+# same part of b. ALONE: lower limit on the microseconds of a block that only one of two warpgroups multiplies.
 MODEL_ROWS = 1024
 CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
 TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55

@@ -164,7 +164,7 @@ class GroupedFp8GemmSmallMSm90:
             self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
 
     def filled(self, sb: cute.Tensor) -> cute.Tensor:
-        """Return the part of `sb` that loads write: the first `columns` rows of each block."""
+        """Return the part of `sb` into which b is loaded: the first `columns` rows of each block."""
         return cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
 
     @cute.jit

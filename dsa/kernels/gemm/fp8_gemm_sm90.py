@@ -35,7 +35,7 @@ Plan
   times (grouped_tiles.py). Kernels that gather rows are always static.
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp CHUNKS x 2 KiB of results;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes of operands. Names in capitals are fields of Fp8GemmConfig.
-Registers: 240 per consumer thread, of which COLUMNS / 2 sums per wave and 48 to 96 accumulators; 24 per producer
+Registers: 240 per consumer thread, including COLUMNS / 2 sums per wave and 48 to 96 accumulators; 24 per producer
 thread. A gathering producer thread has 40 with two consumer warpgroups, which leaves 232 for a consumer thread; with
 one consumer warpgroup it has 56.
 Roofline: many rows are bound by the tensor cores and the multiply-adds, which compete for the registers: 1024 + 256

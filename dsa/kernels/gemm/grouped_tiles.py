@@ -9,8 +9,8 @@ The tiles of a matrix are consecutive. Small-M products use the order of `rows_f
 columns are consecutive. The other products use the order of `at`, which has bands of BAND rows. So the tiles that run
 at the same time cover about as many rows as columns, and operands that several of them read stay in the L2 cache.
 Within a band, tiles with the same columns are consecutive if there is one matrix; with several matrices, tiles with the
-same rows are consecutive. The reason is that a matrix's last tile of rows can have few rows. If a matrix has, say, two
-tiles of rows and they alternated, a static scheduler would give all tiles with few rows to one half of the CTAs.
+same rows are consecutive. The reason is that a matrix's last tile of rows can have few rows. Suppose that a matrix has
+two tiles of rows. If they alternated, a static scheduler would give all tiles with few rows to one half of the CTAs.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 
 With static scheduling, CTA i of n computes the tiles i, i + n and so on. If work tiles take different times, because
@@ -33,9 +33,9 @@ from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
 BAND = 2048  # rows per band
-# Elements of `prefix`. A tile of rows is `height` rows of one matrix, over all columns. Element e is the number of
-# tiles of rows before matrix e. After the last matrix, the total follows 32 times, so that a warp can always compare 32
-# elements.
+# Number of elements of `prefix`. Element e is the number of tiles of rows before matrix e; a tile of rows is `height`
+# rows of one matrix, over all columns. After the last matrix, the total follows 32 times, so that a warp can always
+# compare 32 elements.
 PREFIX_SUMS = MAX_MATRICES + 32
 
 

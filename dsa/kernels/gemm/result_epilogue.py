@@ -24,8 +24,8 @@ from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
-    """The epilogue that stores the sums. In its methods `results` is (out [M, N] out_dtype, weights [M] fp32 or None,
-    None for SwiGLU's limit)."""
+    """The epilogue that stores the sums. In the methods `results` is (out [M, N] out_dtype, weights [M] fp32 or None,
+    None). The last element would be the limit of SwiGLU, which this epilogue does not compute."""
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns

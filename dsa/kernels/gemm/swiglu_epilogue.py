@@ -89,7 +89,7 @@ class SwigluEpilogue:
             if lane % 4 == 0 and row + r < info.end:
                 scale[row + r, info.column // GROUP] = own_scale
             for i in cutlass.range_constexpr(0, OWN, 2):
-                # Write columns 4 i + 2 (lane % 4) and the next, which are in the 16-byte vector i // 4, to shared
+                # Write column 4 i + 2 (lane % 4) and the next column, which are in the 16-byte vector i // 4, to shared
                 # memory.
                 at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
                 store_pair(Int32(staged + at), h[i], h[i + 1])

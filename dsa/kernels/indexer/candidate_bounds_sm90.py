@@ -161,8 +161,8 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def load_sample(self, entries: cute.Tensor, query, count: Int32, orders: cute.Tensor, tid):
-        """Load the `count` scores that the first pass has stored for the query, and convert them to orders. A score is
-        NaN where the query does not see the key."""
+        """Load the `count` scores that the first pass has stored for the query, and convert them to orders
+        (`order_of`). A score is NaN if the query does not see the key."""
         sample = cute.make_tensor(
             cute.recast_ptr(entries[query, None].iterator, dtype=Float32), cute.make_layout(2 * CAPACITY)
         )
@@ -182,9 +182,9 @@ class CandidateBoundsSm90:
         maxima than `rank`.
 
         The search runs over maxima, because these are a sixth as many numbers as the scores. A thread has VECTOR
-        maxima: maximum j is the largest of the j-th scores of all the thread's vectors. The search misses a score if
-        its maximum is a larger score. The j-th scores belong to different tiles, so this seldom happens to the largest
-        few percent of the scores."""
+        maxima: maximum j is the largest of the j-th scores of all the thread's vectors. The search does not count the
+        other j-th scores. The j-th scores belong to different tiles, so of the largest few percent of all scores, only
+        few are not counted."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]

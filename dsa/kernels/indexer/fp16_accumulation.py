@@ -1,5 +1,5 @@
-"""fp16 accumulation of index scores: the sum over the heads, in fp16. Two heads of a query and a key take two
-instructions; with fp32 accumulation they take four.
+"""fp16 accumulation of index scores: the sum over the heads, in fp16. To add the products of two heads to the sum of a
+(query, key) pair takes two instructions; with fp32 accumulation it takes four.
 
 An FP8 wgmma can round the products q . k to fp16. A register then has the products of two adjacent columns, which are
 two heads of a query. One maximum and one multiply-add, on different pipes, add both products to the sums over the

@@ -78,9 +78,9 @@ class MqaLogitsConfig:
     groups: int = choices(2, 3)
 
     def fits(self, heads: int, half: bool = False) -> bool:
-        """Whether this configuration has enough registers (fp16 accumulation needs half as many), enough shared memory
-        for 128 channels, and a multiple of four queries per block, so that the lanes of a quad store equally many
-        scores."""
+        """Whether registers and shared memory (for 128 channels) are enough for this configuration, and a block has a
+        multiple of four queries. fp16 accumulation needs half as many registers. With a multiple of four queries, the
+        lanes of a quad store equally many scores."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         columns = self.columns // 2 if half else self.columns
         return registers_fit(columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0

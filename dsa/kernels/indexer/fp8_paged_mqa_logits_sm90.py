@@ -7,9 +7,9 @@ Plan
 - A wgmma tile has 64 keys as rows. Its columns are the N = next_n * H (query, head) pairs of one sequence. So the keys
   are read once for all queries of the sequence, and the sum over heads stays in registers except for shuffles over the
   quad.
-- Scheduler: stream-K. CTA i processes consecutive splits of 256 keys: from the split in row i of the schedule up to the
-  one in row i + 1 (paged_mqa_logits_metadata_sm90.py). They can begin in one sequence and end in another. A work tile
-  is the part of the CTA's splits that belongs to one sequence.
+- Scheduler: stream-K. CTA i processes consecutive splits of 256 keys. It begins with the split in row i of the schedule
+  and ends before the split in row i + 1 (paged_mqa_logits_metadata_sm90.py). The two splits can belong to different
+  sequences. A work tile is the part of the CTA's splits that belongs to one sequence.
 - Warp roles: the consumer warpgroups process a work tile's key tiles in turns. Each has its own producer warp in the
   last warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads
   a work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. With clean_logits, the warps
@@ -475,7 +475,7 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
                     self.epilogue(scoring, scale, masked_key, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + tile) * TILE + key_in_tile
-                    # A key on an invalid page is masked like a key beyond every limit.
+                    # A key on an invalid page counts as NO_KEY, which is above all `limits`, so its score becomes -inf.
                     valid = (valid_pages[stage] >> own_page) & 1 != 0
                     masked_key = key if valid else Int32(NO_KEY)
                     k_state = ring.advance(k_state)

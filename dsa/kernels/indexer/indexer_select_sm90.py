@@ -103,10 +103,10 @@ class SelectionList:
     """List of a query's best keys so far, those with the largest scores, in shared memory. One warp fills the list, and
     cuts it to the k best (and at most SLACK more) when it is full.
 
-    The list contains a score as its order, an integer that sorts like the score. Keys are appended in ascending order,
-    and a cut preserves that order. So of several ties the first in the list has the lowest key, and a cut keeps the
-    first ones. After the last cut, which keeps no more than k, the list has exactly the k largest scores, sorted by
-    key, whatever the scores are.
+    For each score the list contains its order, an integer that sorts like the score. Keys are appended from the lowest
+    to the highest, and stay sorted in a cut. So of several ties the first in the list has the lowest key, and a cut
+    keeps the first ones. After the last cut, which keeps no more than k, the list has exactly the k largest scores,
+    sorted by key, whatever the scores are.
 
     A cut finds the k-th largest order digit by digit. First it divides the range from the least to the largest order
     into up to 256 digits of equal width. Then it divides the digit that contains the k-th largest order in the same

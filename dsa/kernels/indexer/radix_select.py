@@ -4,10 +4,10 @@ the registers of a CTA's threads.
 `find_floor` searches a list. The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa),
 11 bits and 10 bits. The first pass counts the first digits of all numbers. A scan from the largest digit finds the
 digit of the r-th largest number. The next pass counts the second digits of the numbers that have this first digit, and
-so on. The digits found so far are a prefix. The search ends early if the numbers with this prefix and all larger
-numbers are at most r + `slack` numbers; the caller accepts up to `slack` numbers too many. It ends at the latest after
-the third digit, because numbers with three equal digits are equal. Two passes suffice for most lists, three for any
-list. bf16 numbers are converted to fp32.
+so on. The digits found so far are a prefix. The search ends early if at most r + `slack` numbers have this prefix or
+are larger; the caller accepts up to `slack` numbers too many. It ends at the latest after the third digit, because
+numbers with three equal digits are equal. Two passes suffice for most lists, three for any list. bf16 numbers are
+converted to fp32.
 
 `RankMemory.find` searches registers. A register contains a number's order, an integer that sorts like the number
 (`order_of`), or LOWEST if it is empty. The range from a lower bound to the largest order is divided into up to 2048
@@ -105,8 +105,8 @@ def _canonical(x: Float32) -> Uint32:
 
 @cute.jit
 def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
-    """Count the digit (bits >> shift) - first in `counts` (shared memory). If the digit is outside [0, BINS), count it
-    in bin BINS, which is cheaper than a branch."""
+    """Count a number in `counts` (shared memory) by the digit (bits >> shift) - `first`. If the digit is outside [0,
+    BINS), the number is counted in bin BINS, which is cheaper than a branch."""
     cute.arch.inline_ptx(
         "{{ .reg .b32 d; shr.u32 d, {$r0}, {$r1}; sub.u32 d, d, {$r2}; "
         f"min.u32 d, d, {BINS}; "
@@ -337,10 +337,11 @@ class RankMemory:
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
-            # An order outside the current range, [low, low + span], is more than `span` above `low` in unsigned
-            # arithmetic. Digits are compared, so an order right after the range could still share the last digit. In
-            # the first pass only LOWEST is outside. It is at least 2^23 past the end of the range, and a digit has at
-            # most 2^21 orders, so empty registers go to bin BINS. Later ranges are whole digits.
+            # In unsigned arithmetic, an order outside the current range [low, low + span] is more than `span` above
+            # `low`. The test below compares digits, so it could count an order that comes right after the range with
+            # the range's last digit. In the first pass only LOWEST (empty registers) is outside. It is at least 2^23
+            # past the end of the range, and a digit has at most 2^21 orders, so it goes to bin BINS. In later passes
+            # the range is a whole digit of the pass before, so no order outside shares a digit with it.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:

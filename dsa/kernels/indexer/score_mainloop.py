@@ -34,7 +34,7 @@ TILE = 64  # keys per tile
 # Greater than every key's index. It stands for the smallest start of a block of queries that see no keys, and for the
 # key of a tile that does not exist.
 NO_KEY = 2**30
-RANGE_BARRIER = 1  # with fp16 accumulation: the named barrier after which a block's queries are scaled down
+RANGE_BARRIER = 1  # named barrier, with fp16 accumulation: threads wait here until a block's queries are scaled
 
 
 class Pipelines(NamedTuple):

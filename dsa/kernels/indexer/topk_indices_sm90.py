@@ -484,8 +484,8 @@ class TopkIndicesSm90:
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
         before, found = block_exclusive_scan(here, memory.sums[0, None], tid % WARP, tid // WARP)
-        # After the scan's barrier all threads have their bits, and the numbers are no longer needed. So the columns can
-        # overwrite the numbers.
+        # After the scan's barrier all threads have computed `mask`, and the numbers are no longer needed. So the
+        # columns can overwrite the numbers.
         at = before + here
         place = tid * own * self.width
         while mask != 0:

@@ -36,8 +36,8 @@ from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, tiled_mma
 from dsa.kernels.mla.swap_ab_attention import SwapAbAttention, power_of_two, spread_key
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, SCALE_TABLE_BYTES, ScaleTable, SwapAbExchange
 
-# Bounds of e. P of a key is multiplied by 2^e. This factor is included in row_max, a maximum of scores plus e in log2,
-# but not in row_sum. The bounds keep row_sum in the range of fp32.
+# Bounds of e. P of a key is multiplied by 2^e. row_max includes this factor, because scores are in log2 and e is added
+# to them. row_sum does not include it, and is in the range of fp32 because of these bounds.
 LEAST_POWER, MOST_POWER = -64, 110
 AHEAD = 1  # a warp loads this many chunks of Q ahead of the chunk that it stores; the compiler keeps this order
 

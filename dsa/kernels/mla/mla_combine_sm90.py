@@ -2,7 +2,7 @@
 
 lse = log sum_i e^lse_i;  out = e^lse / (e^lse + e^sink) * sum_i e^(lse_i - lse) out_i
 
-out_i and lse_i are the partial results of a row's splits i. The sums run over all splits of the row, in a fixed order.
+out_i and lse_i are the partial result of a row's split i. The sums run over all splits of the row, in a fixed order.
 Without a sink the factor before the sum is 1.
 
 Work: a CTA computes `columns` of the 512 channels, for `rows` rows of one sequence (dense) or query (sparse) and KV
@@ -336,8 +336,8 @@ def compile_mla_combine(dtype: str, config: MlaCombineConfig):
     """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q],
     out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits).
 
-    out_partial and lse_partial are inputs, which `MlaDecodeSm90` has written; rows = s_q * h_q / h_k. f writes the
-    split sequences of out and lse. For plan, num_splits, capacity and fixed_splits see `DecodeScheduler`.
+    out_partial and lse_partial are inputs, which `MlaDecodeSm90` has written; rows = s_q * h_q / h_k. f writes out and
+    lse of the sequences that are split. For plan, num_splits, capacity and fixed_splits see `DecodeScheduler`.
     """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits, rows = (cute.sym_int() for _ in range(6))
@@ -360,9 +360,9 @@ def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
     """Compile f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial
     [splits, 1, h, 512], lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers).
 
-    out_partial and lse_partial are inputs, which `SparseMlaKernel` has written. f writes the split queries of out and
-    lse. `tiles` is the largest number of tiles of a query, as in `StreamKScheduler`; the other arguments are as in
-    `SparseMlaKernel`. full_waves * workers < T.
+    out_partial and lse_partial are inputs, which `SparseMlaKernel` has written. f writes out and lse of the queries
+    that are split. `tiles` is the largest number of tiles of a query, as in `StreamKScheduler`; the other arguments are
+    as in `SparseMlaKernel`. full_waves * workers < T.
     """
     kind = cute_dtype(dtype)
     return compile_sm90(

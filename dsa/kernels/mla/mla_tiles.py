@@ -171,8 +171,9 @@ class KvStages:
         """Initialize the barriers; called by one thread.
 
         In every CTA of the cluster, the four warps of one warpgroup release a stage. A score warpgroup releases rope
-        parts and the stages with Q. An output warpgroup releases v chunks of keys. No score warpgroup needs to release
-        them, because it passes on P of a tile only after it has read the tile. `consumers` warps read each work tile.
+        parts and the stages with Q. An output warpgroup releases v chunks of keys. Score warpgroups read these chunks,
+        too, but need not release them, because they pass on P of a tile only after they have read the tile. `consumers`
+        warps read each work tile.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)

@@ -5,9 +5,9 @@ lists[g, 0, :lengths[g]] = key | members << MEMBER_SHIFT, one entry per key of t
 Group g is the `size` adjacent queries from g * size on. The members of a key are the queries of the group that have
 selected it: bit m is query g * size + m.
 
-The queries of a group go to the queue of single queries if the number of keys in the union is above the fraction
-MOST_UNION of the number of valid indices of these queries, or if a query lists a key twice. Otherwise the group goes to
-the queue of groups (tile_scheduler.py).
+The queries of a group go to the queue of single queries if the union has more keys than MOST_UNION (a fraction) times
+the total number of these queries' valid indices, or if a query lists a key twice. Otherwise the group goes to the queue
+of groups (tile_scheduler.py).
 
 Work
 - A CTA handles one group, in rounds. Its table in shared memory, TABLE_WORDS words, has `size` bits per key, the key's

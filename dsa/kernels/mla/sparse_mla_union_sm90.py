@@ -57,7 +57,7 @@ def entry_members(entry: Int32) -> Uint32:
 
 @dataclass(frozen=True)
 class GroupResults(Results):
-    """Results of groups, and what the fallback for groups with non-finite results needs.
+    """The results of groups, and the data for the fallback, which handles groups with non-finite results.
 
     lengths  [g] int32: length of each group's list; -1 once the fallback has put the group's queries in `queries`
     queries  the queue of single queries

@@ -21,8 +21,8 @@ Plan
   because 0 * NaN is NaN (zero_fill_pipeline.py).
 Shared memory per stage: 64 x D x 2 bytes of q, 128 bytes of w, 256 bytes of dI per query and warpgroup, 1 KiB of bits
 per warpgroup.
-Registers per consumer thread: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer
-warpgroups or 160 with three.
+Registers per consumer thread: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI. A thread has 232 registers
+with two consumer warpgroups, or 160 with three.
 Roofline: bound by tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in
 this time.
 """

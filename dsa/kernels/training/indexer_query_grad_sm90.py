@@ -20,8 +20,8 @@ Plan
   q_tiles.py).
 Shared memory: per stage 128 x D x 2 bytes of k, 256 bytes of dI per query of the work tile and 1 KiB of bits per block.
 Also 128 x D bytes per block for q and dq.
-Registers: per consumer thread blocks x D / 2 sums, blocks x 16 for operand A and 8 or 16 for dI, of 232 with two
-consumer warpgroups or 112 with four. A producer thread has 40 or 32.
+Registers per consumer thread: blocks x D / 2 sums, blocks x 16 for operand A and 8 or 16 for dI. A thread has 232
+registers with two consumer warpgroups, or 112 with four. A producer thread has 40 or 32.
 Roofline: bound by tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in
 that time.
 """

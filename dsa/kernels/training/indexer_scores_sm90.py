@@ -16,8 +16,8 @@ Plan
   readers mask the scores, and the gradient of these scores is 0.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 bytes of keys, barriers (at most 225
 KiB).
-Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). A thread of
-the producer warpgroup has 40 or 32.
+Registers: N / 2 accumulators and N / 4 weights per consumer thread, which has 232 registers with two consumer
+warpgroups, or 160 with three. A thread of the producer warpgroup has 40 or 32.
 Roofline: bound by tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator,
 take about one cycle each and add 400 cycles. Keys come from L2, 16 KB per tile. With 64 heads, the kernel writes 12
 bytes per (query, key): 4 of scores and 8 of bits.

@@ -234,7 +234,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
-        """Return `word` with a 16-bit half set to 0 if the half's product, `low` or `high`, is not positive."""
+        """Return `word` with the lower 16 bits set to 0 unless `low` > 0, and the upper 16 bits set to 0 unless
+        `high` > 0. low, high: the products q k that belong to the two halves."""
         keep = Uint32(0)
         if low > 0.0:
             keep = Uint32(0xFFFF)
@@ -405,15 +406,15 @@ class SparseIndexerGradSm90:
                         # sums of these columns.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Of 16 channels, channels 4 n + 2 h and the next one go to columns 8 h + 2 n and 8 h + 2 n + 1.
-                        # Lane n of a quad has the sums of these columns.
+                        # Of 16 channels, channels 4 n + 2 h and 4 n + 2 h + 1 go to columns 8 h + 2 n and
+                        # 8 h + 2 n + 1. Lane n of a quad has the sums of these columns.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + offsets[h], words)
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
-        """Add the lane's part of two rows of a tile's dk, `sums`, to global memory. found: the keys of these rows,
-        negative if invalid. multiple: the factor of fixed-point numbers."""
+        """Add `sums`, the lane's part of two rows of a tile's dk, to global memory. found: the keys of these rows,
+        negative if invalid. multiple: with `fixed_point`, `sums` are multiplied by this and rounded to integers."""
         start, stride = Int64(dk.iterator.toint()), Int64(dk.stride[0]) * (dk.element_type.width // 8)
         for r in cutlass.range_constexpr(2):
             if found[r] >= 0:

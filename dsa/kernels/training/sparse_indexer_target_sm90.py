@@ -25,7 +25,7 @@ Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of
 MAX_SPARSE_KEYS keys.
 Roofline: per tile of 128 heads x 576 channels and 64 index heads x 128 channels, wgmma takes 2560 cycles and shared
 memory takes 2240. The measured time is 4190 cycles, and 3200 with 64 heads. A tile of attention's forward pass with 64
-heads takes 3140 cycles and gathers four fifths as many bytes (no index keys). Compared with attention's forward pass,
+heads takes 3140 cycles, but gathers no index keys, so only 80% of the bytes. Compared with attention's forward pass,
 the kernel takes 0.65 to 0.72 times as long with 128 heads and 0.82 to 1.21 times as long with 64.
 """
 
@@ -515,8 +515,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
-        """Compute the query's distributions, kl and d_scores, and store the latter two. row_sum, row_max: the thread's
-        results over its column in all tiles (see `index`)."""
+        """Compute the query's distributions and, from these, kl and d_scores. Store kl and d_scores. row_sum, row_max:
+        the thread's results over its column in all tiles (see `index`)."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)

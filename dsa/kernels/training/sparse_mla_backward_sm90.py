@@ -35,7 +35,7 @@ Sums of dKV
   padding row. There is one per CTA, after the rows of the keys.
 Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per consumer warpgroup. The epilogue stages dQ in the memory of
 dS.
-Registers per consumer thread, of 232:
+Registers: a consumer thread has 232. It needs
 - d = 576: 144 for dQ. For dKV, 16 more each for P^T, dS^T and a strip of dKV. For the scores, 32 more for S and 16 for
   dP, which is computed in two parts.
 - d = 512: 128 for dQ. For dKV, 16 more for P^T and 32 for a strip of dKV. For the scores, 32 more each for S and dP.

@@ -22,8 +22,8 @@ Plan
 - dI overwrites the scores, in bf16. A warpgroup's 64 rows of dI use the memory of the same rows' scores. The
   warpgroup reads all of these scores before it writes any dI, so it need not wait for the other warpgroup.
 Constraints: bf16; 64, 128, 192 or 576 channels per head. Any number of heads.
-Shared memory: 192 or 208 KiB of stages. Registers per consumer thread: 64 sums and one or two accumulators of 64, of
-240.
+Shared memory: 192 or 208 KiB of stages. Registers: a consumer thread has 240, including 64 sums and one or two
+accumulators of 64.
 Roofline: per work tile and head of 128 channels, wgmma takes 1024 cycles, and so do the exponentials on the MUFU.
 Measured: 1750 to 1900 cycles.
 """
