@@ -9,7 +9,8 @@ from tests.kernels.variants import assert_counts, shipped
 def test_target(sass, arguments):
     _, dim = arguments
     channels, query_stages, key_stages = kernels.STAGES[dim]
-    heads_at_a_time = 1 if dim > channels else 4  # products in the code: one before the loop, two in it, one after it
+    # The number of products in the code: one, or four (one before the loop, two in it, and one after it).
+    heads_at_a_time = 1 if dim > channels else 4
     # One start and one wait (WARPGROUP) per group of wgmma, as in the source. More would mean that the compiler waits
     # after every wgmma.
     groups = dim // channels if dim > channels else heads_at_a_time
