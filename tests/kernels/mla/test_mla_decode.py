@@ -1,4 +1,4 @@
-"""Dense MLA decoding, its plan, and the combination of its splits: the SASS has wgmma and TMA, and every configuration
+"""Dense MLA decoding, its plan, and the combination of the splits: the SASS has wgmma and TMA, and every configuration
 that can be chosen is shipped."""
 
 import pytest
