@@ -25,8 +25,8 @@ def public_names() -> dict[str, list[str]]:
 
 
 def _given(module: str) -> list[str]:
-    """Return the `__all__` of a module. It is read from the source, because dsa/__init__.py, which is generated from
-    these names, may not import a new module yet."""
+    """Return the `__all__` of a module. It is read from the source, because dsa/__init__.py is generated from these
+    names and possibly does not import a new module yet."""
     for node in _body(ROOT.joinpath(*module.split(".")).with_suffix(".py")):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return sorted(ast.literal_eval(node.value))

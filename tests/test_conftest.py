@@ -44,7 +44,7 @@ class Item:
 
 
 def collected(monkeypatch, commit="", **options):
-    """Collect 60 tests, of which every second one is slow, and return the names of those that remain."""
+    """Collect 60 tests, and return the names of the tests that remain. Every second test is slow."""
     options = {"all": False, "file_or_dir": []} | options
     monkeypatch.setattr(conftest, "commit", lambda: commit)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)

@@ -65,8 +65,8 @@ def cute_modules():
 
 
 def imported_names(tree, package):
-    """Return {name in a module: "module.name"} of all names that the module with this syntax tree imports from
-    `package` and the modules in it."""
+    """Return {name: "module.name"} for the names that a syntax tree imports from `package` or from modules in it. If a
+    name is imported `as` another one, the key is the other one."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(package)]
     return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 

@@ -47,7 +47,7 @@ def write_package(
     site: Path, name: str, files: dict[str, str], metadata: str = "License-Expression: MIT", licence: str = "Do."
 ) -> None:
     """Write a package into `site` as pip does. files: {path in the package: content}. metadata: more lines of METADATA.
-    licence: the text of LICENSE, which is not written if it is empty."""
+    licence: the text of LICENSE. If the text is empty, LICENSE is not written."""
     info = site / f"{name}-1.0.dist-info"
     contents = {info / "METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{metadata}\n"}
     contents |= {info / "licenses" / "LICENSE": licence} if licence else {}

@@ -20,9 +20,9 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: index 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """Return int64 [1024], with an entry for each nibble of a block of 16 channels and 64 rows. The nibbles of a word
-    are in order, lowest first. An entry is the index of the nibble's code if the block's codes are [4 tiles of 16 rows,
-    16 channels, 16 rows], flattened."""
+    """Return int64 [1024]: for each nibble of a block of 16 channels and 64 rows, the index of the nibble's code among
+    the block's codes. The nibbles of a word come lowest first. The codes are [4 tiles of 16 rows, 16 channels, 16
+    rows], flattened."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
@@ -41,7 +41,7 @@ def _scales_order() -> torch.Tensor:
 
 
 def unpacked(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the weights times their scales, fp32 [E, N, K], from Marlin's layout."""
+    """Convert weights in Marlin's layout to fp32 [E, N, K], and multiply them by their scales."""
     count, tiles, words = weight.shape
     rows = words // 2
     bits = torch.arange(0, 32, 4, dtype=INT)

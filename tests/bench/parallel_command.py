@@ -1,4 +1,5 @@
-"""The command that runs the ranks of `dsa_bench.e2e.parallel` on a CPU: small models, gloo, and a host's clock."""
+"""The command that runs the ranks of `dsa_bench.e2e.parallel` on a CPU, with small models, gloo and the host's
+clock."""
 
 import sys
 

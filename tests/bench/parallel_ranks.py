@@ -15,7 +15,7 @@ from tests.bench import small_stacks
 
 # PROMPTS is {tokens: repeats}; 0 repeats: one run without a warm-up. Passes of at least SHARED_ROWS tokens divide their
 # rows among the ranks; in shorter passes every rank has all rows. So the rows of the prompt of 66 tokens are divided,
-# those of the prompt of 40 tokens are not. The prompt of 90 tokens runs in passes of 70 (CHUNK) and 20 tokens. In
+# and those of the prompt of 40 tokens are not. The prompt of 90 tokens runs in passes of 70 (CHUNK) and 20 tokens. In
 # production, SHARED_ROWS is 256. Here it is 64, so that short prompts reach it: prompts four times as long take three
 # times as long on a CPU.
 SHARED_ROWS = 64
@@ -24,7 +24,8 @@ RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in
 
 
 class HostClock(Clock):
-    """Replaces the GPUs' clocks and memory by the host's clock and fixed numbers."""
+    """Measures times with the host's clock instead of a GPU's, and returns fixed numbers of bytes instead of measuring
+    memory."""
 
     def __init__(self, ranks):
         super().__init__(ranks, torch.device("cpu"))

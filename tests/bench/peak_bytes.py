@@ -1,4 +1,4 @@
-"""Count the memory that a call's tensors would need, on the meta device."""
+"""Count the bytes that a call's tensors would take, by running the call on the meta device."""
 
 import weakref
 

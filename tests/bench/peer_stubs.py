@@ -1,5 +1,5 @@
-"""Stubs of the peers' packages, which need a GPU. They have the packages' names and arguments, and compute the results
-with our references.
+"""Stubs of the peers' packages, because the real packages need a GPU. The stubs have the packages' functions with the
+same names and arguments, and compute the results with our references.
 
 The stubs assert what the libraries' host code checks on Hopper.
 """
@@ -191,8 +191,8 @@ def deep_gemm() -> types.ModuleType:
 
 
 def deep_gemm_2_8() -> types.ModuleType:
-    """Return the stub of DeepGEMM 2.8.1, in which a row of index scores begins with the first key of the row's
-    range."""
+    """Return the stub of DeepGEMM 2.8.1, in which a row of index scores begins with the score of the first key in the
+    row's range."""
     module = _products(types.ModuleType("vllm.third_party.deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, max_seqlen_k, schedule_meta=None):
@@ -336,7 +336,8 @@ def cudnn() -> types.ModuleType:
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """Within the block, tensors of the device "cuda" are made on the CPU, so that cases need no GPU."""
+    """Within the block, calls that would make tensors on the device "cuda" make them on the CPU, so that cases need no
+    GPU."""
 
     def __torch_function__(self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None):
         options = dict(options or {})

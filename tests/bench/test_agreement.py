@@ -32,7 +32,7 @@ def pad(x, *sizes):
         (agree, (torch.cat((OUT, OUT), 1), "lse"), (OUT, "other")),  # padding at the end; strings are ignored
         (agree, {"out": OUT, "lse": LSE, "none": None}, (OUT, LSE)),
         (agree, (OUT,), (OUT, LSE)),
-        # Casts with half the values and twice the scales, and with scales that are no powers of two.
+        # Casts with half the values and twice the scales, and with scales that are not powers of two.
         (agree, ((Q.float() / 2).to(Q.dtype), SCALE * 2), CAST),
         (agree, dsa.per_token_cast_to_fp8(X, False), CAST),
         # LSEs with base e, with base 2, and with padding. LSEs of another shape and missing LSEs are not compared.

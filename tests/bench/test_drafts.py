@@ -1,5 +1,5 @@
-"""The benchmark of decoding with drafts: rows of small stacks on a CPU with a fake clock, the passes that are timed,
-and the formulas for times, bytes and gain at full depth."""
+"""The benchmark of decoding with drafts. Rows of small stacks are computed on a CPU with a fake clock. Other tests
+check the passes that are timed, and the formulas for times, bytes and gain at full depth."""
 
 import json
 
@@ -119,7 +119,8 @@ def test_a_stack_without_its_last_layers_goes_from_the_remaining_layers_to_the_h
     model = small_stack(name, drafter=True)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)
-    # MoE layers of the drafter are not counted. Two tokens go to two experts each.
+    # MoE layers of the drafter are not counted. Two tokens go to two experts each, so a layer has two to four experts
+    # with tokens.
     mixtures = [key for key, layer in model.named_modules() if isinstance(layer, Experts) and "drafter" not in key]
     assert len(run.touched) == len(mixtures) and all(2 <= touched <= 4 for touched in run.touched)
     assert depths(model) == (0, 1, len(before))

@@ -158,7 +158,7 @@ def test_host_times_are_of_ours_and_peers_in_turn_at_a_small_shape(monkeypatch):
     (row,) = host.rows(["rms_norm"])
     assert (row["shape"], row["ms"], row["peer"], row["peer_ms"]) == ("rms_norm, 7 rows", 1.0, "a peer", 3.0)
     assert row["figure"] == "1000.0 us" and row["baselines"] == {}
-    # Earlier entries are calls whose results are compared. These calls are not timed.
+    # Earlier entries of `called` are from calls whose results are compared. These calls are not timed.
     assert called[-6 * (host.BLOCKS + 1) :] == (["dsa"] * 3 + ["a peer"] * 3) * (host.BLOCKS + 1)
 
 

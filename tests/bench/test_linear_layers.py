@@ -1,5 +1,4 @@
-"""The shapes that the benchmarks of GEMMs measure are those of the published models. Also, the summary of
-`linear_layers`."""
+"""The benchmarks of GEMMs measure the shapes of the published models. Also, tests of the summary of `linear_layers`."""
 
 import pytest
 

@@ -81,8 +81,8 @@ def test_cases_are_prompts_within_the_context_and_steps():
 
 
 def test_layers_that_fit():
-    """All layers of V4-Flash fit on two GPUs of 141 GB. In exactly the memory that 9 layers of V3.2 need, 9 layers fit;
-    with one byte less per GPU, 8 layers fit."""
+    """All 43 layers of V4-Flash fit on two GPUs with 140 GB each, but fewer than 36 fit on two GPUs with 80 GB each. In
+    exactly the memory that 9 layers of V3.2 need, 9 layers fit; with one byte less per GPU, 8 layers fit."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
     model = skeleton("V3.2", **with_layers("V3.2", 9))

@@ -106,8 +106,8 @@ def bf16(*shape):
 
 @pytest.mark.parametrize(("paged", "most"), [(False, 0), (True, 7)])
 def test_selections_of_packed_sequences(paged, most, either_build, either_top_k):
-    """In DeepGEMM 2.8.1, a row of scores begins with the first key of the row's range. Both vLLM's and our selection
-    account for this."""
+    """In DeepGEMM 2.8.1, a row of scores begins with the score of the first key in the row's range. Both vLLM's and our
+    selection account for this."""
     q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
     sequences = torch.arange(12) % 3
     starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
@@ -218,8 +218,8 @@ def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug,
 
 @pytest.mark.parametrize("first", [2, 7])
 def test_attention_to_all_keys_of_prompts(first, either_build, monkeypatch):
-    """Prompts of two lengths run on FlashAttention. Prompts of one length run on cuDNN; here, on a CPU, they run on
-    PyTorch's math kernel."""
+    """Prompts of different lengths run on FlashAttention. Prompts of equal lengths run on cuDNN; here, on a CPU, they
+    run on PyTorch's math kernel."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     q, k, v, rope = bf16(first + 7, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, first, first + 7], [0, 7, 14]))
@@ -339,6 +339,7 @@ def test_padded_rows_of_experts_begin_at_multiples_of_128():
     assert places.tolist() == [[128, 256], [257, 129], [130, 0]]
     assert [sources[i].item() for i in (0, 128, 129, 130, 256, 257)] == [2, 0, 1, 2, 0, 1]
     assert groups.view(-1, 128).unique(dim=1).flatten().tolist() == [0, 1, 3, -1, -1] and len(groups) == 5 * 128
-    # The number of rows is bounded by the tokens' experts, however many experts the layer has.
+    # The number of rows depends on the tokens' experts, here two, and not on the number of experts in the layer, here
+    # 256.
     places, _, groups = padded(torch.tensor([[200, 3]]), 256)
     assert places.tolist() == [[128, 0]] and groups.view(-1, 128)[:, 0].tolist() == [3, 200]

@@ -174,9 +174,9 @@ def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
 
 
 def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeypatch, in_threads):
-    """A grouped product pads each expert's rows to a multiple of 128. The masked product, of the newer build only,
-    gives each expert 128 rows, and is left out if an expert has more. The stubs fail in every call. These failures are
-    ignored, so all products are called."""
+    """A grouped product pads each expert's rows to a multiple of 128. Only the newer build has a masked product, which
+    gives each expert 128 rows. It is left out if an expert has more rows. The stubs fail in every call. These failures
+    are ignored, so all products are called."""
     called = []
 
     def refuse(build, a, b, d, *rest):

@@ -65,7 +65,8 @@ EIGHT = {"run": "decode 8 x 8192", "tokens": 8}
 LONG = {"run": "prefill 4096", "tokens": 4096}
 
 
-# A layer's time is 0.1 ms, which is SILENT's 3 ms / 30 layers, plus the measured row's communication / 20 layers.
+# A layer's time is a sum of two numbers: 0.1 ms (SILENT's 3 ms / 30 layers), and the communication of the measured row
+# / 20 layers.
 @pytest.mark.parametrize(
     ("silent", "measured", "ms_of_a_layer"),
     [

@@ -89,7 +89,7 @@ def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
 
 def launcher(object_file: bytes) -> bytes:
     """Return the code of the host functions that launch kernels: their instructions, the vector constants that they
-    load, and the index of the kernel of each launch."""
+    load, and the index of each launch's kernel."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [

@@ -1,7 +1,8 @@
 """Stand-ins for packages that are not installed, so that an engine's .py files can be imported without them.
 
-An attribute of a stand-in module is a class if its name looks like a class name, and a mock otherwise. Before
-`stand_in`, import every package that checks which packages are installed, because it would find the stand-ins.
+An attribute of a stand-in module is a class if its name looks like a class name, and a mock otherwise. Some packages
+check which other packages are installed. Import them before `stand_in` is called, because afterwards they would find
+the stand-ins.
 """
 
 import importlib.abc
@@ -60,8 +61,8 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a stand-in for every package that no other finder finds, and for its modules, except for packages in
-    `real`."""
+    """Imports stand-ins for the packages that no other finder finds, and for the modules of these packages. Packages in
+    `real` get no stand-ins."""
 
     def __init__(self, real):
         self.real = real

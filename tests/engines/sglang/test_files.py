@@ -1,8 +1,8 @@
 """Run the tests in tests/engines/sglang/engine, which import SGLang's .py files, in a process of their own.
 
-They are skipped unless DSA_SGLANG_FILES is set. Like PATH, it lists folders: the .py files and `kernels/jit` of the
-wheel of sglang 0.5.23, the .py files of sgl-deep-gemm 0.2.3.post2 or 0.2.5, and the packages msgspec and dill. None of
-these needs to be installed, and no GPU is needed.
+They are skipped unless DSA_SGLANG_FILES is set. It lists folders, separated as in PATH. The folders contain the .py
+files and `kernels/jit` of the wheel of sglang 0.5.23, the .py files of sgl-deep-gemm 0.2.3.post2 or 0.2.5, and the
+packages msgspec and dill. None of these needs to be installed, and no GPU is needed.
 """
 
 import os

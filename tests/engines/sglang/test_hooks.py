@@ -1,4 +1,4 @@
-"""Test the hooks, which replace functions of SGLang, with stand-ins for SGLang's objects on the CPU."""
+"""Test the hooks that replace SGLang's functions. The tests run on the CPU, with stand-ins for SGLang's objects."""
 
 import inspect
 from types import SimpleNamespace

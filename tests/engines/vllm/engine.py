@@ -1,5 +1,6 @@
-"""Run the .py files of vLLM's wheel on a CPU with the plugin. PyTorch functions take the place of those kernels of vLLM
-that these files call and the plugin does not replace. docs/reference/engines.md says how to get the files."""
+"""Run the .py files of vLLM's wheel on a CPU with the plugin. These files call kernels of vLLM. The plugin replaces
+some of the kernels, and PyTorch functions take the place of the others. docs/reference/engines.md says how to get the
+files."""
 
 import importlib.util
 import types

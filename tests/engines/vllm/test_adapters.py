@@ -127,7 +127,8 @@ def test_bf16_attention_leaves_padded_heads_alone(heads, given):
 
 
 def v4_cache(pages, page):
-    """Return (cache [pages, page, 1, 584] with the strides of the engine's cache, its keys read back)."""
+    """Return (cache [pages, page, 1, 584] with the strides of the engine's cache, the keys as they are read back from
+    it)."""
     cache, slots = kv_cache.make_v4_cache(pages, page, "cpu"), torch.arange(pages * page)
     dsa.write_kv_cache(torch.randn(pages * page, 512), cache, slots)
     return cache, dsa.read_kv_cache(cache, slots)

@@ -76,8 +76,8 @@ def call(indexer, cache, q, weights, buffer, **options):
 
 def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
     """Return metadata as vLLM's builder makes it. lengths [B, next_n]: the number of keys that each query sees. lens
-    [B]: the number of queries per sequence, if it varies; None: next_n. The plan of the paged scores,
-    `schedule_metadata`, is in a buffer of 133 rows, like the builder's."""
+    [B]: the number of queries per sequence, if it varies; None: next_n. `schedule_metadata`, the plan of the paged
+    scores, is in a buffer of 133 rows, like the builder's."""
     indexer, gemm = module(seams.PLAN), module(seams.DEEP_GEMM)
     scheduled = torch.full((133, 2), -9, dtype=torch.int32)
     scheduled[:] = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, 132)

@@ -1,6 +1,6 @@
 """The plugin replaces either all ops that are switched on, or none. There is one exception: attention can stay vLLM's
-own while the other ops are replaced. The first model with an indexer decides for its worker process. If the plugin
-declines, one line gives the reason."""
+own while the other ops are replaced. In each worker process, the first model with an indexer decides whether ops are
+replaced. If the plugin declines, one line gives the reason."""
 
 import logging
 import subprocess

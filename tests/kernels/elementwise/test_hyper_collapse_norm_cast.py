@@ -13,8 +13,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_hyper_collapse_norm_cast)
 def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
     _, lanes, vectors, use_ue8m0 = arguments
-    # Loads: 24 numbers each of mix and base with 16 bytes per load, and 3 scales, all by the warp that computes post
-    # and comb; the vectors of four streams; and two loads per vector for the fp32 norm weights.
+    # Loads of the warp that computes post and comb: 24 numbers each of mix and base, four per load, and 3 scales. Loads
+    # of the other warps: the vectors of four streams, and two loads per vector for the fp32 norm weights.
     assert_counts(sass, LDG=2 * 6 + 3 + 4 * vectors + 2 * vectors, BAR=2 + (lanes > 32))
     # Stores: per vector the norm, its e4m3 values and a scale; one store for post and four for comb.
     assert_counts(sass, STG=3 * vectors + 5)

@@ -1,4 +1,4 @@
-"""SASS of the streams' projection: the number of loads, and of mma instructions."""
+"""SASS of the streams' projection: the numbers of loads and of mma instructions."""
 
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90, hyper_mix_sm90
 from tests.kernels.variants import assert_counts, shipped

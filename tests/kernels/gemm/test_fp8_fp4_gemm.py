@@ -53,6 +53,6 @@ def test_the_choice_uses_the_given_clocks(favourite, matrices):
 
 @pytest.mark.parametrize("config", kernels.CONFIGS)
 def test_a_work_tile_has_the_columns_of_the_converter_warps(config):
-    """Each converter warp widens OWN_ROWS of the work tile's columns. Together they are 128 columns, which share one
-    row of block scales."""
+    """Each converter warp widens OWN_ROWS of the work tile's columns. All converter warps together widen 128 columns,
+    which share one row of block scales."""
     assert config.columns == kernels.CONVERTERS * kernels.OWN_ROWS == kernels.GROUP

@@ -17,8 +17,9 @@ def test_sass(sass, arguments):
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
     # One multiply-add per accumulator of a stage's four blocks: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
-    # WARPGROUP instructions per stage: one start per block's wgmma, and a wait before each reuse of a buffer of widened
-    # weights and at the end of the stage. More would mean that the compiler has serialised the wgmma.
+    # WARPGROUP instructions per stage: one start per block's wgmma; a wait before each reuse of a buffer of widened
+    # weights, also for the first block of the next stage; and a wait at the end of the stage. More would mean that the
+    # compiler has serialised the wgmma.
     buffers = kernels.BLOCKS if config.resident <= 2 and config.rows <= 16 else 2
     assert_counts(sass, WARPGROUP=kernels.BLOCKS + kernels.BLOCKS - buffers + 2)
     # A lane has two weight rows, and one word of codes per row and wgmma. The code before the mainloop widens the first
@@ -47,6 +48,6 @@ def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
     ],
 )
 def test_the_choice_is_what_was_measured_on_an_h200(tokens, tile):
-    """V4-Flash has 256 experts, of which a token selects six."""
+    """In V4-Flash, a token selects six of 256 experts."""
     config = kernels.choose_config(6 * tokens, 4096, 256, 132)
     assert (config.groups, config.rows, config.stages, config.resident) == tile

@@ -72,8 +72,8 @@ def check_mainloop(sass, config, gathered, dynamic, parts):
     # compiler has serialised the wgmma.
     assert_counts(sass, QGMMA=groups * GROUP // 32, WARPGROUP=2 * groups, ATOMG=int(dynamic))
     # Loads per four blocks of channels: each part of b, b's scales for two blocks of rows, a, and a's scales. If a is
-    # gathered, the code that gathers it exists twice: for the first producer warp, and for the other three. It has one
-    # copy for every 16 rows of a block, and one for the scales.
+    # gathered, the code that gathers it exists twice: for the first producer warp, and for the other three. Each time
+    # it has one copy for every 16 rows of a block, and one for the scales.
     boxes = config.rows // kernels.BOX_ROWS if swapped else 1
     copies_of_a = 0 if gathered else configs.SCALES * boxes + 1
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0

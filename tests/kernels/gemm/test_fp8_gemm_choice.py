@@ -113,10 +113,10 @@ def test_a_tile_on_trial_is_taken(config):
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        # K has 128 blocks of channels, more than the MAX_SPLIT_BLOCKS that a cluster of CTAs can divide
+        # The product has 128 blocks of channels, more than the MAX_SPLIT_BLOCKS that a cluster of CTAs can divide.
         ((8, 2112, 16384), FewRowsConfig(8, 5, 8)),
         ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 256 rows, more than twice as many as the product has
-        ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # 1.9 times the modelled time of the models' tile
+        ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # modelled to be 1.9 times as slow as the models' tile
         ((1024, 512, 7168), FewRowsConfig(64, 3)),
     ],
 )

@@ -16,8 +16,8 @@ def test_sass(sass, compile_function, arguments):
     # One exponential and one reciprocal per element. For the group's scale, one reciprocal with UE8M0, otherwise at
     # most 5 instructions for the correctly rounded 1 / scale.
     assert sass.instructions["MUFU"] <= 2 * kernels.CHANNELS + (1 if use_ue8m0 else 5)
-    # With 16-bit operands, an SM can issue 34 instructions per element in the time in which memory moves the element's
-    # bytes. The code has at most 36 instructions per element, so the kernel is bound by memory, or nearly so.
+    # With 16-bit operands, an SM can issue 34 instructions per element while memory moves the element's bytes. The code
+    # has at most 36 instructions per element, so the kernel is bound by memory, or nearly so.
     assert sum(sass.instructions.values()) <= 36 * kernels.CHANNELS
     assert sass.registers <= 48  # allows 40 warps per SM
     assert 48 * kernels.THREADS * kernels.RESIDENT <= 65536

@@ -1,5 +1,5 @@
-"""Dense MLA decoding, its plan, and the combination of its splits: SASS with wgmma and TMA, and whether every
-configuration that can be chosen is shipped."""
+"""Dense MLA decoding, its plan, and the combination of the splits: the SASS has wgmma and TMA, and every configuration
+that can be chosen is shipped."""
 
 import pytest
 

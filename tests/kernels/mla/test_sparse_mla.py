@@ -56,8 +56,8 @@ def test_swap_ab_sass(sass, arguments):
 
 
 def check_roles(sass, score_warpgroups, roles):
-    """Check that the assembler does not wait after every wgmma, and that the registers of all roles are at most those
-    that the launch allocates."""
+    """Check that the assembler has not added a wait after every wgmma, and that the registers of all roles are at most
+    those that the launch allocates."""
     warpgroups = score_warpgroups + 3
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert score_warpgroups * roles.score + 2 * roles.output + roles.load <= sass.registers * warpgroups

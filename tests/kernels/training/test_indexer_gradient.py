@@ -1,4 +1,4 @@
-"""SASS of the indexer's training kernels: wgmma in groups, to which the compiler adds no waits, and TMA loads."""
+"""SASS of the indexer's training kernels: wgmma in groups (the compiler adds no waits), and TMA loads."""
 
 from dsa.kernels.training import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
 from dsa.kernels.training.limits import Q_TILE

@@ -21,8 +21,8 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def served(loaded):
-    """Return what `process.serve` returns: the attributes that hooks have replaced, as they were before, and V3.2's
-    backend."""
+    """Return the object that `process.serve` returns. It has `before`, the attributes that hooks have replaced, as they
+    were before, and `backend`, V3.2's backend."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()

@@ -1,4 +1,4 @@
-"""SGLang's .py files in this process, with stand-ins for packages that are not installed, and with dsa's plugin.
+"""Run SGLang's .py files in this process, with dsa's plugin and with stand-ins for packages that are not installed.
 
 Import this module before any module of SGLang.
 """
@@ -34,8 +34,8 @@ PEER_FUNCTIONS = [path.partition(":")[2] for path in PEER_PATHS if path.startswi
 
 
 def deep_gemm_module():
-    """Return a module `deep_gemm` without its native library. It has only the functions that the plugin replaces, made
-    from the source file, so that their signatures are right. They cannot run."""
+    """Return a module `deep_gemm` without its native library. Apart from get_num_sms, it has only the functions that
+    the plugin replaces. They are made from the source file, so their signatures are right, but they cannot run."""
     module = types.ModuleType("deep_gemm")
     module.get_num_sms = lambda: 132
     for node in ast.walk(ast.parse(DEEP_GEMM.read_text())):
