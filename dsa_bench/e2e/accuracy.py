@@ -55,8 +55,9 @@ def rows(
     same_first       fraction of positions with the references' most likely token
     over_peers       Interval of our error / the peers' error; None in the peers' row, and if there are no peers or they
                      fail
+    figure           the mean error as text, and over_peers if there is one; "failed: REASON" if the peers fail
 
-    If the peers fail, their row has no figures, and "figure" says why.
+    If the peers fail, their row lacks the keys from "loss" to "over_peers".
     """
     for checkpoint in checkpoints:
         tell(str(checkpoint))

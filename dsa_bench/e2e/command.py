@@ -74,8 +74,9 @@ def asked_of(
 ) -> set[Variant]:
     """Return the kernels that passes of a model need. The model is on the meta device, so its passes compute nothing.
 
-    prompts: per pass, the (new, earlier) tokens of each of its prompts. steps: per decoding step (sequences, tokens of
-    each sequence), or (sequences, tokens of each sequence, drafts of each sequence).
+    prompts: per pass, the numbers of (new, earlier) tokens of each prompt. steps: per decoding step (number of
+    sequences, length of each sequence in tokens), optionally followed by the number of drafts per sequence. A step
+    computes one token per sequence and the sequence's drafts.
     """
     prompts, steps = list(prompts), list(steps)
     held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]

@@ -1,1 +1,2 @@
-"""Modules that all benchmarks share: cases, tables and plots of rows, profiles, and the tuner."""
+"""Modules that all benchmarks share. They define cases, print and plot the results, profile an op, measure host times,
+and tune configurations."""

@@ -124,7 +124,8 @@ def test_every_benchmark_with_peers_says_what_is_probed():
     assert probe.probed().keys() == with_peers
     for op, shapes in probe.probed().items():
         assert len({len(shape) for shape in shapes}) == 1, op
-    # A benchmark with reference=False needs a GPU, because the backend "reference" cannot run the first call of a case.
+    # SHAPES has no benchmark with reference=False. The backend "reference" cannot run our call there, so the probe runs
+    # our kernels, which need a GPU.
     without_reference = {op for op, source in sources.items() if "reference=False" in source}
     assert SHAPES.keys() == with_peers - without_reference and without_reference == {"sparse_mla_attention"}
 

@@ -10,8 +10,10 @@ pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.
 `accuracy` is skipped unless DSA_TRAINED_MODEL names a checkpoint, trained as `dsa_bench.e2e.accuracy` describes.
 
 Results are written as soon as they are available. After an interrupted run, some entries have the results of their
-tests but no benchmark, or only some rows of the benchmark; they are marked unverified. `--continue` resumes these
-entries if kernels and launches, the GPUs, and the versions of torch, the DSL and the peers are the same.
+tests but no benchmark, or only some rows of the benchmark; they are marked unverified. `--continue` resumes such an
+entry if nothing that it records has changed, except the commit and the date: the GPUs, the versions of torch, the DSL
+and the peers, the digest of the kernels' machine code, and that of the launches of the op's cases (receipt.py).
+Otherwise the entry starts again.
 """
 
 import argparse

@@ -103,7 +103,8 @@ def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multi
 
 
 def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
-    """Return the configuration that loads the fewest bytes. `rows` is the number of rows of all matrices together."""
+    """Return the configuration that is expected to load the fewest bytes. `rows` is the number of rows of `a` in all;
+    each row is multiplied by one of the `matrices` matrices."""
     return min(
         GROUPED_CONFIGS,
         key=lambda config: expected_tiles(rows, matrices, config.rows) * (config.columns + config.rows),

@@ -26,9 +26,9 @@ def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tu
 
 
 def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e):
-    """Partition a TMA load of scales of b: the scales of block `block` of the rows of matrix e. x [blocks of rows,
-    blocks of channels, matrices] contains all scales. -> (boxes in shared memory, boxes [1, SCALES] of x). The boxes of
-    x are indexed by the group of SCALES blocks of channels."""
+    """Partition a TMA load of b's scales. x [blocks of rows, blocks of channels, matrices] contains all scales. The
+    load is from x[block, :, e], in boxes of SCALES adjacent scales. -> (boxes in shared memory, boxes of x). Box i of x
+    contains the scales of the blocks of channels from i * SCALES on."""
     scales = cute.domain_offset((block, 0, e), x)[None, None, 0]
     return partition(atom, shared, cute.local_tile(scales, (1, SCALES), (0, None)))
 

@@ -450,8 +450,9 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         own_page = key_in_tile // self.page
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take turns across
-        # work tiles, so their numbers of tiles differ by at most one.
+        # This warpgroup's next key tile, relative to the work tile's first key tile. The warpgroups take key tiles in
+        # turns, and the turns continue from one work tile to the next (`tile -= tiles` below). So the warpgroups' total
+        # numbers of key tiles differ by at most one.
         tile, tiles = warp // 4, Int32(1)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)

@@ -219,10 +219,10 @@ class SelectionUnionSm90:
 
     @cute.jit
     def entry(self, indices, query, m: cutlass.Constexpr, i, end, keys, first, memory: Memory):
-        """Return (entry for index i of the group's m-th query, whether to append this entry to the list).
+        """Return (entry, whether to append it to the list) for the key that index i of the group's m-th query names.
 
-        It is appended if the key is in the round that begins at `first` and query m of the group is the key's lowest
-        member.
+        The entry is the key with its members, the queries of the group that selected it. Each key is listed once: it is
+        appended only for its lowest member, and only in the round whose range, from `first` on, contains the key.
         """
         key, is_entry = Int32(-1), cutlass.Boolean(False)
         if i < end:

@@ -66,8 +66,8 @@ class SharedTensors:
     k_half      [64 keys, 256 channels, 2]: a view of k as two halves of the channels
     q, do       [64 heads, 64 channels, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's
                 rope part last
-    ds          [64 keys, 64 heads, 2]: dS of the last key tile that each consumer warpgroup owned
-    head_terms  address of the fp32 pairs (l / ln 2, e) of the heads (sparse_mla_backward_sums_sm90.py)
+    ds          [64 keys, 64 heads, 2 consumer warpgroups]: dS of the last key tile whose scores the warpgroup computed
+    head_terms  address of the fp32 pairs (l / ln 2, e) of the heads, see sparse_mla_backward_sm90.py
     key_rows    [64, KEY_ROW_STAGES]: for the last KEY_ROW_STAGES key tiles, each key's row in kv, or -1 for an invalid
                 key
     """

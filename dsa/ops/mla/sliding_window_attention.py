@@ -187,13 +187,13 @@ def sliding_window_decode(
     view of [B, s_q, H]. A query without keys has out 0 and lse +inf; a page outside the table or the cache counts as
     one without keys and is not read. NaN in a cached row reaches only the queries whose window contains it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
-    On Hopper: the kernel of `window_slots`, and then the kernel of `flash_mla_with_kvcache` with the resulting indices.
-    The indices are the same for all layers of a forward pass, so a caller with many layers should make them once and
-    call `flash_mla_with_kvcache`. The op takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of
-    any size and softmax_scale above 0; a byte cache needs bf16 q. Deterministic; with windows of up to 256 keys a
-    sequence's result does not depend on the other sequences, bit for bit. With longer windows the rounding of a result
-    depends on the other sequences. CUDA-graph safe with new tables and lengths, no host synchronisation. No gradients
-    on Hopper, even if q or the cache requires them.
+    On Hopper: d = 576 or 512 with d_v = 512, any number of heads, softmax_scale above 0; B * s_q, P and the window up
+    to 2^30; a byte cache needs bf16 q. Two kernels run: that of `window_slots`, and then that of
+    `flash_mla_with_kvcache` with the resulting indices. The indices are the same for all layers of a forward pass, so a
+    caller with many layers should make them once and call `flash_mla_with_kvcache` in place of this op. Deterministic;
+    with windows of up to 256 keys a sequence's result does not depend on the other sequences, bit for bit. With longer
+    windows the rounding of a result depends on the other sequences. CUDA-graph safe with new tables and lengths, no
+    host synchronisation. No gradients on Hopper, even if q or the cache requires them.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)

@@ -132,7 +132,8 @@ def test_lists_are_unions_of_selections(k, s_kv, size):
 
 @by_size
 def test_keys_of_every_round_are_found(size):
-    """kv has MOST_KEYS keys, the largest number for which queries are grouped, and every query selects the last key."""
+    """kv has MOST_KEYS keys, the largest number for which queries are grouped. At first every query selects the last
+    key. Then queries 8 and up get random keys, and their groups are no longer formed."""
     s_kv = shared.MOST_KEYS
     indices = overlapping(40, s_kv - 1, 2048, 2500)
     indices[:, 0, 100] = s_kv - 1

@@ -14,8 +14,8 @@ PER_THREAD = 65536 // 128  # limit of the registers per thread, summed over the 
 def test_target_sass(sass, arguments):
     channels, row_tiles, index_channels = arguments
     chunks = channels // CHUNK
-    # Gathers (LDGSTS): chunks of 64 channels of a tile of keys, `row_tiles` tiles of queries, a tile of index keys and
-    # one of index queries.
+    # Gathered tiles: one of keys, `row_tiles` of queries, one of index keys and one of index queries. All are gathered
+    # in chunks of 64 channels, with LANE_ROWS copies (LDGSTS) per lane and chunk.
     gathered = (1 + row_tiles) * chunks + 2 * index_channels // CHUNK
     # Fences: one before the wgmma that read each chunk of keys, one for the index keys, one for the queries, and one
     # for the mbarriers.
