@@ -98,8 +98,8 @@ def fp8_fp4_paged_mqa_logits(
     a row's keys are then unspecified.
 
     q        ([B, next_n, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
-    indices  as for `get_paged_mqa_logits_metadata`; must be None if next_n > 1. With or without indices the block table
-             has a row for each query, so indices do not affect the scores
+    indices  as for `get_paged_mqa_logits_metadata`; must be None if next_n > 1. They are checked and do not affect the
+             scores: row b of the block table has the pages of q[b], with and without indices
     """
     values = _values_of(q)
     _check_paged_indices(indices, values)

@@ -373,13 +373,14 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
         k_state,
         lane,
     ):
-        """Load a warpgroup's key tiles `tile`, `tile` + groups, ... of a work tile. The work tile has `tiles` tiles,
-        from the sequence's tile `first` on; `tile` is relative to `first`. -> (the warpgroup's next tile, relative to
-        the end of this work tile; k_state)
+        """Load one warpgroup's key tiles of a work tile: `tile`, `tile` + groups, and so on, below `tiles`. The numbers
+        count from the work tile's first key tile, which is the sequence's tile `first`. -> (`tile` for the call with
+        the next work tile, k_state)
 
         copies        ((copy atom, source, target) for a page's keys, the same three for a page's scales)
         valid_pages   [stages] uint32: bit i is set if page i of the stage's tile is in the cache
-        page_numbers  one per lane: the pages of the first 32 / pages_a_tile tiles to load (`page_numbers`)
+        page_numbers  the result of the method `page_numbers` for the first tile: one page number per lane, enough for
+                      32 / pages_a_tile tiles
         """
         (k_atom, tkg, tks), (scales_atom, gscales, scales) = copies
         at, pages = Int32(0), gscales.shape[1]

@@ -52,10 +52,11 @@ def attend_groups(
     results: Results,
 ) -> None:
     """Write attention of q [T, h, d] to the selected keys into `results`, including max_logits. h is at most 16. T, h,
-    K and the number of keys s_kv are above 0.
+    the number of indices per query, and the number of keys are above 0.
 
-    The first kernel decides which groups to compute together and lists their keys. The second kernel computes these
-    groups. The third kernel computes the queries of the other groups one by one."""
+    The first kernel decides for each group whether its queries are computed together. If so, it lists the keys that
+    they select. The second kernel computes these groups. The third kernel computes the queries of the remaining groups
+    one by one."""
     from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
     from dsa.kernels.mla.sparse_mla_queued_sm90 import compile_sparse_mla_queued
     from dsa.kernels.mla.sparse_mla_union_sm90 import compile_sparse_mla_union

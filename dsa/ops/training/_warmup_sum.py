@@ -33,10 +33,13 @@ class Plan:
     max_key_tiles: int
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
-        """Return ranges of q tiles, as even as possible. The workspace of a range has at most `budget` bytes, unless
-        a single q tile needs more. workers: number of CTAs of the kernel that processes score tiles, or 0. If it is not
-        0, each range but the last has about a whole number of waves of score tiles, unless the last range would then
-        exceed the budget. The number of waves is estimated for causal attention and sequences of the maximum length."""
+        """Return the fewest ranges of q tiles whose workspace has at most `budget` bytes each (more if a single q tile
+        needs more). All ranges but the last have the same size.
+
+        workers: number of CTAs of the kernel that processes score tiles, one per q tile and key tile; or 0. If it is
+        not 0, the size is rounded down to a whole number of waves of these CTAs, unless it is less than a wave or the
+        last range would exceed the budget. Waves are estimated for causal attention and sequences of the maximum
+        length."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)

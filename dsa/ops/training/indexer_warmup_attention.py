@@ -412,7 +412,7 @@ def _indexer_warmup_attention(
     scale, longest = float(softmax_scale), (max_seqlen_q, max_seqlen_k)
     sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *longest
     plan, bounds = make_plan(sequences, len(q), len(k), causal)
-    bound_q, bound_k = bounds.unbind()  # corrected boundaries, inside the tensors
+    bound_q, bound_k = bounds.unbind()  # cu_seqlens, corrected so that they ascend and stay inside q and k
     out, lse = attention_forward(q, k, v, (bound_q, bound_k, *longest), scale, causal)
     ones = q.new_ones(len(q), dtype=torch.float32)
     indexer, budget = Indexer.of(q_idx, k_idx, w_idx), workspace(q, k, v, q_idx, k_idx, w_idx)

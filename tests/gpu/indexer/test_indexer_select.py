@@ -153,8 +153,8 @@ SHAPES = {
 
 
 def _sampled(keys, stride=4):
-    """Return a mask of the keys in every stride-th tile of a block whose queries see all keys. A tile has PARTS groups
-    of GROUP adjacent keys; the groups of a tile are far apart."""
+    """Return a mask of the keys in every stride-th key tile (candidate_passes.py), for queries that see all keys. A
+    group is GROUP adjacent keys. Tile r has the groups r, r + tiles, r + 2 tiles, ..., at most PARTS of them."""
     tiles = math.ceil(math.ceil(keys / GROUP) / PARTS)
     return (torch.arange(keys) // GROUP) % tiles % stride == 0
 

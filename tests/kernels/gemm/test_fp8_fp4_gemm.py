@@ -13,8 +13,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_fp8_fp4_gemm)
 def test_sass(sass, arguments):
     _, config, *_ = arguments
-    # wgmma groups in the code for four blocks of 128 channels: one per wave and block. With two waves, work tiles whose
-    # second wave has no rows run separate code, which contains the first wave's groups once more.
+    # wgmma groups in the code for four blocks of 128 channels: one per block and wave (64 rows of a warpgroup). With
+    # two waves, work tiles without rows in the second wave run separate code with the first wave's groups again.
     groups = config.waves * (config.waves + 1) // 2 * SCALES
     # Two WARPGROUP instructions per group: one start of the group's wgmma and one wait. More would mean that the
     # compiler has serialised the wgmma.

@@ -1,5 +1,5 @@
-"""The choice of kernel and tile for a product with one matrix (fp8_gemm_choice.py): a measured winner from the tuning
-file, or else the tile with the shortest modelled time."""
+"""The choice of kernel and tile for `fp8_gemm_nt`, which has one weight matrix (fp8_gemm_choice.py): a measured winner
+from the tuning file, or else the tile with the shortest modelled time."""
 
 import dataclasses
 import itertools

@@ -10,8 +10,8 @@ def check_router(sass, tokens, loads, reductions):
     """Check the counts of loads, mma instructions, reductions and stores to other CTAs.
 
     loads, reductions: expected counts without the loads of the product and without the reductions of the sort, which
-    this function adds. Per k-step of a round (small_m_product.py), the product loads two rows of the matrix, and one
-    row of tokens per eight tokens.
+    this function adds. Per k-step of a round (small_m_product.py), each lane executes two loads of the matrix and one
+    load of x per eight tokens.
     """
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)

@@ -90,9 +90,9 @@ def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
 @pytest.mark.parametrize(("begin", "end"), [(0, 2), (2, 5), (5, 6), (6, 8)])
 @pytest.mark.parametrize("fp4", [False, True])
 def test_a_process_with_some_of_the_experts(fp4, begin, end):
-    """Tokens choose among experts 0 to 5. A process with the experts `begin` to `end` - 1 computes the same rows for
-    them as a process with experts 0 to 5. Rows of other experts are NaN in the reference, and no token uses them. If no
-    token has chosen an expert of the process, all rows are NaN."""
+    """Tokens choose among experts 0 to 5. A process that has only the experts `begin` to `end` - 1 computes the same
+    rows for them as a process that has experts 0 to 5. Choices of other experts get the row index -1, which counts as
+    zero in the sum. The rows from ends[-1] on belong to no expert of the process; the reference fills them with NaN."""
     chosen = torch.rand(11, 6).argsort(-1)[:, :3]
     x = torch.randn(11, 256).bfloat16()
     first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"

@@ -138,8 +138,8 @@ def test_dynamic_scheduling_has_a_counter(rows, matrices, is_dynamic, launches):
 )
 @pytest.mark.parametrize("gathered", [False, True])
 def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, launches):
-    """`expected_rows` determines the tile, and also whether rows are gathered and whether scheduling is dynamic. The
-    kernel computes 5000 rows in all cases."""
+    """The tile is chosen for `expected_rows`, not for the 5000 rows of the call. If the call has `rows` (`gathered`),
+    `expected_rows` also decides whether the kernel gathers these rows or the op copies them before the launch."""
     count, matrices = 5000, 2
     (q, s), b = operands(rows=6 if gathered else count, channels=512, columns=8, matrices=matrices)
     rows = torch.randint(0, 6, (count,), dtype=torch.int32) if gathered else None
