@@ -38,6 +38,7 @@ import torch
 from dsa.runtime.checks import (
     ANY,
     INT_MAX,
+    check_address,
     check_choice,
     check_dtype,
     check_flag,
@@ -404,7 +405,9 @@ class Arguments:
         # The arguments in the order of the checks: (index, name, spec, name in messages, shapes).
         self._rows = [(i, names[i], specs[names[i]], self.names[i], self.shapes.get(names[i])) for i in in_order]
         self._first = first
-        self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
+        # (index, spec, name in messages) of the arguments that torch's dispatcher converts
+        rows = zip(specs.values(), self.names, strict=True)
+        self._scalars = [(i, *row) for i, row in enumerate(rows) if isinstance(row[0], (Int, Number, Flag))]
 
     def writing(self, outputs: Mapping[str, Tensor]) -> "Arguments":
         """Return Arguments with these arguments and then `outputs`, {name: spec}, to which the op writes."""
@@ -464,13 +467,16 @@ class Arguments:
             self._check_rule(*values)
         return sizes
 
-    def check_ints_for_floats(self, *values: object) -> None:
-        """Check ints that are passed for Number arguments. torch's dispatcher would convert them to floats, and raise
-        another error for an int of more than 64 bits."""
-        for i in self._numbers:
-            if isinstance(values[i], int):
-                spec, shown = [*self.specs.values()][i], self.names[i]
-                spec.check(shown, values[i])
+    def check_types(self, *values: object) -> None:
+        """Check the types of ints, numbers and flags. torch's dispatcher converts them, for example any number to a
+        flag, and raises another error for an int of more than 64 bits."""
+        for i, spec, shown in self._scalars:
+            value = values[i]
+            if spec.optional and value is None:
+                continue
+            right = {Int: int, Number: float, Flag: bool}[type(spec)]
+            if not isinstance(value, right) or isinstance(value, bool) != (right is bool):
+                spec.check(shown, value)
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that takes all arguments in order, and passes to `function` those that the parameters of
@@ -518,6 +524,7 @@ class Arguments:
 
 
 def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
+    check_address(name, x)
     # The memory of a lazily negated tensor, such as z.conj().imag, contains the numbers before the negation, which
     # kernels would read. torch.compile cannot trace is_neg().
     if not torch.compiler.is_compiling() and x.is_neg():

@@ -152,6 +152,8 @@ def num_sms(device: torch.device | str) -> int:
     device = torch_device("device", device)
     if device.type != "cuda":
         return 132
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: must exist, got {device} and no GPU")
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

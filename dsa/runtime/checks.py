@@ -103,6 +103,12 @@ def check_memory(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name}: must be on a device with memory, got a tensor on meta")
 
 
+def check_address(name: str, value: torch.Tensor) -> None:
+    """Check that `value` has an address, which kernels need. Tensors that wrap others, such as DTensor, have none."""
+    if not torch.compiler.is_compiling() and value.numel() and _address(value) is None:
+        raise ValueError(f"{name}: must be a tensor with memory, got {type(value).__name__}, which has no address")
+
+
 def check_updatable(name: str, value: torch.Tensor) -> None:
     """Check that torch lets a reference write to `value`: outside inference mode, torch refuses to update tensors that
     were made in it. Kernels can always write to them."""
@@ -138,9 +144,10 @@ def check_apart(name: str, value: torch.Tensor, **others: object) -> None:
 
 
 def _address(value: object) -> int | None:
+    """Return the address of a tensor; None for other values and for tensors without one."""
     try:
-        return value.data_ptr() or None
-    except (AttributeError, RuntimeError):  # not a tensor, or a sparse, nested or fake tensor
+        return value.data_ptr() or None if isinstance(value, torch.Tensor) else None
+    except RuntimeError:  # a sparse, nested or fake tensor
         return None
 
 

@@ -33,9 +33,11 @@ the op remembers the signature of a valid call, and records a call that repeats 
 on the signature of the arguments. An op whose launch depends on more is declared with `recorded=False`.
 """
 
+import contextlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -134,8 +136,9 @@ class Op:
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
             return self._run_reference(arguments)
         if torch.compiler.is_compiling():
-            self.arguments.check_ints_for_floats(*arguments)
-            return getattr(torch.ops.dsa, self.name)(*arguments)
+            self.arguments.check_types(*arguments)
+            with self._grad_mode():
+                return getattr(torch.ops.dsa, self.name)(*arguments)
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
@@ -186,7 +189,13 @@ class Op:
         for i in self._written:
             if isinstance(arguments[i], torch.Tensor):
                 check_updatable(self.arguments.names[i], arguments[i])
-        return self.reference(*arguments)
+        with self._grad_mode():
+            return self.reference(*arguments)
+
+    def _grad_mode(self) -> AbstractContextManager[None]:
+        """Return a context without gradients if the op has none, so that its results require none on any device."""
+        has_gradient = self.differentiable or self.gradient is not None
+        return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
         """Whether this op runs kernels for this tensor. The op can be one of several parts of a public function, so the

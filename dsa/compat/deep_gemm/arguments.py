@@ -6,7 +6,7 @@ import torch
 
 from dsa.ops.gemm.fp8_fp4_gemm_nt import BYTES
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
-from dsa.runtime.checks import check_pair, check_same_device, check_writable
+from dsa.runtime.checks import check_apart, check_pair, check_same_device, check_writable
 
 Recipe = Sequence[int] | None
 
@@ -79,5 +79,6 @@ def check_result(d: torch.Tensor, q: torch.Tensor) -> None:
     checked."""
     check_same_device(("a[0]", q), d=d)
     check_writable("d", d)
+    check_apart("d", d, **{"a[0]": q})
     if d.shape[-1] > 1 and d.stride(-1) != 1:
         raise ValueError(f"d: the last dimension must be contiguous, got strides {list(d.stride())}")

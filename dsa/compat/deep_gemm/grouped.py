@@ -68,7 +68,8 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     else:
         _check_groups(grouped_layout, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
         ends[-1] = len(q)  # the last group gets all further rows, because the reference fills rows of no group with NaN
-        d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None, None))
+        with torch.no_grad():
+            d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None, None))
 
 
 def m_grouped_fp8_fp4_gemm_nt_masked(

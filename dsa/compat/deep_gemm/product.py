@@ -58,7 +58,8 @@ def fp8_fp4_gemm_nt(
     if backends.runs_kernel(op.public, q):
         write(d, q, s, w, ws)
     else:
-        d.copy_(op.reference(q, s, w, ws, d.dtype))
+        with torch.no_grad():
+            d.copy_(op.reference(q, s, w, ws, d.dtype))
 
 
 def write(

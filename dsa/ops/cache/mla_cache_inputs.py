@@ -17,6 +17,7 @@ from dsa.runtime.declare import (
     Flag,
     Number,
     Tensor,
+    check_apart,
     dtype_name,
     op,
     rows_at_16_bytes,
@@ -90,6 +91,8 @@ def write_mla_cache(
     occasionally rounds to an adjacent representable number. CUDA-graph safe, no host synchronisation.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
+    if out is not None:
+        check_apart("out", out, kv=kv, cache=cache)
     _write_mla_cache(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
 
 

@@ -46,7 +46,12 @@ def _lengths_layout(context_lens: torch.Tensor) -> str:
     return INNER if context_lens.dim() == 2 else ANY
 
 
-LENGTHS = Tensor("B | B next_n", INT32, layout=_lengths_layout)
+def _check_lengths(name: str, context_lens: torch.Tensor) -> None:
+    if context_lens.dim() == 2 and not context_lens.shape[1]:
+        raise ValueError(f"{name}: next_n must be at least 1, got shape {list(context_lens.shape)}")
+
+
+LENGTHS = Tensor("B | B next_n", INT32, layout=_lengths_layout, rule=_check_lengths)
 GET_PAGED_MQA_LOGITS_METADATA = Arguments(
     rule=_check_page_divides_split, context_lens=LENGTHS, block_kv=Int(), num_sms=Int()
 )
