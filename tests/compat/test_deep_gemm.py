@@ -326,6 +326,10 @@ def test_wrong_arguments_are_refused():
         (lambda: nt((a[0], a[1].int()), one, d), r"a\[1\]: dtype must be float32, got int32"),
         (lambda: nt((a[0], a[1][:4]), one, d), r"a\[1\]: shape must be \[8, 1\], got \[4, 1\]"),
         (lambda: nt(a, b, d), r"b\[0\]: shape must be \[N, K\], got \[2, 256, 128\]"),
+        (
+            lambda: nt(a, (a[0], one[1][:1]), a[0].view(BF16)[:, :8]),
+            r"d: is written, must not share memory with a\[0\]",
+        ),
         (lambda: nt(a, one, d[:, :128]), r"d: shape must be \[8, 256\], got \[8, 128\]"),
         (lambda: nt(a, one, d.int()), "d: dtype must be float32, bfloat16 or float16, got int32"),
         (lambda: nt(a, one, d.T.contiguous().T), "d: the last dimension must be contiguous"),

@@ -188,3 +188,11 @@ def test_a_dtype_without_kernels_runs_the_reference_and_says_so_where_there_is_a
         for _ in range(2):
             assert same(results(call.function(), arguments), expected)
     assert [warning.filename for warning in found] == [__file__] and not launches
+
+
+def test_results_of_ops_without_gradients_require_none():
+    """On a GPU kernels compute them without autograd. A CPU and a compiled call give the same."""
+    out, lse = torch.randn(2, 3, 4, 64, requires_grad=True), torch.randn(2, 3, 4)
+    merge = torch.compile(dsa.merge_attention, fullgraph=True, backend="aot_eager")
+    for call in (dsa.merge_attention, merge):
+        assert not any(x.requires_grad for x in call([*out], [*lse]))

@@ -67,3 +67,23 @@ def test_numbers_that_torch_compile_does_not_know_yet():
     x = torch.randn(3, 64)
     for eps in (2, 3, 0.5, 0.25):
         assert torch.equal(compiled(x, None, eps), dsa.rms_norm(x, None, eps))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sorted": None}, "sorted: must be True or False, got NoneType"),
+        ({"return_values": 0.5}, "return_values: must be True or False, got float"),
+        ({"k": True}, "k: must be an int, got bool"),
+        ({"k": 2.0}, "k: must be an int, got float"),
+    ],
+)
+def test_a_compiled_call_refuses_what_an_eager_call_refuses(changes, message):
+    """torch's dispatcher would convert these values."""
+
+    def call(x):
+        return dsa.topk_indices(x, **{"k": 2} | changes)
+
+    for function in (call, torch.compile(call, backend="eager")):
+        with pytest.raises(TypeError, match=message):
+            function(torch.randn(3, 8))

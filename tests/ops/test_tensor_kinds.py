@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dsa
 from dsa.cases import CASES
@@ -97,3 +98,17 @@ def test_a_reference_reads_a_lazy_sign():
     x, cos, sin = torch.randn(4, 2, 64), angles.real, angles.conj().imag
     got, expected = (dsa.apply_rotary(x, cos, part, interleaved=True) for part in (sin, sin.resolve_neg()))
     assert torch.equal(got, expected)
+
+
+def test_kernels_get_no_tensor_without_an_address(launches):
+    """TwoTensor wraps tensors, like DTensor: it has sizes and strides, but no address."""
+    x, weight = torch.randn(4, 64), torch.rand(64)
+    for _ in range(2):  # the plain call is known, the others must not equal it
+        dsa.rms_norm(x, weight)
+        with pytest.raises(
+            ValueError, match=r"^weight: must be a tensor with memory, got TwoTensor, which has no addr"
+        ):
+            dsa.rms_norm(x, TwoTensor(weight, weight))
+        with pytest.raises(ValueError, match=r"^x: must be a tensor with memory, got TwoTensor"):
+            dsa.rms_norm(TwoTensor(x, x), weight)
+    assert len(launches) == 2

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dsa.runtime.recorded_calls import KnownCalls, first_shape, signature
 
@@ -29,9 +30,10 @@ def test_every_other_difference_changes_a_signature():
         assert signature(*first) != signature(*second), (first[1:], second[1:])
 
 
-def test_a_tensor_without_strides_has_no_equal_signature():
-    sparse = X.to_sparse()
-    assert signature(sparse) != signature(sparse)
+def test_a_tensor_without_strides_or_address_has_no_equal_signature():
+    for x in (X.to_sparse(), TwoTensor(X, X)):
+        assert signature(x) != signature(x)
+    assert signature(X[:0]) == signature(X[:0].clone())
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns that nested tensors may change

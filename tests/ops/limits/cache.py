@@ -25,6 +25,7 @@ LIMITS = [
     ),
     ("read_kv_cache float", lambda a: {"cache": zeros(3, 16, 1, 12)}, "cache: the kernel takes float rows of a mult"),
     ("read_kv_cache v4", lambda a: {"cache": zeros(3, 3, 1, 584, dtype=BYTES)}, "cache: pages must start at multiples"),
+    ("write_mla_cache float", lambda a: {"out": a["kv"]}, "out: is written, must not share memory with kv"),
     (
         "write_compressed_kv",
         lambda a: {"kv": a["kv"].half(), "gate": a["gate"].half()},

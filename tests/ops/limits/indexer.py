@@ -31,6 +31,11 @@ LIMITS = [
     ),
     ("get_paged_mqa_logits_metadata", lambda a: {"block_kv": 96}, "block_kv: must be a divisor of 256, got 96"),
     (
+        "get_paged_mqa_logits_metadata",
+        lambda a: {"context_lens": torch.zeros(2, 0, dtype=INT32)},
+        "context_lens: next_n must be at least 1, got shape",
+    ),
+    (
         "paged_indexer_select",
         lambda a: {"max_context_len": 2**30, "block_table": torch.zeros(2, 2**25, dtype=INT32)},
         f"max_context_len: the kernel takes less than {2**30} keys, got",
