@@ -112,8 +112,7 @@ SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5
 
 @pytest.mark.parametrize(("name", "small"), SIZES)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
-    """A pass over 8192 tokens allocates at most 512 MiB more after a long context than after 8K tokens. Weights and
-    caches are not counted.
+    """Compared to a context of 16K tokens, a pass at the end of a long context allocates less than 512 MiB more.
 
     One of the contexts is the longest whose FP8 latents are dequantised at once (`most_read`). It is twice as long with
     at most 16 heads, so the test also runs with a small model of 4 heads.
