@@ -87,8 +87,7 @@ other files of the op, and `dsa bench OP` measures its functions.
 
 
 def layers() -> str:
-    """Return the text of the page LAYERS: the public functions and classes of `dsa_layers`, and the classes' public
-    methods and documented properties."""
+    """Return the text of the page LAYERS: the public functions and classes of `dsa_layers`."""
     names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
     summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
     head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())

@@ -1,5 +1,5 @@
-"""Tests of merging receipts (tests/gpu/merge.py): per arch and name, the result has the newest valid entry. Entries
-that are not valid for today's code are printed and left out."""
+"""Merging receipts (tests/gpu/merge.py): per arch and name, the result has the newest valid entry. Entries that are not
+valid for today's code are printed and left out."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """Receipts of older versions have entries without digests of kernels and launches."""
+    """Receipts of older versions have such entries."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

@@ -1,5 +1,4 @@
-"""Tests of the comparisons in dsa.testing, and of `poisoned`: cases computed by hand, infinities, NaN, shapes and
-messages."""
+"""The comparisons in dsa.testing and `poisoned`, with cases computed by hand."""
 
 import math
 
@@ -26,7 +25,7 @@ def tensor(*values, dtype=torch.float32):
         ((1.0, 2.0), (0.0, 0.0), 1.0),
         ((0.0, 0.0), (0.0, 0.0), 0.0),
         ((), (), 0.0),
-        # Equal infinities and NaN are left out, and the remaining entries are compared.
+        # Equal infinities and NaN are left out.
         ((-INF, INF, NAN, 1.0), (-INF, INF, NAN, 1.0), 0.0),
         ((-INF, 1.0, 1.0), (-INF, 2.0, 2.0), 1 - 2 * 4 / (2 + 8)),
         ((INF, INF), (INF, INF), 0.0),
@@ -138,6 +137,6 @@ def test_poisoned_integers():
     assert (data == 0xFF).all()
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         assert data.view(dtype).float().isnan().all()
-    # The value is not a valid index: neither that of a key nor the padding value -1.
+    # The value is neither a valid index nor the padding value -1.
     assert (poisoned((2,), torch.int32) == -(2**31)).all() and (poisoned((2,), torch.int64) == -(2**63)).all()
     assert poisoned([0, 4], torch.int32).shape == (0, 4)

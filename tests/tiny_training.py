@@ -35,7 +35,7 @@ class TinyPlan(Plan):
 
 
 def write_corpus(root: Path) -> None:
-    """Write 22 files of `dsa/reference` to `root`, as the standard library, and files of `dsa_layers/layers` as an
+    """Write files of `dsa/reference` to `root`, as the standard library, and files of `dsa_layers/layers` as an
     installed package."""
     for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
         (root / f"file{i:02}.py").write_text(path.read_text())
@@ -46,8 +46,11 @@ def write_corpus(root: Path) -> None:
 def write_package(
     site: Path, name: str, files: dict[str, str], metadata: str = "License-Expression: MIT", licence: str = "Do."
 ) -> None:
-    """Write a package into `site` as pip does. files: {path in the package: content}. metadata: more lines of METADATA.
-    licence: the text of LICENSE. If the text is empty, LICENSE is not written."""
+    """Write a package into `site` as pip does.
+
+    files: {path in the package: content}. metadata: more lines of METADATA. licence: the text of LICENSE, which is not
+    written if the text is empty.
+    """
     info = site / f"{name}-1.0.dist-info"
     contents = {info / "METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{metadata}\n"}
     contents |= {info / "licenses" / "LICENSE": licence} if licence else {}

@@ -52,5 +52,5 @@ def test_they_are_part_of_warming_up(engine, monkeypatch):
 
 
 def test_none_without_a_kernel():
-    """On a CPU, the reference would take long for so long a prompt."""
+    """On a CPU, `grouped_prompt` returns None, because the reference would take long for such a prompt."""
     assert grouped_prompt(8, 576) is None

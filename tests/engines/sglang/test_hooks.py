@@ -154,7 +154,8 @@ def test_attention_in_decoding(pool, splits, monkeypatch):
     table[1, 5:] = -1
     calls = calls_of(monkeypatch, adapters, "sparse_decode")
     want, *_ = batches.attention(q, rows, table, 0.1)
-    # A batch that is padded for data parallelism has other lengths than rows of q. Then the hook ignores the lengths.
+    # A batch that is padded for data parallelism can have fewer lengths than q has rows. The hook then ignores the
+    # lengths.
     for lengths, given in ((int32([32, 5, 32, 32, 32]), True), (int32([32, 5]), False)):
         metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths)
         arguments = backend_of(pool, num_splits=splits), q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata

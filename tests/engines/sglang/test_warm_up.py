@@ -93,8 +93,8 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
 
 
 def decoding_kernels(queries, model, keys, sms, may_split=True):
-    """Return the tile of heads that a decoding batch takes. If keys are split, return also the configuration of the
-    kernel that combines the parts."""
+    """Return {tile of heads}. If keys are split, the set has also the configuration of the kernel that combines the
+    parts."""
     attention, tiles = _sparse_attention, -(-keys // _sparse_attention.TILE_N)
     if model.fp8_cache:
         head_tile = attention.fp8_kv_head_tile(queries, model.heads, tiles, sms, may_split)
