@@ -12,7 +12,7 @@ from tests.public_names import ROOT
 
 # {pattern: replacement}, to shorten signatures
 SHORTER = {
-    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the modules before a class's name
+    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",
     r"<[^<>]+>": "...",  # the repr of a default value that is not a literal
     r": '([^']*)'": r": \1",  # quotes around an annotation
     r" -> None$": "",
@@ -34,8 +34,6 @@ def section(heading: str, name: str, value: Any, folder: Path) -> str:
 
 
 def section_with_members(name: str, value: Any, folder: Path) -> str:
-    """Return the Markdown of a public function of dsa_layers, or of a class with its public methods and documented
-    properties."""
     parts = [section(f"## {name}", f"dsa_layers.{name}", value, folder)]
     if inspect.isclass(value):
         members = {member: _member(value, member) for member in vars(value) if not member.startswith("_")}

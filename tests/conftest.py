@@ -37,8 +37,8 @@ def in_sample(test: str) -> bool:
     return zlib.crc32(f"{commit()} {test}".encode()) % SLOW_PARTS == 0
 
 
-# A test's seed depends only on its ID, because tests run in any order and in several processes. Before fixtures of a
-# session or module the seed is 0, so their numbers do not depend on the first test that requests them.
+# A test's seed depends only on its ID, because tests run in any order and in several processes. The seed is 0 before
+# fixtures of a session or module. So their numbers do not depend on the first test that requests them.
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,7 +58,7 @@ def _seed(seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """Return the folder of a tiny DeepSeek-V3.2 checkpoint in FP8. Tests must not change it."""
+    """Return the folder of a tiny checkpoint. Tests must not change it."""
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_checkpoint(directory)
     return directory

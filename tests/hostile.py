@@ -18,11 +18,10 @@ ARGUMENTS = [(case, name) for case in CASES for name in case.hostile]
 
 
 def check(case: Case, name: str, device: str) -> int:
-    """Run the case with each hostile change of one argument. Return the number of changes. `name` is a key of
-    case.hostile.
+    """Run the case with each hostile change of one argument. Return the number of changes.
 
-    Raise AssertionError if a result changes that the change cannot affect. Also if an op with kernels refuses the
-    contents on a GPU, or if the message does not begin with the argument's name.
+    The op must not refuse the contents, except on a CPU or in PyTorch, with a message about the argument. A result that
+    the change cannot affect must stay the same.
     """
     hostile, argument = case.hostile[name], name.split()[0]
 

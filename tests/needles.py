@@ -100,7 +100,6 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         return found(select_packed(*arguments, accumulators=accumulators, **paging), **paging)
 
     def plant_in_pages(q, pages, weights, lengths, block_table):
-        """Plant keys in the first query's pages. Return what `plant_in_rows` returns."""
         count, size, (keys, scales) = int(lengths.flatten()[0]), pages.shape[1], _views(pages)
         places = _places(shares, count, q.device)
         at = block_table[0, places // size].long(), places % size
@@ -152,15 +151,14 @@ def _sampled(places: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _needles(q: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` equal e4m3 keys [count, dim] in the direction of sum_h max(w[h], 0) q[h], for q [heads, dim] and w
-    `weights`. Their norm is sqrt(dim), about the norm of a Gaussian key."""
+    """Return `count` equal e4m3 keys [count, dim] in the direction of sum_h max(weights[h], 0) q[h]. Their norm is
+    sqrt(dim), about the norm of a Gaussian key."""
     towards = (weights.float().clamp(min=0)[:, None] * q.float()).sum(0)
     return (towards / towards.norm() * len(towards) ** 0.5).to(torch.float8_e4m3fn).repeat(count, 1)
 
 
 def _exact(q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the float64 scores [n] of one query. q: [heads, dim], keys: bytes of e4m3 [n, dim], scales: [n], weights:
-    [heads]."""
+    """Return the float64 scores [n] of one query [heads, dim]. keys: bytes of e4m3 [n, dim]."""
     products = (keys.view(torch.float8_e4m3fn).double() @ q.double().T).clamp(min=0)
     return (products * weights.double()).sum(-1) * scales.double()
 
@@ -171,7 +169,6 @@ def _compare(finds: Finds, scores: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def _index_pages(layer: object) -> list[torch.Tensor]:
-    """Return a list of the index pages of a layer's cache, empty if the layer has no indexer."""
     entries = getattr(layer, "index_entries", None)
     pages = getattr(layer, "index", None) if entries is None else entries.pages
     return [] if pages is None else [pages]

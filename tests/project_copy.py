@@ -8,7 +8,6 @@ FOLDERS = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "docs", "tests", "ex
 
 
 def copy_project(target: Path) -> Path:
-    """Copy the project to `target`, without weights and pictures."""
     leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=leave)

@@ -33,7 +33,6 @@ def _given(module: str) -> list[str]:
 
 
 def references() -> dict[str, list[str]]:
-    """Return {module in dsa.reference: its public names}."""
     public = {name for names in public_names().values() for name in names}
     found = {}
     for path in (ROOT / "dsa" / "reference").glob("*/[!_]*.py"):
@@ -49,7 +48,6 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def ops_of(module: str) -> list[str]:
-    """Return the ops of a module in dsa.ops: its public functions, without classes."""
     return [name for name in _given(module) if inspect.isfunction(getattr(dsa, name, None))]
 
 

@@ -33,7 +33,6 @@ def hopper(monkeypatch):
 
 def test_the_machine_decides(monkeypatch, hopper):
     assert dsa.backend() == "cute"
-    # Ops on CPU tensors run the reference, even beside a Hopper GPU.
     assert not backends.runs_kernel("op", torch.zeros(1))
     assert backends.runs_kernel("op", on_gpu())
     monkeypatch.setattr(backends, "why_no_kernels", lambda *_: "no GPU")
@@ -107,7 +106,6 @@ def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
 def test_fake_tensors_of_a_gpu_that_is_not_there():
-    """Without a GPU, ops accept fake CUDA tensors, for example to compute the shapes of results."""
     with FakeTensorMode():
         x = torch.empty(4, 128, device="cuda", dtype=torch.bfloat16)
         assert dsa.rms_norm(x, torch.empty(128, device="cuda"), 1e-6).shape == (4, 128)

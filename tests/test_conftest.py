@@ -26,8 +26,7 @@ def drawn_from(seed):
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_numbers_are_a_tests_own(before, shared, request):
-    """The fixture `shared` is set up, and draws random numbers, before the first of the two tests only. The tests'
-    numbers must not depend on this."""
+    """`shared` draws random numbers before the first of the two tests only."""
     numbers, number = drawn_from(zlib.crc32(request.node.nodeid.encode()))
     assert torch.equal(torch.rand(4), numbers) and random.random() == number
     numbers, number = drawn_from(0)
@@ -44,7 +43,6 @@ class Item:
 
 
 def collected(monkeypatch, commit="", **options):
-    """Return the names of the tests that remain of 60, every second slow."""
     options = {"all": False, "file_or_dir": []} | options
     monkeypatch.setattr(conftest, "commit", lambda: commit)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)

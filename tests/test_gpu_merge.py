@@ -19,7 +19,6 @@ def entry(name=NAME, **changes):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Let the receipt be a temporary file that does not exist yet. Return the function that loads it."""
     monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
     return receipt.load
 
@@ -64,7 +63,6 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """Receipts of older versions have such entries."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

@@ -14,7 +14,6 @@ TESTS = [f"{MODULE}::test_one", f"{MODULE}::TestMore::test_two"]
 
 
 def told(command):
-    """Return (path of the report, tests to run) from the command line of a pytest process."""
     report, listed = (
         next(w for w in command if w.startswith(sign)).removeprefix(sign) for sign in ("--junitxml=", "@")
     )
@@ -141,7 +140,6 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):
-    """A run ignores environment variables that would choose another backend, fewer cases or a part of the tests."""
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     for name in run.UNSET:
         monkeypatch.setenv(name, "reference")
@@ -260,7 +258,6 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
 
 
 def dsl(folder, version):
-    """Make a stub of the DSL that has only a version. Return the path for PYTHONPATH."""
     package = folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
@@ -268,7 +265,6 @@ def dsl(folder, version):
 
 
 def test_the_oldest_dsl_is_found_first(monkeypatch, tmp_path):
-    """PYTHONPATH names another DSL. Only the entry oldest_dsl imports the oldest one."""
     monkeypatch.setenv("PYTHONPATH", dsl(tmp_path / "usual", "4.8.9"))
     monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
     assert run.oldest_dsl() == {}

@@ -58,7 +58,6 @@ def test_kernels_share_only_what_is_in_cute():
 
 
 def cute_modules():
-    """Yield (name, syntax tree) of each module of dsa.cute with device code."""
     for path in sorted((ROOT / "dsa" / "cute").glob("*.py")):
         if path.stem not in {"__init__", "tuning"}:
             yield f"dsa.cute.{path.stem}", ast.parse(path.read_text())
@@ -95,7 +94,7 @@ def families_by_symbol():
     for path in (ROOT / "dsa" / "kernels").glob("*/*.py"):
         for symbol in imported_names(ast.parse(path.read_text()), "dsa.cute").values():
             families.setdefault(symbol, set()).add(path.parent.name)
-    for _ in families:  # enough for the longest possible chain of symbols
+    for _ in families:  # enough passes for the longest chain of symbols
         for symbol, of in families.items():
             of.update(*(families[user] for user in users.get(symbol, ())))
     return {symbol: of for symbol, of in families.items() if symbol in defined}
@@ -123,7 +122,6 @@ def calls_of_arch(tree):
 
 
 def test_kernels_wait_and_arrive_by_pipelines():
-    """Kernels use a Pipeline, a WorkTilePipeline or Mbarriers of dsa.cute."""
     found = {}
     for path in sorted((ROOT / "dsa" / "kernels").glob("*/*.py")):
         names = {name for name in calls_of_arch(ast.parse(path.read_text())) if name.startswith("mbarrier")}
@@ -164,7 +162,6 @@ def test_files_are_not_too_short():
 def test_references_import_only_torch_and_the_standard_library():
     for path in (ROOT / "dsa" / "reference").rglob("*.py"):
         packages = {name.partition(".")[0] for name in imports(path)}
-        # test_direction checks that references import no other part of dsa.
         assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path
 
 
@@ -217,8 +214,8 @@ def modules_imported(path):
 
 
 def circle(graph):
-    """Return a cycle of imports as modules of which each imports the next; the last is the first again. Without a
-    cycle, return None. graph: {module: modules that it imports}."""
+    """Return the modules of a cycle of imports, the first one again at the end, or None. graph: {module: modules that
+    it imports}."""
     finished = set()
 
     def search(path):
@@ -235,7 +232,7 @@ def circle(graph):
 
 
 def parts(package):
-    """Return {part: parts that it imports}. A part is a module or subpackage directly in the package."""
+    """A part is a module or subpackage directly in the package."""
     graph = {}
     for path in (ROOT / package).rglob("*.py"):
         part = ".".join(module(path).split(".")[:2])
@@ -250,8 +247,7 @@ def test_parts_of_a_package_do_not_import_one_another_in_circles(package):
 
 
 def package_of(name):
-    """Return the package that contains a module. For a package, and for a module directly in a top-level package,
-    return `name`."""
+    """Packages, and modules directly in a top-level package, have themselves as package."""
     is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
     return name if is_package or name.count(".") == 1 else name.rpartition(".")[0]
 

@@ -69,7 +69,7 @@ def test_of_an_arch_only_the_ops_with_kernels_for_it_are_asked(monkeypatch):
 
 @pytest.fixture
 def entries(monkeypatch):
-    """Make a receipt in which every entry of ARCH passed on TODAY with the current code. Return {name: entry}."""
+    """Make a receipt in which every entry of ARCH passed on TODAY. Return {name: entry}."""
     head = {"unverified": None, "date": str(TODAY)}
     found = {name: head | receipt.digests(name, ARCH) for name in receipt.tested()}
     monkeypatch.setattr(receipt, "load", lambda: {ARCH: found})
@@ -85,7 +85,6 @@ def test_rows_whose_code_and_launches_are_todays_are_not_stale(entries):
 
 
 def test_another_instruction_ends_the_rows_of_its_kernel(entries, monkeypatch):
-    """The machine code of one variant changes. Only the entries that launch its kernel become stale."""
     codes = receipt._machine_code()
     (variant, *_) = [name for name in codes if name.startswith("merge_attention_sm90.")]
     monkeypatch.setattr(receipt, "_machine_code", lambda: codes | {variant: "another code"})

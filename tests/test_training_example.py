@@ -177,7 +177,6 @@ def step_of(model, rate):
 
 
 def test_decay_leaves_norms_and_the_embedding(model):
-    """Only weight decay changes parameters whose gradients are zero."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     decayed = {name for name, moved in step_of(model, 0.1).items() if moved.any()}
@@ -226,7 +225,7 @@ def test_metrics(metrics):
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
     found = metrics["acceptance"]
-    # Each sequence has 8 positions. `packages`, made from files of this repository, can be too short for a sequence.
+    # `packages` can be too short for a sequence.
     assert found["positions"] in (8, 16) and len(found["right"]) == len(found["taken"]) == 3
     assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
@@ -250,8 +249,7 @@ def test_what_is_written(out, text, metrics):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_the_checkpoint_drafts(temperature, out, capsys):
-    """`dsa generate` writes the same tokens with drafts as without. With greedy decoding, the model accepts some
-    drafts."""
+    """Drafts do not change the tokens that `dsa generate` writes. In greedy decoding, the model accepts some drafts."""
     texts = []
     prompt = "import torch\n" * 6  # longer than index_topk
     for drafts in ("0", "2"):
@@ -263,7 +261,7 @@ def test_the_checkpoint_drafts(temperature, out, capsys):
         (throughput,) = [event for event in events if event["event"] == "throughput"]
         assert (throughput["drafted"] > 0) == (drafts == "2")
         assert throughput["taken"] > 0 or (drafts, temperature) != ("2", "0")
-    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16  # fewer if the model ends the text
+    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16
 
 
 def test_the_size_of_what_ships(tmp_path):

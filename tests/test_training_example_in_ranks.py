@@ -55,7 +55,6 @@ class Noting:
 
 
 def steps_of_stages(ranks, tokens):
-    """Run one step of each stage from the same weights. Return {stage: (losses, {parameter: gradient})}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "Optimizer", Noting)

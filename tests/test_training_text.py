@@ -22,7 +22,6 @@ SOURCE = "".join(f"def function_{i}(argument):\n    return argument + {i} * some
 
 
 def source(name):
-    """Return source text whose lines, apart from empty ones, occur under no other name."""
     return SOURCE.replace("something_else", name).replace("function", name)
 
 
@@ -48,7 +47,7 @@ def installed(site):
         ("License: bsd-3-clause\nClassifier: Programming Language :: Python", "bsd-3-clause"),
         ("License: LGPL", None),
         ("Summary: without", None),
-        (None, None),  # the METADATA file is missing
+        (None, None),
     ],
 )
 def test_licences(tmp_path, metadata, expected):

@@ -64,7 +64,7 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
 
 @pytest.fixture
 def peers(monkeypatch, installed):
-    """Install stubs of all peers. Return {module: stub} for the peers that are imported as modules."""
+    """Return {module: stub} for the peers that are imported as modules."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),

@@ -39,7 +39,6 @@ def _scales_order() -> torch.Tensor:
 
 
 def unpacked(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [E, N, K]: weights in Marlin's layout, multiplied by their scales."""
     count, tiles, words = weight.shape
     rows = words // 2
     bits = torch.arange(0, 32, 4, dtype=INT)
@@ -132,7 +131,6 @@ def _sum(input, output, topk_ids, expert_map):
 
 
 def operators() -> types.SimpleNamespace:
-    """Return the stub of `torch.ops._moe_C`."""
     return types.SimpleNamespace(moe_align_block_size=_align, moe_wna16_marlin_gemm=_gemm, moe_sum=_sum)
 
 

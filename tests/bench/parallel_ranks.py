@@ -84,7 +84,6 @@ def rows(ranks, options):
 
 
 def rows_of_a_part(ranks, options):
-    """Return the benchmark's rows for rank 0 of 2 GPUs, computed without collectives."""
     make_small()
     return [*parallel.part_rows(2, clock=HostClock(ALONE), **options)]
 

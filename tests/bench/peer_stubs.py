@@ -248,8 +248,6 @@ def tile_kernels() -> types.ModuleType:
 
 
 def deepselect() -> types.SimpleNamespace:
-    """Return the stub of TokenSpeed's source file `deep_select.py`."""
-
     def topk(scores, ends, topk, *, capacity, cluster_size, indices):
         assert scores.stride(1) == 1 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
         assert ends.shape == (len(scores),) and ends.dtype == indices.dtype == INT and ends.is_contiguous()

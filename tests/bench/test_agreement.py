@@ -42,7 +42,7 @@ def pad(x, *sizes):
         (agree_attention, [OUT, LSE.T], (OUT, MOST, LSE)),
         (agree_attention, OUT, (OUT, MOST, LSE)),
         (gradients, {"dq": DQ, "dkv": DKV[:, 0], "d_sink": DSINK}, GRADIENTS),
-        # Another order. One wrong key of 100, where 2% may be wrong.
+        # up to 2% of the selected keys may be wrong
         (selected, {0: SELECTED.flip(1)}, SELECTED),
         (selected, torch.cat((SELECTED[:, :99], ORDER[:, 100:101].int()), 1), SELECTED),
     ],

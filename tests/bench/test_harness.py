@@ -31,7 +31,6 @@ def timed(monkeypatch):
 
 
 def a_case(*names, failed=None, **options):
-    """Return a case with a call for "dsa" and for each name."""
     calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
     return case.Case("shape", calls, lambda ms: f"{ms} ms", Peers(failed=failed or {}), **options)
 
@@ -137,7 +136,6 @@ def test_a_reason_is_one_line():
 
 
 def test_host_times_are_of_ours_and_peers_in_turn_at_a_small_shape(monkeypatch):
-    """Calls set the clock forward by the times in `seconds`."""
     called = []
 
     def call(name):

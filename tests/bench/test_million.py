@@ -90,7 +90,6 @@ def test_rows_of_prompts_are_the_passes_up_to_their_length(clock):
 
 @pytest.mark.slow
 def test_caches_that_do_not_fit_are_not_made(clock):
-    """There is room for the cache of one sequence but not of three."""
     cache = stack("GLM-5.2", "cpu").make_cache(3 * 3, device="meta", state_slots=3)
     clock.room = million.RESERVE + cache.nbytes - 1
     rows = million.rows(["GLM-5.2"], [192], SEQUENCES, ["GLM-5.2 prompt 192"], "cpu", clock)

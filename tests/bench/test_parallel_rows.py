@@ -80,7 +80,6 @@ def test_cases_are_prompts_within_the_context_and_steps():
 
 
 def test_layers_that_fit():
-    """On two GPUs, all 43 layers of V4-Flash fit in 140 GB each, but fewer than 36 fit in 80 GB each."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
     model = skeleton("V3.2", **with_layers("V3.2", 9))

@@ -63,7 +63,6 @@ def test_without_peers_nothing_is_replaced(no_peers):
 
 
 def test_ops_without_a_peer_stay_ours(peers, installed, monkeypatch):
-    """FlashMLA is the only peer here."""
     for file in ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"):
         (installed / "vllm" / file).unlink()
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
@@ -310,7 +309,7 @@ def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts,
     [
         ({"dtype": torch.bfloat16}, torch.bfloat16),
         ({"fp8": True, "fp4": True}, torch.float32),
-        ({"fp8": True}, torch.bfloat16),  # more than the 128 slots of an expert
+        ({"fp8": True}, torch.bfloat16),  # 129 tokens are more than the 128 slots of an expert
     ],
 )
 def test_other_experts_are_ours(experts, dtype, peers):
@@ -335,6 +334,5 @@ def test_padded_rows_of_experts_begin_at_multiples_of_128():
     assert places.tolist() == [[128, 256], [257, 129], [130, 0]]
     assert [sources[i].item() for i in (0, 128, 129, 130, 256, 257)] == [2, 0, 1, 2, 0, 1]
     assert groups.view(-1, 128).unique(dim=1).flatten().tolist() == [0, 1, 3, -1, -1] and len(groups) == 5 * 128
-    # The number of rows depends on the two chosen experts, not on all 256.
     places, _, groups = padded(torch.tensor([[200, 3]]), 256)
     assert places.tolist() == [[128, 0]] and groups.view(-1, 128)[:, 0].tolist() == [3, 200]

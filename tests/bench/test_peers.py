@@ -15,7 +15,6 @@ from dsa_bench.peers.package import Library
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
 
-# The shapes are small enough for a CPU. Together they reach every peer and every kind of argument.
 SHAPES = {
     "flash_mla_sparse_fwd": [(256, 576, 64, 128, 64), (256, 512, 16, 128, 64)],
     "flash_mla_with_kvcache": [(2, 128, 16, 2)],
@@ -86,7 +85,6 @@ def small(monkeypatch, on_cpu):
 
 
 def probe_only(monkeypatch, shapes):
-    """Probe only the ops of `shapes`, {op: shapes in place of PROBED}."""
     for op in probe.probed():
         if op in shapes:
             monkeypatch.setattr(cases.load(op), "PROBED", shapes[op])

@@ -23,7 +23,6 @@ def paged(lengths, device="cpu"):
 
 
 def slots_of(table, sequence, length):
-    """Return int64 [length]: the cache slots of a sequence's first `length` keys."""
     position = torch.arange(length, device=table.device)
     return table[sequence, position // PAGE].long() * PAGE + position % PAGE
 
@@ -126,7 +125,6 @@ def attention(q, rows, indices, scale, sink=None, more=None):
 
 
 def index_keys(count, device="cpu"):
-    """Return (e4m3 keys [count, 128], their fp32 scales [count])."""
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(count, 128, device=device).to(BF16))
     return k, scale.squeeze(1).contiguous()
 

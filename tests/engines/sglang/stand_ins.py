@@ -80,5 +80,4 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(*real):
-    """From now on, import stand-ins for all packages that are not installed, except those in `real`."""
     sys.meta_path.append(Finder(real))

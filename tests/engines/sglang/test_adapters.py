@@ -40,7 +40,6 @@ def test_topk_of_prefill_as_slots_positions_and_columns(k):
         # If all keys are selected, SGLang computes no scores and passes a dummy tensor. So offsets can exceed the
         # dummy's 8 columns.
         ([3, 0, 5], [1000, 1003, 7], [[1000, 1001, 1002, -1, -1], [-1] * 5, [7, 8, 9, 10, 11]]),
-        # Offsets up to the last column. An empty row with an offset after the last column.
         ([5, 1, 0], [3, 7, 8], [[3, 4, 5, 6, 7], [7, -1, -1, -1, -1], [-1] * 5]),
     ],
 )

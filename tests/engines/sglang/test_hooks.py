@@ -15,7 +15,7 @@ FP8_POOL = SimpleNamespace(
     kv_cache_dim=656, dsa_kv_cache_store_fp8=True, index_kpool=1, qk_rope_head_dim=64, dtype=E4M3
 )
 BF16_POOL = SimpleNamespace(**vars(FP8_POOL) | {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False, "dtype": BF16})
-OTHERS = {  # changes of FP8_POOL: cache layouts for which there are no kernels
+OTHERS = {  # cache layouts without kernels
     "without rope": {"kv_cache_dim": 528, "qk_rope_head_dim": 0},
     "pools of keys": {"index_kpool": 4},
     "fp8 without scales": {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False},
@@ -38,15 +38,12 @@ def never(*args, **kwargs):
 
 
 class Recorder:
-    """Stands in for a function of SGLang and records the arguments of the last call."""
-
     def __call__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
         return "SGLang's own"
 
 
 def every_hook():
-    """Yield (path of the replaced function, hook) for every hook."""
     for family in seams.SEAMS.values():
         for makers in family.values():
             for path, make in makers.items():

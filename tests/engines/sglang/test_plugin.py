@@ -19,14 +19,12 @@ NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 
 
 def function_of(parameters):
-    """Return a function with these parameters, each None by default, that returns "SGLang's own"."""
     space = {}
     exec(f'def original({", ".join(f"{p}=None" for p in parameters)}): return "SGLang\'s own"', space)
     return space["original"]
 
 
 def add(modules, path, value):
-    """Set the attribute at `path`. Create missing modules and classes."""
     module, _, names = path.partition(":")
     owner = modules.setdefault(module, types.ModuleType(module))
     *outer, name = names.split(".")
@@ -162,7 +160,6 @@ def test_served(engine, name, caplog):
     engine.serve(name)
     assert len(engine.created) == 1 and declined(caplog) == []
     assert engine.replaced() == paths_of(NAMES[name])
-    # A second backend in the process, e.g. for a draft model, changes nothing.
     replaced, creators = engine.functions(), dict(engine.creators)
     engine.serve(name)
     assert engine.functions() == replaced and engine.creators == creators
@@ -218,7 +215,6 @@ def rename_scores(engine, more=()):
 
 
 def test_v4_is_served_where_scores_have_the_names_of_deep_gemm_0_2_5(engine, caplog, monkeypatch):
-    """Calls that dsa does not serve go to the new functions."""
     calls = rename_scores(engine)
     engine.serve("dsv4")
     assert declined(caplog) == []

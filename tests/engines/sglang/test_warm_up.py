@@ -15,7 +15,7 @@ SMS = (132, 114, 78)  # H100 SXM and H200 SXM, H100 PCIe, H20
 V32 = Model(heads=8, query_dim=576, topk=16, index_heads=16, keys=300, next_n=3, fp8_cache=True)
 V4 = Model(heads=8, query_dim=512, topk=16, index_heads=64, keys=300, next_n=2, fp8_cache=True)
 V4_SIZES = ((4096, 512), (65_536, 512), (1_048_576, 1024))
-CALLS = {  # op -> its adapters
+CALLS = {
     "scores": {"fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"},
     "topk": {"topk"},
     "attention": {"sparse_prefill", "sparse_decode"},
@@ -32,7 +32,6 @@ def recording(name, adapter, made):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list of (name, arguments) that records all calls of adapters."""
     made = []
     for name in set().union(*CALLS.values()):
         monkeypatch.setattr(adapters, name, recording(name, getattr(adapters, name), made))

@@ -54,7 +54,6 @@ def slots_of(table: torch.Tensor, request: int, length: int, page: int = PAGE) -
 
 
 def workspaces() -> types.SimpleNamespace:
-    """Return a stand-in for vLLM's WorkspaceManager."""
     return types.SimpleNamespace(get_simultaneous=lambda *specs: [torch.empty(s, dtype=d) for s, d in specs])
 
 

@@ -25,7 +25,6 @@ def _seed():
 
 
 def counted(indices, counts):
-    """Return indices [T, K] with -1 after the first counts[t] indices of row t."""
     return torch.where(torch.arange(indices.shape[1]) < counts[:, None], indices, -1)
 
 
@@ -39,7 +38,7 @@ def test_gather_keys(dtype):
     table = torch.randperm(pages).view(3, 3).int()
     lengths = [130, 0, 64]
     ends = int32([0, 130, 130, 194])
-    rows = 250  # more than the 194 keys
+    rows = 250
     dst_k, dst_scale = torch.full((rows, dim), 0xFF, dtype=torch.uint8).view(dtype), torch.ones(rows, 4).byte()
     adapters.gather_keys(cache, dst_k, dst_scale, table, ends)
     slots = [int(table[b, i // PAGE]) * PAGE + i % PAGE for b, n in enumerate(lengths) for i in range(n)]
@@ -135,7 +134,7 @@ def v4_cache(pages, page):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_v4_attention(heads, entries_page):
-    """Test windows alone, and with compressed entries of 4 tokens (64 per page) or of 128 tokens (2 per page)."""
+    """Compressed entries have 4 tokens (64 per page) or 128 tokens (2 per page)."""
     tokens, scale = 4, 512**-0.5
     (window, keys), sink = v4_cache(3, PAGE), torch.randn(heads)
     q = torch.randn(tokens, 1, heads, 512, dtype=torch.bfloat16)

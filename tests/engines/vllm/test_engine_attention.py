@@ -67,7 +67,6 @@ class Batch:
         return types.SimpleNamespace(**common | more)
 
     def run(self, impl, metadata, q=None, pages=None):
-        """Return (out, lse) of vLLM's layer."""
         impl.topk_indices_buffer = self.selected
         q, pages = self.q if q is None else q, self.pages if pages is None else pages
         out, lse = impl.forward_mqa(q, pages, metadata, None)
@@ -169,7 +168,6 @@ def test_bf16_keys(sparse, heads):
 
 
 def of_one_batch(sparse):
-    """Return the metadata for a mixed batch: prompts and decoding in one call."""
     return {
         "fp8_use_mixed_batch": True,
         "fp8_extra_metadata": sparse.FlashMLASparseMetadata.FP8KernelMetadata(sparse.FlashMLASchedMeta(), None, None),
@@ -183,7 +181,7 @@ def test_ranks_that_share_keys(sparse, next_n):
     ranks, heads = 2, 16
     whole, parts = Batch(heads, True, 2, next_n), []
     first = whole.selected[0]
-    whole.selected[0] = torch.where(first % 2 == 0, first, -1)  # rank 1 has none of these keys
+    whole.selected[0] = torch.where(first % 2 == 0, first, -1)
     for rank in range(ranks):
         pages = torch.zeros_like(whole.pages)
         for request in range(2):

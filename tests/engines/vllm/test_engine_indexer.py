@@ -44,8 +44,6 @@ def indexer(plugin, monkeypatch):
 
 
 class Cache:
-    """Index keys in pages. `scores` computes in float64."""
-
     def __init__(self, requests, heads):
         self.heads = heads
         self.k, scale = dsa.per_token_cast_to_fp8(torch.randn(PAGES * PAGE, DIM), use_ue8m0=True)

@@ -46,7 +46,6 @@ def v4(plugin, monkeypatch):
 
 
 def layer(module, ratio, heads, keys, selected):
-    """Return a layer of vLLM with the attributes that the tested methods read."""
     cls = module.DeepseekV4FlashMLAAttention
     one = cls.__new__(cls)
     object.__setattr__(one, "__dict__", {"_parameters": {}, "_buffers": {}, "_modules": {}, "training": False})
@@ -135,7 +134,7 @@ def test_prompts(v4, monkeypatch, ratio, heads):
     selected = torch.stack([torch.randperm(max(count, TOPK))[:TOPK] for _ in range(tokens)]).int()
     one = layer(v4, ratio, heads, windows, selected)
     q = torch.randn(tokens, one.padded_heads, 512).bfloat16()
-    first = length - tokens - WINDOW + 1  # the oldest key in the first token's window
+    first = length - tokens - WINDOW + 1
 
     def gather(out, cache, seq_lens, gather_lens, block_table, block_size, offset):
         source = windows if gather_lens is not None else entries

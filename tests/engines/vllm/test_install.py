@@ -20,7 +20,7 @@ from tests.engines.vllm.configurations import V4, V32, config
 
 ALL = frozenset({"scores", "topk", "attention"})
 WORKER = "vllm.v1.worker.worker_base"
-V41 = V4 | {"model_type": "deepseek_v41"}  # a model that the plugin does not serve
+V41 = V4 | {"model_type": "deepseek_v41"}
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def engine(monkeypatch):
 
 
 def start(hf=V32, cache="fp8", **options):
-    """Start a worker with this configuration. With hf=None, it has no model configuration."""
     worker = sys.modules[WORKER].WorkerWrapperBase(config(hf or V32, cache=cache, **options))
     if hf is None:
         worker.vllm_config.model_config = None
@@ -125,7 +124,6 @@ def test_it_is_registered_once_in_a_process(engine):
     start()
     before = stand_in.state()
     start(heads=32)
-    # The first model's replacements stay. The second model's kernels are compiled as well.
     assert changed(before) == set() and [calls.heads for calls, _ in engine][1] == 32
     install.uninstall()
     assert not hasattr(sys.modules[seams.TOPK].SparseIndexerTopk.forward, "__wrapped__")
@@ -189,7 +187,6 @@ def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
 
 
 def stays(engine, caplog, call) -> str:
-    """Check that the call leaves vLLM unchanged and logs one line. Return its reason."""
     before = stand_in.state()
     call()
     assert changed(before) == set() and engine == []

@@ -107,7 +107,6 @@ SMALL = {"heads": 8, "max_model_len": 512, "tokens": 3}
     ],
 )
 def test_warm_up_calls_what_the_model_will(monkeypatch, hf, ops, called):
-    """The ops run their references, which refuse wrong arguments."""
     seen = set()
 
     def noted(module, name, what):

@@ -21,7 +21,6 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def served(loaded):
-    """Return what `process.serve` returns."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()

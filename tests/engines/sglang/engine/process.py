@@ -104,7 +104,6 @@ def serve(patch):
 
 
 def publish(patch):
-    """Publish the settings that hooks read, as a running server does."""
     bags = {"exec": SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))}
     patch.setattr(module(seams.EXECUTION.partition(":")[0]).get_context(), "_config_bags", bags)
 

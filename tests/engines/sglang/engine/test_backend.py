@@ -35,7 +35,6 @@ def as_made(served, monkeypatch, pool, prefill, decode, cache, metadata):
 @pytest.mark.parametrize("implementation", ["flashmla_kv", "flashmla_sparse"])
 @pytest.mark.parametrize("verify", [False, True])
 def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
-    """Test `forward_decode`, and `forward_extend` as a verify pass calls it."""
     if (pool, implementation) == (FP8_POOL, "flashmla_sparse"):
         pytest.skip("SGLang does not attend so")
     cache, rows = batches.latent_cache(pool.kv_cache_dim, 3)

@@ -148,7 +148,7 @@ def test_sglangs_indexer_prefills(served, method, chunked, monkeypatch):
         slots = batches.slots_of(table, owner, n).tolist()
         places = slots if method == "PAGED" else range(begin, begin + n)
         assert got[t].tolist() == [-1 if s < 0 else places[s] for s in batches.selected(row, 16)]
-    assert (got[len(owners) :] == -1).all()  # two queries of padding
+    assert (got[len(owners) :] == -1).all()
 
 
 @pytest.mark.parametrize("method", ["PAGED", "RAGGED"])
