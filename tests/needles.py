@@ -1,8 +1,8 @@
 """Check that every layer's indexer selects keys that are planted among many others.
 
 Before a layer computes index scores, `planted` overwrites some keys with keys in the direction of the first query. All
-other keys are random and have about the same norm. For the first query of each call, `planted` counts the planted keys
-that were not selected, and compares index scores with scores in float64.
+other keys are random and have about the same norm. `planted` looks at the first query of each call: it counts the
+planted keys that were not selected, and compares index scores with scores in float64.
 """
 
 from collections.abc import Iterator, Sequence
